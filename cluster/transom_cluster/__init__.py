@@ -1,0 +1,1 @@
+"""The cluster: requests in, tokens out; never imports torch."""

@@ -1,0 +1,1 @@
+"""The wire: OpenAI shapes, their checks, their errors, server-sent events."""

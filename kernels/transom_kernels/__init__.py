@@ -1,0 +1,1 @@
+"""Operators, a folder each: contract (op), specification (reference), fast paths."""

@@ -1,0 +1,1 @@
+"""Attention of new queries over a group's paged KV cache."""

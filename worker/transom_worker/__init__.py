@@ -1,0 +1,24 @@
+"""One worker: scheduler, KV cache, execution, engine. `LLM` and `SamplingParams` are for offline use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transom_worker.contract import SamplingParams
+    from transom_worker.llm import LLM
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the two public names on first use, so that the router can import submodules without torch."""
+    if name == "SamplingParams":
+        from transom_worker.contract import SamplingParams
+
+        return SamplingParams
+    if name == "LLM":
+        from transom_worker.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,238 @@
+"""Settings as users give them (one flat table of names), and the frozen configs that parts of the system receive.
+
+`Settings` is what `transom serve` flags, the Serve YAML and `LLM(...)` keywords fill: the same names everywhere, those that
+`vllm serve` users know. It is checked once and resolved into `EngineConfig` and `ServerConfig`; each part gets only its section.
+A name or value that is known but not supported yet is refused with a message, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from transom_worker.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
+NOT_YET: dict[str, tuple[object, str]] = {
+    # setting: (the only value supported so far, what to do)
+    "tensor_parallel_size": (1, "run one rank per worker"),
+    "replicas": (1, "run one worker"),
+    "kv_cache_dtype": ("auto", "keep the cache in the model's dtype"),
+    "swap_space": (0.0, "there is no host tier yet"),
+    "preemption_mode": ("recompute", "preempted requests are recomputed"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, on what, in which number format, and window overrides for its attention layers."""
+
+    model: str
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    quantization: Literal["none", "int8"] = "none"
+    max_model_len: int | None = None
+    window: int | None = None
+    sinks: int = 0
+    window_pattern: str = "S"
+    hybrid_kv_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV pool: its block, its size and whether finished requests' blocks stay findable."""
+
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How a step is filled. `max_waiting` bounds the queue; beyond it requests are refused as overload."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_waiting: int = 1024
+    steps_in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that one worker needs."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    seed: int | None = None
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """All that the router needs besides the model's name and files."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+    haproxy: bool = False
+
+
+class Settings(BaseModel):
+    """Every setting of Transom, flat. See the module's docstring."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(description="Folder of safetensors, a .gguf file, a Hugging Face id, or smollm2 (the demo).")
+    served_model_name: str | None = Field(None, description="Name in the API; the model's own name if unset.")
+    dtype: Dtype = Field(
+        "auto",
+        description="Weights and activations; auto: bfloat16 (float32 for a float32 checkpoint).",
+    )
+    device: Device = Field("auto", description="auto takes CUDA where there is one.")
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: weights and activations of linear layers, on CPUs."
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest prompt + answer; the model's own limit if unset."
+    )
+    block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block and per unit of prefix hashing.")
+    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="Bytes of the KV pool, or such as 512MiB, 4GiB.")
+    gpu_memory_utilization: float = Field(
+        0.92, gt=0, le=1, description="Share of GPU memory for weights, activations and KV."
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse KV of shared prefixes.")
+    hybrid_kv_cache: bool = Field(True, description="Off: every layer keeps full length; same results, more memory.")
+    window: int | None = Field(
+        None,
+        ge=1,
+        description="Makes layers sliding-window layers of this many tokens, the query included.",
+    )
+    sinks: int = Field(0, ge=0, description="First tokens that window layers keep as well.")
+    window_pattern: str = Field("S", description="Repeated over the layers: S window, F full. Needs --window.")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
+    max_num_batched_tokens: int = Field(
+        1024, ge=1, description="Tokens computed per step; longer prompts go in chunks."
+    )
+    max_waiting: int = Field(1024, ge=0, description="Waiting requests; more are refused with 503.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="priority: lower numbers first.")
+    steps_in_flight: int | None = Field(
+        None, ge=1, le=2, description="Plans ahead of results: 1 on CPUs, 2 on GPUs if unset."
+    )
+    seed: int | None = Field(None, description="Makes unseeded requests repeatable.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker; all cores if unset.")
+    tensor_parallel_size: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1)
+    kv_cache_dtype: str = "auto"
+    swap_space: float = Field(0.0, ge=0)
+    preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Larger request bodies are refused with 413.")
+    haproxy: bool = Field(False, description="Production token path: HAProxy and Serve's throughput settings.")
+
+    @classmethod
+    def parse(cls, **values: Any) -> Settings:
+        """Check settings given by name.
+
+        Raises:
+            ConfigError: an unknown name, a wrong value, or one that is not supported yet; the message names it.
+        """
+        memory = values.get("kv_cache_memory_bytes")
+        if isinstance(memory, str):
+            values["kv_cache_memory_bytes"] = parse_bytes(memory, name="kv_cache_memory_bytes")
+        if isinstance(values.get("api_key"), str):
+            values["api_key"] = (values["api_key"],)
+        try:
+            settings = cls(**values)
+        except ValidationError as error:
+            problems = "; ".join(_describe(problem) for problem in error.errors())
+            raise ConfigError(f"Wrong settings: {problems}.") from None
+        settings._check_supported()
+        return settings
+
+    def _check_supported(self) -> None:
+        for name, (supported, advice) in NOT_YET.items():
+            value = getattr(self, name)
+            if value != supported:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} {value} is not supported yet; {advice} ({flag} {supported}).")
+        if not re.fullmatch(r"[SF]+", self.window_pattern):
+            raise ConfigError(
+                f"--window-pattern is {self.window_pattern!r}; use letters S (window) and F (full), such as SSF."
+            )
+        if self.window is None and (self.sinks or self.window_pattern != "S"):
+            raise ConfigError("--sinks and --window-pattern need --window; give a window in tokens.")
+
+    def engine_config(self) -> EngineConfig:
+        """The worker's part. `steps_in_flight` unset becomes 2 on an explicit cuda device, else 1."""
+        return EngineConfig(
+            model=ModelConfig(
+                model=self.model,
+                dtype=self.dtype,
+                device=self.device,
+                quantization=self.quantization,
+                max_model_len=self.max_model_len,
+                window=self.window,
+                sinks=self.sinks,
+                window_pattern=self.window_pattern,
+                hybrid_kv_cache=self.hybrid_kv_cache,
+            ),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                policy=self.scheduling_policy,
+                max_waiting=self.max_waiting,
+                steps_in_flight=self.steps_in_flight or (2 if self.device == "cuda" else 1),
+            ),
+            seed=self.seed,
+            num_threads=self.num_threads,
+        )
+
+    def server_config(self) -> ServerConfig:
+        """The router's part."""
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            served_model_name=self.served_model_name or self.model,
+            api_keys=self.api_key,
+            max_body_bytes=self.max_body_bytes,
+            haproxy=self.haproxy,
+        )
+
+
+def parse_bytes(text: str, *, name: str) -> int:
+    """Bytes from a number with an optional unit: 4096, 512MiB, 1.5GiB, 2GB.
+
+    Raises:
+        ConfigError: not such a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"{name} is {text!r}; give bytes, or a size such as 512MiB or 4GiB.")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
+def _describe(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{name} is not a setting of Transom"
+    return f"{name} is {problem['input']!r}: {problem['msg']}"

@@ -1,0 +1,206 @@
+"""What crosses between router and worker: requests in, output events out.
+
+Everything is plain data (ints, floats, strings, tuples), versioned by `CONTRACT_VERSION`. Every stateful stage of a
+request's life (penalties, stops, detokeniser, grammar) can be rebuilt from a `Request`, so that a stream can be resumed on
+any worker: `resumed_output_ids` are the tokens that the client side already has, and events go on from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from transom_worker.errors import RequestError
+
+CONTRACT_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when an answer ends.
+
+    Filters apply in this order: logit bias, penalties, temperature, top_k, top_p, min_p. `temperature` 0 is greedy.
+    `n` is expanded into `n` requests before the engine sees them. `max_tokens` None means up to the model's length.
+
+    Raises:
+        RequestError: a value is out of range; `param` names the field.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # alternatives per output token; 0: the chosen token alone
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        _check_range("n", self.n, 1, 128)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0.0; it must be above 0 and at most 1.", param="top_p")
+        _check_range("top_k", self.top_k, -1, None)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed.",
+                param="stop",
+            )
+        if any(not s for s in self.stop):
+            raise RequestError("stop holds an empty string; leave it out.", param="stop")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 0, MAX_LOGPROBS)
+        for token_id, bias in self.logit_bias.items():
+            _check_range("logit_bias", token_id, 0, None)
+            _check_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise."""
+        return self.temperature == 0.0
+
+    def single(self) -> SamplingParams:
+        """The same parameters for one choice."""
+        return self if self.n == 1 else replace(self, n=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPolicy:
+    """A per-request KV policy on full-attention layers (design section 3); no worker supports one yet."""
+
+    type: Literal["window", "adaptive", "heavy"]
+    sinks: int = 0
+    window: int = 0
+    budget: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to continue: all that a worker needs, from any router, at any output position.
+
+    `turn_boundaries` are prompt positions where chat turns end (ascending), hints for checkpoints.
+    `arrival_s` and `deadline_s` are seconds since the epoch. Lower `priority` runs first.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int  # resolved: an unseeded request gets one at the router
+    choice_index: int = 0
+    resumed_output_ids: tuple[int, ...] = ()
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    adapter: str | None = None
+    turn_boundaries: tuple[int, ...] = ()
+    kv_policy: KvPolicy | None = None
+    grammar: str | None = None  # reserved; no worker supports one yet
+    version: int = CONTRACT_VERSION
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, without resumed output."""
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of one token and its rank (1 = most likely) before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the chosen token first, then the most likely ones, best first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorInfo:
+    """An error on the wire between worker and router: the class name in `errors`, its message and details."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputEvent:
+    """What one step added to one request.
+
+    `position` is the output index of the first of `token_ids` (resumed tokens counted), and `text_offset` the number of
+    characters sent before `text`; so a router drops duplicates after a resume. `finish_reason` is set on the last event,
+    which may carry no token; `error` only with finish reason "error".
+    """
+
+    request_id: str
+    position: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    text_offset: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # one per prompt token, once; first is None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id or string that stopped it; None for end of text
+    usage: Usage | None = None  # on the first and the last event
+    error: ErrorInfo | None = None
+
+
+def _check_range(name: str, value: float, low: float | None, high: float | None) -> None:
+    """Raise RequestError unless low <= value <= high (None: unbounded)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"{name} is {value}; it must be a finite number.", param=name)
+    if (low is not None and value < low) or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
+        raise RequestError(f"{name} is {value}; it must be {allowed}.", param=name)

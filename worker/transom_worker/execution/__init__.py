@@ -1,0 +1,1 @@
+"""Plan to tensors: runner, executor, block copies."""

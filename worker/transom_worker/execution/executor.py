@@ -1,0 +1,54 @@
+"""The seam between engine and ranks: plans in, results out, in order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.scheduling.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Where a worker's memory went, in bytes, for the start-up log."""
+
+    device: str
+    weight_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorInfo:
+    """What a started executor tells the engine: the cache it owns and the limits of its model."""
+
+    layout: ArenaLayout
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    memory: MemoryReport
+
+
+class Executor(ABC):
+    """Runs plans on every rank of a worker.
+
+    `submit` hands over one plan and returns at once; `receive` waits for the oldest unanswered plan's result. A failing step
+    raises StepFailed from `receive`; plans submitted after it are dropped. Only the engine's thread calls these.
+    """
+
+    @abstractmethod
+    def start(self) -> ExecutorInfo:
+        """Load the model, size and allocate the arena, warm up."""
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> None:
+        """Queue one plan."""
+
+    @abstractmethod
+    def receive(self) -> StepResult:
+        """Wait for the oldest plan's result. Raises StepFailed."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Free everything; idempotent."""

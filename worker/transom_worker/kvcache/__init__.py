@@ -1,0 +1,1 @@
+"""Integers only: who owns which block of which KV cache group."""

@@ -1,0 +1,1 @@
+"""A model family a file, over shared layers."""

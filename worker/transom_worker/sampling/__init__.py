@@ -1,0 +1,1 @@
+"""Logits to token ids: penalties, filters, counter-based noise, log-probabilities."""

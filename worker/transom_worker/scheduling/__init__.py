@@ -1,0 +1,1 @@
+"""Integers only: a StepPlan out, a StepResult in."""

@@ -1,0 +1,1 @@
+"""Checkpoints to tensors: safetensors and GGUF."""
