@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from transom_worker import errors
 from transom_worker.errors import RequestError
 
 CONTRACT_VERSION = 1
@@ -173,6 +174,26 @@ class ErrorInfo:
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> ErrorInfo:
+        """Describe an error; whatever is not in Transom's tree becomes StepFailed."""
+        return cls(
+            kind=type(error).__name__ if isinstance(error, errors.TransomError) else "StepFailed",
+            message=str(error) or type(error).__name__,
+            param=getattr(error, "param", None),
+            retry_after_s=getattr(error, "retry_after_s", None),
+        )
+
+    def error(self) -> errors.TransomError:
+        """The error again, on the other side."""
+        kind = getattr(errors, self.kind, errors.StepFailed)
+        if issubclass(kind, errors.RequestError):
+            return kind(self.message, param=self.param)
+        if issubclass(kind, errors.Overloaded):
+            return kind(self.message, retry_after_s=self.retry_after_s or 1.0)
+        result: errors.TransomError = kind(self.message)
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from transom_worker.config import EngineConfig
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -52,3 +53,10 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Free everything; idempotent."""
+
+
+def create_executor(config: EngineConfig) -> Executor:
+    """The executor for a config: one rank in this process. torch is imported here, not with this module."""
+    from transom_worker.execution.local_executor import LocalExecutor
+
+    return LocalExecutor(config)

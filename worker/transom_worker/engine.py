@@ -1,0 +1,248 @@
+"""The step loop of one worker: requests in, output events out. Synchronous; knows neither ray nor threads.
+
+One step: schedule up to `steps_in_flight` plans, wait for the oldest result, publish and free through the scheduler, push
+each new token through its `Answer` (text, stops), and return the events. `EngineThread` runs it beside an event loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+
+from transom_worker.config import EngineConfig
+from transom_worker.contract import CONTRACT_VERSION, ErrorInfo, OutputEvent, Request, Usage
+from transom_worker.errors import EngineDead, RequestError, RequestTimeout
+from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
+from transom_worker.metrics import EngineMetrics, RequestTimes
+from transom_worker.model_files import resolve_model
+from transom_worker.output import Answer
+from transom_worker.scheduling.scheduler import Scheduler, SequenceOutput
+from transom_worker.tokenizer import Tokenizer
+
+IDLE_STATS_PERIOD_S = 0.25
+
+
+class Engine:
+    """One worker's engine. Not thread-safe: one thread calls it."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self._executor = executor
+        self.info: ExecutorInfo = executor.start()
+        self._eos_token_ids = frozenset(self.info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            self.info.layout,
+            block_size=config.cache.block_size,
+            max_model_len=self.info.max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        self._answers: dict[str, _Running] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._num_in_flight = 0
+        self._ready: list[OutputEvent] = []
+        self._dead: Exception | None = None
+        self._stats_at_s = 0.0
+        self._publish_stats()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._answers or self._ready or self._num_in_flight)
+
+    def add(self, request: Request) -> None:
+        """Take one request; its events come out of `step`.
+
+        Raises:
+            RequestError: wrong, too long, too large or a duplicate id.  Overloaded: the queue is full.
+            EngineDead: an earlier step failed.
+        """
+        if self._dead is not None:
+            raise EngineDead(f"The worker's engine has ended: {self._dead}")
+        self._check(request)
+        answer = Answer(
+            request, self.tokenizer, eos_token_ids=self._eos_token_ids, max_model_len=self.info.max_model_len
+        )
+        running = _Running(answer)
+        if answer.finished is not None:
+            usage = running.usage()
+            self._ready.append(
+                OutputEvent(
+                    request_id=request.request_id,
+                    position=answer.num_output_tokens,
+                    text_offset=answer.finished.text_offset + len(answer.finished.text),
+                    finish_reason=answer.finished.finish_reason,
+                    stop_reason=answer.finished.stop_reason,
+                    usage=usage,
+                )
+            )
+            return
+        self._scheduler.add(request)
+        self._answers[request.request_id] = running
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        self.metrics.admitted(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free its blocks at once; no event follows. False if it is not running."""
+        running = self._answers.pop(request_id, None)
+        if running is None:
+            return False
+        self._scheduler.abort(request_id)
+        self.metrics.finished(running.times, "abort")
+        self._publish_stats()
+        return True
+
+    def step(self) -> list[OutputEvent]:
+        """Run until one result has arrived, or nothing can run; return the events of that step.
+
+        A failing step ends the engine: every request gets an error event, and `add` refuses from then on.
+        """
+        events, self._ready = self._ready, []
+        events += self._expire()
+        try:
+            events += self._step()
+        except Exception as error:  # whatever an executor raises ends this engine, never its requests' answers
+            self._dead = error
+            self._num_in_flight = 0
+            events += [self._error_event(request_id, error) for request_id in list(self._answers)]
+        return events
+
+    @property
+    def dead(self) -> Exception | None:
+        """What ended the engine, if anything did."""
+        return self._dead
+
+    def shutdown(self) -> None:
+        """Free the executor's memory and processes; idempotent."""
+        self._executor.shutdown()
+
+    def _step(self) -> list[OutputEvent]:
+        begin_s = time.perf_counter()
+        while self._num_in_flight < self.config.scheduler.steps_in_flight:
+            plan = self._scheduler.schedule()
+            if plan is None:
+                break
+            self._executor.submit(plan)
+            self._num_in_flight += 1
+            self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
+        if not self._num_in_flight:
+            self._publish_stats()
+            return []
+        scheduled_s = time.perf_counter()
+        result = self._executor.receive()
+        received_s = time.perf_counter()
+        self._num_in_flight -= 1
+        outputs = self._scheduler.receive(result)
+        now_s = time.time()
+        events = [self._advance(output, now_s) for output in outputs if output.request_id in self._answers]
+        end_s = time.perf_counter()
+        self.metrics.stepped(
+            result.timings, schedule_s=scheduled_s - begin_s, wait_s=received_s - scheduled_s, output_s=end_s - received_s
+        )
+        if end_s - self._stats_at_s > IDLE_STATS_PERIOD_S or not self._answers:
+            self._publish_stats()
+        return events
+
+    def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
+        running = self._answers[output.request_id]
+        progress = running.answer.push(output.token_id)
+        first = running.num_cached_tokens is None
+        if first:
+            running.num_cached_tokens = output.num_cached_tokens
+        self.metrics.token(running.times, now_s)
+        if progress.finish_reason is not None:
+            self._scheduler.finish(output.request_id)
+            del self._answers[output.request_id]
+            self.metrics.finished(running.times, progress.finish_reason)
+        return OutputEvent(
+            request_id=output.request_id,
+            position=output.position,
+            token_ids=(output.token_id,),
+            text=progress.text,
+            text_offset=progress.text_offset,
+            logprobs=None if output.logprobs is None else (output.logprobs,),
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=progress.finish_reason,
+            stop_reason=progress.stop_reason,
+            usage=running.usage() if first or progress.finish_reason else None,
+        )
+
+    def _expire(self) -> list[OutputEvent]:
+        """Error events of requests whose deadline has passed."""
+        events: list[OutputEvent] = []
+        now_s = time.time()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            if request_id in self._answers:
+                self._scheduler.abort(request_id)
+                events.append(self._error_event(request_id, RequestTimeout("The request's deadline has passed.")))
+        return events
+
+    def _error_event(self, request_id: str, error: Exception) -> OutputEvent:
+        running = self._answers.pop(request_id)
+        self.metrics.finished(running.times, "error")
+        return OutputEvent(
+            request_id=request_id,
+            position=running.answer.num_output_tokens,
+            finish_reason="error",
+            usage=running.usage(),
+            error=ErrorInfo.of(error),
+        )
+
+    def _check(self, request: Request) -> None:
+        if request.version != CONTRACT_VERSION:
+            raise RequestError(f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}.")
+        if request.request_id in self._answers:
+            raise RequestError(f"Request id {request.request_id!r} is already running; ids must be unique.")
+        if not request.prompt_token_ids:
+            raise RequestError("The prompt is empty; it needs at least one token.", param="prompt")
+        vocab_size = self.info.vocab_size
+        for name, ids in (
+            ("prompt", request.prompt_token_ids),
+            ("prompt", request.resumed_output_ids),
+            ("logit_bias", tuple(request.params.logit_bias)),
+            ("stop_token_ids", request.params.stop_token_ids),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                wrong = next(i for i in ids if not 0 <= i < vocab_size)
+                raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
+
+    def _publish_stats(self) -> None:
+        self._stats_at_s = time.perf_counter()
+        scheduler = self._scheduler
+        self.metrics.publish(
+            scheduler.stats(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+
+class _Running:
+    """One admitted request: its answer and its times."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.times = RequestTimes(arrival_s=answer.request.arrival_s or time.time())
+        self.num_cached_tokens: int | None = None
+
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self.answer.request.num_prompt_tokens,
+            num_output_tokens=self.answer.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+        )
+
+
+def build_engine(config: EngineConfig, *, model_name: str | None = None, worker: str = "0") -> Engine:
+    """Load a model and start its engine: the one way for replica, offline use and benchmarks.
+
+    Raises:
+        ConfigError, ModelError: settings or checkpoint are wrong; nothing is left running.
+    """
+    files = resolve_model(config.model.model)
+    metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
+    return Engine(config, create_executor(config), Tokenizer.load(files), metrics)

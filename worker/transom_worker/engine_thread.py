@@ -1,0 +1,84 @@
+"""Runs an engine on a thread of its own, so that the step loop never blocks an event loop.
+
+Commands (add, abort) wait in an inbox that the engine's thread empties between steps; an idle engine wakes at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from transom_worker.contract import ErrorInfo, OutputEvent, Request
+from transom_worker.engine import Engine
+from transom_worker.errors import EngineDead, TransomError
+
+Deliver = Callable[[list[OutputEvent]], None]
+
+
+class EngineThread:
+    """Owns an engine and its thread. `deliver` is called on that thread with each step's events."""
+
+    def __init__(self, engine: Engine, deliver: Deliver) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: list[Request]) -> Future[list[ErrorInfo | None]]:
+        """Admit all of `requests` or none: one entry each, None where admission found nothing wrong."""
+        future: Future[list[ErrorInfo | None]] = Future()
+        self._post(lambda: future.set_result(self._add_all(requests)))
+        return future
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests and free their blocks before the next step."""
+        self._post(lambda: [self._engine.abort(request_id) for request_id in request_ids] and None)
+
+    @property
+    def dead(self) -> Exception | None:
+        """What ended the step loop, if anything did."""
+        if not self._thread.is_alive() and not self._stopping:
+            return EngineDead("The engine's thread has ended.")
+        return self._engine.dead
+
+    def shutdown(self) -> None:
+        """End the thread after the present step, then the engine; idempotent."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+        self._engine.shutdown()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            while self._inbox:
+                self._inbox.popleft()()
+            if self._engine.has_work:
+                events = self._engine.step()
+                if events:
+                    self._deliver(events)
+            else:
+                self._wake.wait()
+                self._wake.clear()
+
+    def _add_all(self, requests: list[Request]) -> list[ErrorInfo | None]:
+        results: list[ErrorInfo | None] = []
+        for request in requests:
+            try:
+                self._engine.add(request)
+                results.append(None)
+            except TransomError as error:
+                results.append(ErrorInfo.of(error))
+        if any(results):
+            for request, result in zip(requests, results, strict=True):
+                if result is None:
+                    self._engine.abort(request.request_id)
+        return results
