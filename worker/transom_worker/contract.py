@@ -187,13 +187,12 @@ class ErrorInfo:
 
     def error(self) -> errors.TransomError:
         """The error again, on the other side."""
-        kind = getattr(errors, self.kind, errors.StepFailed)
+        kind: type[errors.TransomError] = getattr(errors, self.kind, errors.StepFailed)
         if issubclass(kind, errors.RequestError):
             return kind(self.message, param=self.param)
-        if issubclass(kind, errors.Overloaded):
-            return kind(self.message, retry_after_s=self.retry_after_s or 1.0)
-        result: errors.TransomError = kind(self.message)
-        return result
+        if kind is errors.Overloaded:
+            return errors.Overloaded(self.message, retry_after_s=self.retry_after_s or 1.0)
+        return kind(self.message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,10 @@ class Engine:
         self._publish_stats()
         return True
 
+    def stop(self, reason: Exception) -> None:
+        """Refuse requests from now on; `reason` is what they are told."""
+        self._dead = self._dead or reason
+
     def step(self) -> list[OutputEvent]:
         """Run until one result has arrived, or nothing can run; return the events of that step.
 
@@ -105,7 +109,7 @@ class Engine:
         try:
             events += self._step()
         except Exception as error:  # whatever an executor raises ends this engine, never its requests' answers
-            self._dead = error
+            self.stop(error)
             self._num_in_flight = 0
             events += [self._error_event(request_id, error) for request_id in list(self._answers)]
         return events
@@ -140,7 +144,10 @@ class Engine:
         events = [self._advance(output, now_s) for output in outputs if output.request_id in self._answers]
         end_s = time.perf_counter()
         self.metrics.stepped(
-            result.timings, schedule_s=scheduled_s - begin_s, wait_s=received_s - scheduled_s, output_s=end_s - received_s
+            result.timings,
+            schedule_s=scheduled_s - begin_s,
+            wait_s=received_s - scheduled_s,
+            output_s=end_s - received_s,
         )
         if end_s - self._stats_at_s > IDLE_STATS_PERIOD_S or not self._answers:
             self._publish_stats()
@@ -194,7 +201,9 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         if request.version != CONTRACT_VERSION:
-            raise RequestError(f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}.")
+            raise RequestError(
+                f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}."
+            )
         if request.request_id in self._answers:
             raise RequestError(f"Request id {request.request_id!r} is already running; ids must be unique.")
         if not request.prompt_token_ids:

@@ -37,14 +37,17 @@ class EngineThread:
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests and free their blocks before the next step."""
-        self._post(lambda: [self._engine.abort(request_id) for request_id in request_ids] and None)
+
+        def command() -> None:
+            for request_id in request_ids:
+                self._engine.abort(request_id)
+
+        self._post(command)
 
     @property
     def dead(self) -> Exception | None:
         """What ended the step loop, if anything did."""
-        if not self._thread.is_alive() and not self._stopping:
-            return EngineDead("The engine's thread has ended.")
-        return self._engine.dead
+        return self._engine.dead or (None if self._thread.is_alive() else EngineDead("The engine's thread has ended."))
 
     def shutdown(self) -> None:
         """End the thread after the present step, then the engine; idempotent."""
@@ -56,11 +59,12 @@ class EngineThread:
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
         self._wake.set()
+        if not self._thread.is_alive():
+            self._drain()
 
     def _run(self) -> None:
         while not self._stopping:
-            while self._inbox:
-                self._inbox.popleft()()
+            self._drain()
             if self._engine.has_work:
                 events = self._engine.step()
                 if events:
@@ -68,6 +72,16 @@ class EngineThread:
             else:
                 self._wake.wait()
                 self._wake.clear()
+        self._engine.stop(EngineDead("The worker is shutting down."))
+        self._drain()  # nobody who waits for an admission may wait for ever
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                command = self._inbox.popleft()
+            except IndexError:
+                return
+            command()
 
     def _add_all(self, requests: list[Request]) -> list[ErrorInfo | None]:
         results: list[ErrorInfo | None] = []

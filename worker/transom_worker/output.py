@@ -30,7 +30,9 @@ class Answer:
     answer before `min_tokens` (the sampler forbids stop tokens until then as well).
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: frozenset[int], max_model_len: int
+    ) -> None:
         params = request.params
         room = max_model_len - request.num_prompt_tokens
         self.request = request

@@ -1,0 +1,216 @@
+"""Offline use: prompts in, answers out, in the shape that vLLM's users know. Never imports ray or fastapi."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from transom_worker.config import Settings
+from transom_worker.contract import FinishReason, OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_worker.engine import Engine, build_engine
+from transom_worker.errors import RequestError, TransomError
+from transom_worker.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of a token, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer. `logprobs[step][token_id]` holds the chosen token and the alternatives asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """All answers to one prompt. `num_cached_tokens` are prompt tokens found in the prefix cache (first answer)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class LLM:
+    """A model in this process.
+
+    Args:
+        model: folder of safetensors, .gguf file, Hugging Face id, or "smollm2".
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        settings: any other name of `Settings`, such as `max_model_len` or `kv_cache_memory_bytes`.
+
+    Raises:
+        ConfigError, ModelError: settings or checkpoint are wrong.
+    """
+
+    def __init__(self, model: str, *, dtype: str = "auto", **settings: Any) -> None:
+        parsed = Settings.parse(model=model, dtype=dtype, **settings)
+        self.engine: Engine = build_engine(parsed.engine_config())
+        self._seed = parsed.seed
+        self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many, all in one batch; results in the order of the prompts.
+
+        A prompt is a string or {"prompt_token_ids": [...]}. Parameters are one for all, or one per prompt.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong; no prompt is answered then.
+        """
+        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        params = self._params_per_prompt(sampling_params, len(batch))
+        outputs = [self._open(prompt, one) for prompt, one in zip(batch, params, strict=True)]
+        requests = [
+            self._request(out, one, index) for out, one in zip(outputs, params, strict=True) for index in range(one.n)
+        ]
+        self._run(requests, outputs, use_tqdm=use_tqdm)
+        return outputs
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or many, through the model's chat template."""
+        many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts = [
+            {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text}
+            for prompt in (self.engine.tokenizer.apply_chat_template(list(m)) for m in many)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def shutdown(self) -> None:
+        """Free the model and the KV pool; idempotent."""
+        self.engine.shutdown()
+
+    def _params_per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(
+                f"There are {len(params)} sampling_params for {num_prompts} prompts; give one, or one each."
+            )
+        return list(params)
+
+    def _open(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        if isinstance(prompt, str):
+            text: str | None = prompt
+            token_ids = self.engine.tokenizer.encode(prompt)
+        else:
+            if "prompt_token_ids" not in prompt:
+                raise RequestError("A prompt must be a string or have 'prompt_token_ids'.", param="prompt")
+            text = prompt.get("prompt")
+            token_ids = [int(i) for i in prompt["prompt_token_ids"]]
+        return RequestOutput(
+            request_id=str(next(self._ids)),
+            prompt=text,
+            prompt_token_ids=token_ids,
+            outputs=[
+                CompletionOutput(index=i, logprobs=None if params.logprobs is None else []) for i in range(params.n)
+            ],
+        )
+
+    def _request(self, output: RequestOutput, params: SamplingParams, index: int) -> Request:
+        seed = params.seed if params.seed is not None else self._next_seed(output)
+        return Request(
+            request_id=f"{output.request_id}-{index}",
+            prompt_token_ids=tuple(output.prompt_token_ids),
+            params=params.single(),
+            seed=seed,
+            choice_index=index,
+            arrival_s=time.time(),
+        )
+
+    def _next_seed(self, output: RequestOutput) -> int:
+        return secrets.randbits(63) if self._seed is None else self._seed + int(output.request_id)
+
+    def _run(self, requests: list[Request], outputs: list[RequestOutput], *, use_tqdm: bool) -> None:
+        """Feed the queue as it takes them and run to the end; a wrong request ends all of them."""
+        targets = {f"{out.request_id}-{choice.index}": (out, choice) for out in outputs for choice in out.outputs}
+        limit = max(1, self.engine.config.scheduler.max_waiting)
+        waiting = iter(requests)
+        running: set[str] = set()
+        try:
+            with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as bar:
+                while True:
+                    for request in itertools.islice(waiting, limit - len(running)):
+                        self.engine.add(request)
+                        running.add(request.request_id)
+                    if not running:
+                        return
+                    for event in self.engine.step():
+                        out, choice = targets[event.request_id]
+                        self._collect(event, out, choice)
+                        if event.finish_reason is not None:
+                            running.discard(event.request_id)
+                            bar.update()
+        except BaseException:
+            for request_id in running:
+                self.engine.abort(request_id)
+            raise
+
+    def _collect(self, event: OutputEvent, out: RequestOutput, choice: CompletionOutput) -> None:
+        if event.error is not None:
+            raise event.error.error()
+        choice.text += event.text
+        choice.token_ids.extend(event.token_ids)
+        if event.logprobs is not None and choice.logprobs is not None:
+            choice.logprobs.extend(self._by_id(entry) for entry in event.logprobs)
+        if event.prompt_logprobs is not None:
+            out.prompt_logprobs = [None if entry is None else self._by_id(entry) for entry in event.prompt_logprobs]
+        if event.usage is not None and choice.index == 0:
+            out.num_cached_tokens = event.usage.num_cached_tokens
+        choice.finish_reason = event.finish_reason
+        choice.stop_reason = event.stop_reason
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        token = self.engine.tokenizer.token
+        return {e.token_id: Logprob(e.logprob, e.rank, token(e.token_id)) for e in (*entry.top, entry.chosen)}
+
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "TransomError"]

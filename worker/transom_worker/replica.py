@@ -1,0 +1,133 @@
+"""One worker as a Ray Serve replica: an engine on its thread, one event stream per router.
+
+The token path is one message per engine step and router: the engine's thread groups a step's events by router and hands
+each group to that router's queue with a single wake-up of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from transom_worker.config import EngineConfig
+from transom_worker.contract import ErrorInfo, OutputEvent, Request
+from transom_worker.engine import build_engine
+from transom_worker.engine_thread import EngineThread
+from transom_worker.errors import EngineDead
+
+logger = logging.getLogger("transom.worker")
+
+
+class WorkerReplica:
+    """Methods are what `transom_cluster.worker_client` calls; all but the constructor run on Serve's event loop."""
+
+    def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
+        begin_s = time.perf_counter()
+        self._engine = build_engine(config, model_name=model_name, worker=worker)
+        self._start_s = time.perf_counter() - begin_s
+        self._thread = EngineThread(self._engine, self._deliver)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[str, asyncio.Queue[list[OutputEvent] | None]] = {}
+        self._routers: dict[str, str] = {}  # request id -> router id
+        logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
+
+    async def open_stream(self, router_id: str) -> AsyncIterator[list[OutputEvent]]:
+        """All events of this router's requests, one list per engine step; first an empty list.
+
+        A newer stream of the same router ends the older. When the router goes away its requests are aborted.
+        """
+        self._loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[list[OutputEvent] | None] = asyncio.Queue()
+        older = self._queues.get(router_id)
+        if older is not None:
+            older.put_nowait(None)  # its end
+        self._queues[router_id] = queue
+        try:
+            yield []
+            while (events := await queue.get()) is not None:
+                while not queue.empty():  # a slow router gets what has piled up in one message
+                    more = queue.get_nowait()
+                    if more is None:
+                        return
+                    events = events + more
+                yield events
+        finally:
+            if self._queues.get(router_id) is queue:
+                del self._queues[router_id]
+                await self.abort(router_id, [r for r, owner in self._routers.items() if owner == router_id])
+
+    async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
+        """Admit all requests or none; one entry each, None where nothing was wrong with it.
+
+        Their events come on the router's stream, which must be open.
+        """
+        if router_id not in self._queues:
+            return [ErrorInfo.of(EngineDead("The router's event stream is not open; open it and try again."))] * len(
+                requests
+            )
+        for request in requests:
+            self._routers[request.request_id] = router_id  # before admission: events may come before its answer
+        results = await asyncio.wrap_future(self._thread.submit(requests))
+        if any(results):
+            for request in requests:
+                self._routers.pop(request.request_id, None)
+        elif router_id not in self._queues:  # the router left while its requests were admitted
+            await self.abort(router_id, [request.request_id for request in requests])
+        return results
+
+    async def abort(self, router_id: str, request_ids: list[str]) -> None:
+        """Drop requests of this router and free their blocks before the next step."""
+        mine = [request_id for request_id in request_ids if self._routers.get(request_id) == router_id]
+        for request_id in mine:
+            del self._routers[request_id]
+        if mine:
+            self._thread.abort(mine)
+
+    async def info(self) -> dict[str, Any]:
+        """What routers and people ask about this worker."""
+        info = self._engine.info
+        return {
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "device": info.memory.device,
+            "weight_bytes": info.memory.weight_bytes,
+            "kv_bytes": info.memory.kv_bytes,
+            "groups": [group.spec.name for group in info.layout.groups],
+            "start_s": self._start_s,
+        }
+
+    async def metrics_text(self) -> str:
+        """This worker's page in Prometheus' text format."""
+        return self._engine.metrics.text().decode()
+
+    def check_health(self) -> None:
+        """Raise when the step loop has ended, so that Serve replaces this replica."""
+        if self._thread.dead is not None:
+            raise self._thread.dead
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):
+            self._thread.shutdown()
+
+    def _deliver(self, events: list[OutputEvent]) -> None:
+        """Runs on the engine's thread: one wake-up of the event loop per step."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: list[OutputEvent]) -> None:
+        by_router: dict[str, list[OutputEvent]] = {}
+        for event in events:
+            router_id = self._routers.get(event.request_id)
+            if router_id is None:
+                continue  # aborted since
+            by_router.setdefault(router_id, []).append(event)
+            if event.finish_reason is not None:
+                del self._routers[event.request_id]
+        for router_id, batch in by_router.items():
+            queue = self._queues.get(router_id)
+            if queue is not None:
+                queue.put_nowait(batch)
