@@ -1,0 +1,51 @@
+# `make serve` and `make test` need only Python (3.11 or newer) and make. See `make help`.
+
+PYTHON ?= python3
+ARGS ?=
+export PYTHON
+BIN := .venv/bin
+RUNTIME := .venv/.installed-runtime
+DEV := .venv/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-gpu test-cluster check bench lock clean distclean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
+	@echo "  Options: ARGS='...' goes to the command, PYTHON=python3.12 chooses the interpreter."
+
+serve: $(RUNTIME) ## Serve the demo model (ARGS='--port 9000')
+	@exec $(BIN)/transom serve smollm2 $(ARGS)
+
+setup: $(DEV) ## Install everything, tests and checks included
+
+test: $(DEV) ## Run the tests (ARGS='-k sampling')
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(DEV) ## Run the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-cluster: $(DEV) ## Run the tests that need root and network namespaces
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m cluster $(ARGS)
+
+check: $(DEV) ## Format, lint, types, import rules, tests (ARGS=--no-tests)
+	@scripts/check $(ARGS)
+
+bench: $(RUNTIME) ## Benchmark the demo model, offline and over HTTP
+	@scripts/bench $(ARGS)
+
+lock: $(DEV) ## Pin what is installed now in constraints.txt
+	@$(BIN)/python scripts/lock
+
+clean: ## Remove caches and local results
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage build dist benchmarks/results/local
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the environment as well
+	@rm -rf .venv
+
+$(RUNTIME): pyproject.toml constraints.txt
+	@scripts/setup runtime
+
+$(DEV): $(RUNTIME)
+	@scripts/setup dev
