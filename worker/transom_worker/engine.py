@@ -42,6 +42,7 @@ class Engine:
         self._answers: dict[str, _Running] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._num_in_flight = 0
+        self.forward_s = 0.0  # in the ranks' forward passes, since start
         self._ready: list[OutputEvent] = []
         self._dead: Exception | None = None
         self._stats_at_s = 0.0
@@ -139,6 +140,7 @@ class Engine:
         result = self._executor.receive()
         received_s = time.perf_counter()
         self._num_in_flight -= 1
+        self.forward_s += result.timings.forward_s
         outputs = self._scheduler.receive(result)
         now_s = time.time()
         events = [self._advance(output, now_s) for output in outputs if output.request_id in self._answers]

@@ -1,0 +1,57 @@
+"""`transom bench ...`: measure without a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure this machine."""
+
+
+@bench.command()
+def offline(
+    model: Annotated[str, typer.Argument(help="As for `transom serve`.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none or int8.")] = "none",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Each figure is the best of these.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prefill and decode speed of one worker, without HTTP."""
+    from transom_worker.bench import run_offline
+    from transom_worker.config import Settings
+    from transom_worker.engine import build_engine
+    from transom_worker.errors import ConfigError, ModelError
+
+    sizes = tuple(int(size) for size in batches.split(","))
+    try:
+        settings = Settings.parse(
+            model=model, dtype=dtype, quantization=quantization, device=device, max_num_seqs=max(64, *sizes)
+        )
+        engine = build_engine(settings.engine_config())
+    except (ConfigError, ModelError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    figures = run_offline(
+        engine, batches=sizes, prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=repeats
+    )
+    engine.shutdown()
+    if as_json:
+        typer.echo(json.dumps({"model": model, "dtype": dtype, "quantization": quantization, **figures.as_json()}))
+        return
+    typer.echo(f"prefill {figures.prompt_tokens} tokens: {figures.prefill_tokens_per_s:,.0f} tokens/s")
+    for point in figures.decode:
+        typer.echo(
+            f"decode batch {point.batch:>3}: {point.tokens_per_s:,.0f} tokens/s "
+            f"({point.step_ms:.1f} ms a step, {point.outside_forward_ms:.2f} ms of it outside the forward pass)"
+        )

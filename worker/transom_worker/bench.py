@@ -1,0 +1,116 @@
+"""`transom bench offline`: prefill and decode speed of one worker without HTTP, in the shape of the usual tables.
+
+Prompts are random token ids, so nothing hits the prefix cache. Prefill: one prompt of `prompt_tokens`, to its first token.
+Decode at batch B: B such prompts run together; counted from the moment when all of them have their first token.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import asdict, dataclass
+
+from transom_worker.contract import Request, SamplingParams
+from transom_worker.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeFigure:
+    """One batch size: tokens per second over the whole batch, and milliseconds per step."""
+
+    batch: int
+    context_tokens: int
+    tokens_per_s: float
+    step_ms: float
+    outside_forward_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineFigures:
+    """All figures of one run; each is the best of its repeats."""
+
+    prompt_tokens: int
+    output_tokens: int
+    prefill_tokens_per_s: float
+    decode: tuple[DecodeFigure, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        return asdict(self)
+
+
+def run_offline(
+    engine: Engine, *, batches: tuple[int, ...], prompt_tokens: int, output_tokens: int, repeats: int
+) -> OfflineFigures:
+    """Measure an idle engine. Raises RequestError when a prompt does not fit it."""
+    bench = _Bench(engine, prompt_tokens=prompt_tokens)
+    bench.decode(1, 4)  # warm
+    prefill_s = min(bench.prefill() for _ in range(repeats))
+    decode = tuple(
+        min((bench.decode(batch, output_tokens) for _ in range(repeats)), key=lambda figure: figure.step_ms)
+        for batch in batches
+    )
+    return OfflineFigures(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prefill_tokens_per_s=prompt_tokens / prefill_s,
+        decode=decode,
+    )
+
+
+class _Bench:
+    def __init__(self, engine: Engine, *, prompt_tokens: int) -> None:
+        self._engine = engine
+        self._prompt_tokens = prompt_tokens
+        self._random = random.Random(0)
+        self._num_requests = 0
+
+    def prefill(self) -> float:
+        """Seconds from admission to the first token of one prompt."""
+        begin_s = time.perf_counter()
+        self._add(1)
+        while self._engine.has_work:
+            self._engine.step()
+        return time.perf_counter() - begin_s
+
+    def decode(self, batch: int, output_tokens: int) -> DecodeFigure:
+        """Run `batch` prompts together and time the steps after the last first token."""
+        for _ in range(batch):
+            self._add(output_tokens + batch)  # early ones decode while the last are in prefill
+        started: set[str] = set()
+        while len(started) < batch:
+            started.update(event.request_id for event in self._engine.step())
+        forward_begin_s = self._engine.forward_s
+        begin_s = time.perf_counter()
+        num_steps = num_tokens = 0
+        while self._engine.has_work and num_steps < output_tokens:
+            num_tokens += len(self._engine.step())
+            num_steps += 1
+        spent_s = time.perf_counter() - begin_s
+        forward_s = self._engine.forward_s - forward_begin_s
+        self._drop(started)
+        return DecodeFigure(
+            batch=batch,
+            context_tokens=self._prompt_tokens,
+            tokens_per_s=num_tokens / spent_s,
+            step_ms=1e3 * spent_s / num_steps,
+            outside_forward_ms=1e3 * (spent_s - forward_s) / num_steps,
+        )
+
+    def _add(self, max_tokens: int) -> None:
+        vocab_size = self._engine.info.vocab_size
+        self._num_requests += 1
+        self._engine.add(
+            Request(
+                request_id=f"bench-{self._num_requests}",
+                prompt_token_ids=tuple(self._random.randrange(vocab_size) for _ in range(self._prompt_tokens)),
+                params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+                seed=0,
+            )
+        )
+
+    def _drop(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+        while self._engine.has_work:
+            self._engine.step()
