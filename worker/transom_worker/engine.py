@@ -53,6 +53,11 @@ class Engine:
         """Whether `step` would do anything."""
         return bool(self._answers or self._ready or self._num_in_flight)
 
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions since start."""
+        return self._scheduler.num_preemptions
+
     def add(self, request: Request) -> None:
         """Take one request; its events come out of `step`.
 

@@ -1,0 +1,60 @@
+"""Settings: known names, refused values, sizes with units."""
+
+from __future__ import annotations
+
+import pytest
+
+from transom_worker.config import NOT_YET, Settings, parse_bytes
+from transom_worker.errors import ConfigError
+
+
+def test_defaults_resolve() -> None:
+    config = Settings.parse(model="m").engine_config()
+    assert (config.model.model, config.cache.block_size, config.scheduler.steps_in_flight) == ("m", 16, 1)
+    assert Settings.parse(model="m").server_config().served_model_name == "m"
+
+
+def test_two_steps_in_flight_on_cuda() -> None:
+    assert Settings.parse(model="m", device="cuda").engine_config().scheduler.steps_in_flight == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("replicas", 3),
+        ("kv_cache_dtype", "fp8"),
+        ("swap_space", 4),
+        ("preemption_mode", "swap"),
+    ],
+)
+def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .* is not supported yet"):
+        Settings.parse(model="m", **{name: value})
+    assert NOT_YET[name][0] == Settings.parse(model="m").model_dump()[name]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tensor_paralel_size": 2}, "tensor_paralel_size is not a setting"),
+        ({"port": 70000}, "port is 70000"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"window_pattern": "SXF", "window": 8}, "window-pattern is 'SXF'"),
+        ({"sinks": 4}, "need --window"),
+        ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes is 'lots'"),
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+    ],
+)
+def test_wrong_settings_name_themselves(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Settings.parse(model="m", **values)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4096", 4096), ("512MiB", 512 << 20), ("1.5GiB", 3 << 29), ("2GB", 2_000_000_000), ("7 k", 7000), ("1TiB", 1 << 40)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text, name="x") == expected
+    assert Settings.parse(model="m", kv_cache_memory_bytes=text).kv_cache_memory_bytes == expected
