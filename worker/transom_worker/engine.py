@@ -7,6 +7,7 @@ each new token through its `Answer` (text, stops), and return the events. `Engin
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 
 from transom_worker.config import EngineConfig
@@ -17,7 +18,10 @@ from transom_worker.metrics import EngineMetrics, RequestTimes
 from transom_worker.model_files import resolve_model
 from transom_worker.output import Answer
 from transom_worker.scheduling.scheduler import Scheduler, SequenceOutput
+from transom_worker.startup_report import startup_report
 from transom_worker.tokenizer import Tokenizer
+
+logger = logging.getLogger("transom.worker")
 
 IDLE_STATS_PERIOD_S = 0.25
 
@@ -261,4 +265,7 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     """
     files = resolve_model(config.model.model)
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
-    return Engine(config, create_executor(config), Tokenizer.load(files), metrics)
+    engine = Engine(config, create_executor(config), Tokenizer.load(files), metrics)
+    for line in startup_report(engine.info, model=files.name).splitlines():
+        logger.info(line)
+    return engine
