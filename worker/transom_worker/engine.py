@@ -14,6 +14,7 @@ from transom_worker.config import EngineConfig
 from transom_worker.contract import CONTRACT_VERSION, ErrorInfo, OutputEvent, Request, Usage
 from transom_worker.errors import EngineDead, RequestError, RequestTimeout
 from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
+from transom_worker.kvcache.stats import CacheStats
 from transom_worker.metrics import EngineMetrics, RequestTimes
 from transom_worker.model_files import resolve_model
 from transom_worker.output import Answer
@@ -56,6 +57,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return bool(self._answers or self._ready or self._num_in_flight)
+
+    def stats(self) -> CacheStats:
+        """The cache's state now; only from the engine's thread, or when idle."""
+        return self._scheduler.stats()
 
     @property
     def num_preemptions(self) -> int:

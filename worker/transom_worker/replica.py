@@ -26,9 +26,9 @@ class WorkerReplica:
 
     def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
         begin_s = time.perf_counter()
-        self._engine = build_engine(config, model_name=model_name, worker=worker)
+        self.engine = build_engine(config, model_name=model_name, worker=worker)
         self._start_s = time.perf_counter() - begin_s
-        self._thread = EngineThread(self._engine, self._deliver)
+        self._thread = EngineThread(self.engine, self._deliver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[list[OutputEvent] | None]] = {}
         self._routers: dict[str, str] = {}  # request id -> router id
@@ -88,7 +88,7 @@ class WorkerReplica:
 
     async def info(self) -> dict[str, Any]:
         """What routers and people ask about this worker."""
-        info = self._engine.info
+        info = self.engine.info
         return {
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
@@ -101,7 +101,7 @@ class WorkerReplica:
 
     async def metrics_text(self) -> str:
         """This worker's page in Prometheus' text format."""
-        return self._engine.metrics.text().decode()
+        return self.engine.metrics.text().decode()
 
     def check_health(self) -> None:
         """Raise when the step loop has ended, so that Serve replaces this replica."""

@@ -1,0 +1,178 @@
+"""`transom serve` with the demo model, through the official client: what a user's first hour touches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from conftest import Server, free_port, metric, start_server, stop_server
+
+pytestmark = pytest.mark.serve
+
+MODEL = "smollm2"
+QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
+
+
+@pytest.fixture(scope="session")
+def client(demo_server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_models_and_health(client: openai.OpenAI, demo_server: Server) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert httpx.get(f"{demo_server.url}/health").status_code == 200
+    assert "version" in httpx.get(f"{demo_server.url}/version").json()
+
+
+def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert re.search("red|blue|green|yellow|orange|violet", text, re.IGNORECASE)
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // 16 * 16
+
+
+async def test_many_async_clients_get_what_one_gets(demo_server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{demo_server.url}/v1", api_key="x", max_retries=0) as client:
+        prompts = [f"The number {i} is followed by" for i in range(12)]
+
+        async def ask(prompt: str) -> str:
+            out = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12)
+            return out.choices[0].text
+
+        together = await asyncio.gather(*(ask(prompt) for prompt in prompts))
+        assert together == [await ask(prompt) for prompt in prompts]
+
+
+def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> list[str]:
+        out = client.completions.create(
+            model=MODEL, prompt="Once upon a time", temperature=1.0, max_tokens=16, n=3, seed=seed
+        )
+        return [choice.text for choice in out.choices]
+
+    first = ask(7)
+    assert ask(7) == first
+    assert ask(8) != first
+    assert len(set(first)) == 3
+
+
+def test_token_ids_batches_logprobs_and_echo(client: openai.OpenAI, demo_server: Server) -> None:
+    ids = httpx.post(f"{demo_server.url}/tokenize", json={"model": MODEL, "prompt": "Hello there"}).json()["tokens"]
+    back = httpx.post(f"{demo_server.url}/detokenize", json={"model": MODEL, "tokens": ids}).json()
+    assert back["prompt"] == "Hello there"
+    out = client.completions.create(model=MODEL, prompt=[ids, ids], temperature=0, max_tokens=4, logprobs=2, echo=True)
+    one, two = out.choices
+    assert one.text == two.text
+    assert one.text.startswith("Hello there")
+    assert one.logprobs is not None
+    assert one.logprobs.token_logprobs is not None
+    assert one.logprobs.token_logprobs[0] is None
+    assert len(one.logprobs.token_logprobs) == len(ids) + 4
+    assert all(value <= 0 for value in one.logprobs.token_logprobs[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "names"),
+    [
+        ({"model": "gpt-9"}, 404, "gpt-9"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "8192"),
+    ],
+)
+def test_wrong_input_has_openais_shape(demo_server: Server, change: dict[str, object], status: int, names: str) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, **change}
+    reply = httpx.post(f"{demo_server.url}/v1/chat/completions", json=body, timeout=30)
+    assert reply.status_code == status
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert names in error["message"]
+
+
+def test_a_client_that_leaves_frees_its_blocks(demo_server: Server) -> None:
+    body = {"model": MODEL, "prompt": "A long story:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{demo_server.url}/v1/completions", json=body, timeout=60) as reply:
+        lines = reply.iter_lines()
+        for _ in range(6):
+            next(lines)
+        assert metric(demo_server.url, "transom_requests_running") == 1
+    for _ in range(100):  # one scrape is one round trip; the abort is a step away
+        if metric(demo_server.url, "transom_requests_running") == 0:
+            break
+    assert metric(demo_server.url, "transom_requests_running") == 0
+    assert metric(demo_server.url, "transom_kv_blocks", state="active") == 0
+    assert metric(demo_server.url, "transom_requests_total", finish_reason="abort") >= 1
+
+
+def test_metrics_count_tokens(client: openai.OpenAI, demo_server: Server) -> None:
+    before = metric(demo_server.url, "transom_output_tokens_total")
+    client.completions.create(model=MODEL, prompt="One two", max_tokens=5, extra_body={"ignore_eos": True})
+    assert metric(demo_server.url, "transom_output_tokens_total") == before + 5
+    prompt_tokens = metric(demo_server.url, "transom_prompt_tokens_total")
+    outcomes = metric(demo_server.url, "transom_prefix_tokens_total")
+    assert outcomes == prompt_tokens > 0
+
+
+def test_keys_windows_and_a_clean_end(tmp_path: Path) -> None:
+    """A second server beside the first: API key, hybrid windows, Ctrl-C ends every process."""
+    server = start_server(
+        MODEL,
+        tmp_path / "log",
+        *("--api-key", "sesame", "--window", "64", "--sinks", "4", "--window-pattern", "SSF"),
+        *("--kv-cache-memory-bytes", "64MiB"),
+    )
+    try:
+        url = f"{server.url}/v1/completions"
+        body = {"model": MODEL, "prompt": "Hello", "max_tokens": 3}
+        assert httpx.post(url, json=body).status_code == 401
+        reply = httpx.post(url, json=body, headers={"Authorization": "Bearer sesame"}, timeout=60)
+        assert reply.status_code == 200
+        groups = [metric(server.url, "transom_kv_blocks", group=name) for name in ("full", "window_64_sinks_4")]
+        assert len(groups) == 2
+    finally:
+        code = stop_server(server)
+    assert code in (0, 130)
+    assert "Traceback" not in server.log.read_text()
+    left = subprocess.run(["ps", "-eo", "sid=,pid=,args="], capture_output=True, text=True, check=True).stdout
+    mine = [line for line in left.splitlines() if line.split()[0] == str(server.process.pid)]
+    assert mine == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such/model",), "no/such/model"),
+        (("smollm2", "--tensor-parallel-size", "2"), "not supported yet"),
+        (("smollm2", "--max-model-len", "100000"), "8192"),
+    ],
+)
+def test_a_start_that_cannot_work_says_why(arguments: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "transom_cluster.cli", "serve", *arguments, "--port", str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

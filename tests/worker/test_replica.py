@@ -1,0 +1,137 @@
+"""The worker's Serve methods without Serve: streams, admission, aborts, and blocks that come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import tiny_llama
+
+from transom_worker.config import Settings
+from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_worker.replica import WorkerReplica
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> WorkerReplica:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    tiny_llama(folder)
+    settings = Settings.parse(model=str(folder), kv_cache_memory_bytes="4MiB", max_num_seqs=4, max_waiting=8)
+    return WorkerReplica(settings.engine_config(), "tiny")
+
+
+def request(request_id: str, *, num_prompt: int = 20, **params: object) -> Request:
+    values = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(range(5, 5 + num_prompt)),
+        params=SamplingParams(**values),  # type: ignore[arg-type]
+        seed=0,
+    )
+
+
+async def collect(stream: AsyncIterator[list[OutputEvent]], ids: set[str]) -> dict[str, list[OutputEvent]]:
+    events: dict[str, list[OutputEvent]] = {one: [] for one in ids}
+    while not all(got and got[-1].finish_reason for got in events.values()):
+        for event in await anext(stream):
+            events[event.request_id].append(event)
+    return events
+
+
+def active_blocks(replica: WorkerReplica) -> float:
+    return sum(group.active_blocks for group in replica.engine.stats().groups)
+
+
+async def test_events_of_each_router_come_on_its_own_stream(replica: WorkerReplica) -> None:
+    streams = {router: replica.open_stream(router) for router in ("a", "b")}
+    for router, stream in streams.items():
+        assert await anext(stream) == []
+        assert await replica.submit(router, [request(f"{router}{i}") for i in range(3)]) == [None] * 3
+    for router, stream in streams.items():
+        events = await collect(stream, {f"{router}{i}" for i in range(3)})
+        for got in events.values():
+            assert [event.position for event in got] == list(range(8))
+            assert got[-1].finish_reason == "length"
+            assert got[-1].usage is not None
+            assert got[-1].usage.num_output_tokens == 8
+        await stream.aclose()
+    assert active_blocks(replica) == 0
+
+
+async def test_admission_is_all_or_nothing(replica: WorkerReplica) -> None:
+    stream = replica.open_stream("r")
+    await anext(stream)
+    results = await replica.submit("r", [request("good"), request("bad", num_prompt=0)])
+    assert results[0] is None
+    assert results[1] is not None
+    assert results[1].kind == "RequestError"
+    assert await replica.submit("r", [request("good")]) == [None]  # nothing of the first call is left
+    await collect(stream, {"good"})
+    await stream.aclose()
+
+
+async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> None:
+    (error,) = await replica.submit("nobody", [request("x")])
+    assert error is not None
+    assert error.kind == "EngineDead"
+
+
+async def test_a_full_queue_refuses(replica: WorkerReplica) -> None:
+    stream = replica.open_stream("r")
+    await anext(stream)
+    results = await replica.submit("r", [request(f"q{i}", max_tokens=100) for i in range(40)])
+    refused = [error for error in results if error is not None]
+    assert refused
+    assert {error.kind for error in refused} == {"Overloaded"}
+    await stream.aclose()
+
+
+async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerReplica) -> None:
+    stream = replica.open_stream("r")
+    await anext(stream)
+    await replica.submit("r", [request(f"l{i}", max_tokens=400) for i in range(3)])
+    assert await anext(stream)
+    await replica.abort("r", ["l0"])
+    await replica.abort("other", ["l1"])  # not its owner: ignored
+    await stream.aclose()
+    again = replica.open_stream("r2")
+    await anext(again)
+    assert await replica.submit("r2", [request("last", max_tokens=1)]) == [None]
+    await collect(again, {"last"})
+    await again.aclose()
+    assert active_blocks(replica) == 0
+
+
+async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
+    old = replica.open_stream("r")
+    await anext(old)
+    new = replica.open_stream("r")
+    await anext(new)
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(old), 10)
+    assert await replica.submit("r", [request("n", max_tokens=2)]) == [None]
+    await collect(new, {"n"})
+    await new.aclose()
+
+
+async def test_a_failing_step_answers_everybody_and_fails_the_health_check(
+    replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device fell over")
+
+    stream = replica.open_stream("r")
+    await anext(stream)
+    monkeypatch.setattr(replica.engine._executor, "receive", fail)
+    assert await replica.submit("r", [request("doomed")]) == [None]
+    (event,) = (await collect(stream, {"doomed"}))["doomed"]
+    assert event.error is not None
+    assert "fell over" in event.error.message
+    with pytest.raises(RuntimeError):
+        replica.check_health()
+    (refused,) = await replica.submit("r", [request("late")])
+    assert refused is not None
+    assert refused.kind == "EngineDead"
+    await stream.aclose()
