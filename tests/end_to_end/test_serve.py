@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import Server, free_port, metric, start_server, stop_server
+from server import Server, free_port, metric, start_server, stop_server
 
 pytestmark = pytest.mark.serve
 

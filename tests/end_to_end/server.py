@@ -1,0 +1,80 @@
+"""A real server for end-to-end tests: `transom serve` on loopback, ended by its pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `transom serve`."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_server(model: str, log: Path, *flags: str, timeout_s: float = 120) -> Server:
+    """Start and wait until it answers; fails with the log's end when it does not."""
+    port = free_port()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transom_cluster.cli", "serve", model, "--port", str(port), *flags],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    give_up_s = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_s and process.poll() is None:
+        if "Press Ctrl-C to stop" in log.read_text():
+            return server
+        try:
+            process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    stop_server(server)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+def stop_server(server: Server) -> int:
+    """End it as Ctrl-C does; its exit code."""
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGINT)
+    try:
+        return server.process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.process.pid, signal.SIGKILL)
+        return server.process.wait()
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """Sum of the samples of one metric on `/metrics` whose labels match."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    page = httpx.get(f"{url}/metrics", timeout=30).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and all(sample.labels.get(k) == v for k, v in labels.items())
+    )
