@@ -109,7 +109,8 @@ def is_inside_function(module: str, line: int) -> bool:
 def function_spans(module: str) -> tuple[tuple[int, int], ...]:
     """First and last line of every function of a module."""
     spec = find_spec(module)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text())
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return tuple((node.lineno, node.end_lineno or node.lineno) for node in functions)

@@ -1,0 +1,52 @@
+"""An OpenAI-compatible server of thirty lines: streams as many tokens as asked, or misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], tuple[int, list[str]]]
+
+
+class StubServer:
+    """Serves `answer(body) -> (status, events)` on a free port; keeps every body. Use as an async context manager."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[str] = []
+        self.url = ""
+
+    async def __aenter__(self) -> StubServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.headers.append(head)
+        if head.startswith("GET /v1/models "):
+            status, events = 200, [json.dumps({"data": [{"id": "stub"}]})]
+        else:
+            length = next(int(line[15:]) for line in head.split("\r\n") if line.lower().startswith("content-length:"))
+            self.bodies.append(json.loads(await reader.readexactly(length)))
+            status, events = self._answer(self.bodies[-1])
+        writer.write(b"HTTP/1.1 %d Stub\r\nConnection: close\r\n\r\n" % status)
+        for event in events:
+            writer.write(event.encode())
+            await writer.drain()
+        writer.close()
+
+
+def completion(body: dict[str, Any]) -> tuple[int, list[str]]:
+    """A well-behaved completions stream."""
+    count = body["max_tokens"]
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
+    events = [{"choices": [{"text": f" {i}", "finish_reason": None}]} for i in range(count)]
+    events += [{"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": 16}}}]
+    return 200, [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from rich.console import Console
+from stub_server import StubServer, completion
+
+import load
+from load_client import Load, LoadClient
+from load_requests import Workload
+
+QUIET = Console(quiet=True)
+
+
+def workload(**changes):
+    values = {
+        "api": "completions",
+        "model": "",
+        "prompt_tokens": (4, 8),
+        "output_tokens": (2, 4),
+        "shared_prefix_tokens": 0,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "seed": 0,
+    }
+    return Workload(**(values | changes))
+
+
+async def measure(server, loads, **changes):
+    client = LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=10)
+    return await load.measure(client, workload(**changes), loads, 6, 2, QUIET)
+
+
+async def test_every_level_is_measured_and_written(tmp_path):
+    async with StubServer(completion) as server:
+        used, summaries = await measure(server, [Load(concurrency=1), Load(rate_per_s=500.0)])
+    assert used.model == "stub"
+    assert [summary.load for summary in summaries] == ["closed 1", "open 500/s"]
+    assert all(summary.num_answers == 6 for summary in summaries)
+    assert len(server.bodies) == 1 + 2 + 6 + 6  # probe, warm-up, two levels
+    path = tmp_path / "figures.json"
+    load.write_json(str(path), used, summaries)
+    assert json.loads(path.read_text())["levels"][0]["first_token_ms"]["p99"] > 0
+    assert load.table(summaries, title="t").row_count == 2
+
+
+async def test_goes_on_without_ignore_eos_where_it_is_refused():
+    def picky(body):
+        if "ignore_eos" in body:
+            return 400, ['{"error": {"message": "Unrecognized request argument: ignore_eos"}}']
+        return completion(body)
+
+    async with StubServer(picky) as server:
+        used, summaries = await measure(server, [Load(concurrency=2)])
+    assert not used.ignore_eos
+    assert not summaries[0].errors
+
+
+async def test_a_server_that_always_refuses_stops_the_run():
+    async with StubServer(lambda body: (401, ['{"error": "no key"}'])) as server:
+        with pytest.raises(RuntimeError, match="HTTP 401"):
+            await measure(server, [Load(concurrency=1)])
+
+
+def test_ranges_and_levels_are_checked():
+    assert load.read_range("32-512") == (32, 512)
+    assert load.read_range("64") == (64, 64)
+    assert load.read_loads("1,4", "") == [Load(concurrency=1), Load(concurrency=4)]
+    assert load.read_loads("1", "0.5") == [Load(rate_per_s=0.5)]
+    for wrong in ("9-3", "0-4", "x"):
+        with pytest.raises(typer.BadParameter):
+            load.read_range(wrong)
+    for wrong in ("0", "x", "1,-2"):
+        with pytest.raises(typer.BadParameter):
+            load.read_loads(wrong, "")
