@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import grimp
 import pytest
-
 from scripts.may_import import Row, problems_of
 
 TABLE = [
