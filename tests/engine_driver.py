@@ -1,0 +1,64 @@
+"""Drives an engine in tests: requests in, whole answers out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transom_worker.config import Settings
+from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_worker.engine import Engine, build_engine
+
+
+@dataclass
+class Whole:
+    """One answer, put together from its events; positions and offsets are checked on the way."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, event: OutputEvent, *, first_position: int) -> None:
+        assert self.finish_reason is None, "an event after the last"
+        assert event.error is None, event.error
+        assert event.position == first_position + len(self.token_ids)
+        self.token_ids += event.token_ids
+        self.text += event.text
+        self.logprobs += event.logprobs or ()
+        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+        if event.usage is not None:
+            self.num_cached_tokens = event.usage.num_cached_tokens
+
+
+def make_engine(model: str, **settings: object) -> Engine:
+    """An engine over a small pool."""
+    values = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": 1, **settings}
+    return build_engine(Settings.parse(model=model, **values).engine_config())
+
+
+def make_request(request_id: str, prompt: list[int], *, resumed: list[int] | None = None, **params: object) -> Request:
+    """A request with a fixed seed; greedy unless `params` say otherwise."""
+    values = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, **params}
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**values),  # type: ignore[arg-type]
+        seed=1234,
+        resumed_output_ids=tuple(resumed or ()),
+    )
+
+
+def run(engine: Engine, requests: list[Request]) -> list[Whole]:
+    """Run requests together to their ends; nothing may be left behind."""
+    answers = {request.request_id: Whole() for request in requests}
+    resumed = {request.request_id: len(request.resumed_output_ids) for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            answers[event.request_id].add(event, first_position=resumed[event.request_id])
+    assert all(whole.finish_reason for whole in answers.values())
+    assert sum(group.active_blocks for group in engine.stats().groups) == 0
+    return list(answers.values())
