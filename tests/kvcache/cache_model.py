@@ -1,0 +1,113 @@
+"""Brute force for the cache's tests: layouts of every group mix, a slow hit search, and the accounting that must always hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from transom_worker.kvcache.arena import FREE
+from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.sequence import SequenceBlocks
+
+BLOCK = 4
+
+SPECS = {
+    "full": dict(kind=GroupKind.FULL),
+    "window": dict(kind=GroupKind.WINDOW, window=10),
+    "window1": dict(kind=GroupKind.WINDOW, window=1),
+    "sinks_window": dict(kind=GroupKind.SINKS_WINDOW, window=7, sinks=5),
+    "chunk": dict(kind=GroupKind.CHUNK, chunk=12),
+    "ragged_chunk": dict(kind=GroupKind.CHUNK, chunk=10),
+}
+MIXES = (
+    ("full",),
+    ("window",),
+    ("full", "window"),
+    ("full", "sinks_window"),
+    ("full", "chunk"),
+    ("full", "window", "ragged_chunk"),
+    ("sinks_window", "window1"),
+)
+
+
+def spec(name: str, *, block_size: int = BLOCK) -> GroupSpec:
+    return GroupSpec(name=name, layers=(0,), block_size=block_size, **SPECS[name])  # type: ignore[arg-type]
+
+
+def layout(mix: Iterable[str], *, num_pages: int, page_bytes: int = 4096, block_size: int = BLOCK) -> ArenaLayout:
+    """Strides differ by group and do not divide the page, so that pages hold unequal numbers of blocks."""
+    strides = (1024, 768, 1280)
+    groups = tuple(
+        GroupLayout(spec=spec(name, block_size=block_size), block_bytes=stride - 10, stride_bytes=stride, layers=())
+        for name, stride in zip(mix, strides, strict=False)
+    )
+    return ArenaLayout(page_bytes=page_bytes, num_pages=num_pages, groups=groups)
+
+
+def live_blocks(group: GroupSpec, n: int) -> set[int]:
+    """Logical blocks that hold a token of `live(n)`."""
+    return {token // group.block_size for begin, end in group.live(n) for token in range(begin, end)}
+
+
+def slow_hit(specs: Iterable[GroupSpec], found: Iterable[Iterable[bytes]], digests: list[bytes], limit: int) -> int:
+    """The largest good boundary, by trying all of them."""
+    pairs = [(group, set(hashes)) for group, hashes in zip(specs, found, strict=True)]
+    good = (
+        units
+        for units in range(min(limit, len(digests)), -1, -1)
+        if all(digests[i] in hashes for group, hashes in pairs for i in live_blocks(group, units * group.block_size))
+    )
+    return next(good)
+
+
+class Mirror:
+    """A router's view, from events alone."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.groups: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.version = 0
+
+    def apply(self, events: list[KvEvent]) -> None:
+        for event in events:
+            assert event.version == self.version + 1
+            self.version = event.version
+            if event.action == "added":
+                assert event.block_hash not in self.groups[event.group]
+                self.groups[event.group][event.block_hash] = event.block_index
+            else:
+                assert self.groups[event.group].pop(event.block_hash) == event.block_index
+
+
+def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
+    """Reference counts, one place per block, pages conserved, live blocks present."""
+    sequences = list(sequences)
+    for group, pool in enumerate(cache.pools):
+        tables = [sequence.tables[group] for sequence in sequences]
+        references = Counter(block for table in tables for block in table.pinned + table.run)
+        assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
+        cached = list(pool.eviction_order())
+        pages = [page for page, owner in enumerate(cache.arena.owner) if owner == group]
+        ids = [block for page in pages for block in cache.arena.blocks(page, group)]
+        empty = [block for block in ids if pool.is_empty(block)]
+        assert sorted([*references, *cached, *empty]) == ids  # each block in exactly one place
+        assert (pool.num_active, pool.num_cached, pool.num_empty) == (len(references), len(cached), len(empty))
+        assert pool.num_slots == len(ids)
+        active_in = Counter(cache.arena.page_of(group, block) for block in references)
+        assert pool.active_in == {page: active_in[page] for page in pages}
+        assert pool.num_busy_pages == len(active_in)
+        assert pool.slack == sum(len(cache.arena.blocks(page, group)) for page in active_in) - len(references)
+        assert all(any(not pool.is_empty(b) for b in cache.arena.blocks(page, group)) for page in pages)
+        assert {digest: b for b, (digest, _) in pool.published.items()} == cache.index.groups[group]
+        assert set(cached) <= set(pool.published)
+        for sequence, table in zip(sequences, tables, strict=True):
+            live = live_blocks(pool_spec(cache, group), sequence.processed)
+            assert all(table.at(logical) is not None for logical in live)
+            assert len(set(table.pinned + table.run)) == len(table.pinned + table.run)
+    assert cache.arena.num_free == cache.arena.owner.count(FREE)
+
+
+def pool_spec(cache: KvCache, group: int) -> GroupSpec:
+    return cache.layout.groups[group].spec

@@ -1,0 +1,136 @@
+"""A rank made of plain Python: replays plans on its own tables and a slab of tags, and checks every key that would be read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from transom_worker.contract import Logprob, TokenLogprobs
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
+
+VOCABULARY = 50
+
+
+@dataclass
+class RankTable:
+    pinned: list[int] = field(default_factory=list)
+    run: list[int] = field(default_factory=list)
+    first_block: int = 0
+
+    def at(self, logical: int, num_pinned: int) -> int:
+        return self.pinned[logical] if logical < num_pinned else self.run[logical - self.first_block]
+
+
+@dataclass
+class RankSequence:
+    new: NewSequence
+    token_ids: list[int]
+    tables: list[RankTable]
+
+
+def sampled_token(request_id: str, position: int) -> int:
+    """What any executor answers for this request at this output position."""
+    return hashlib.sha256(f"{request_id}/{position}".encode()).digest()[0] % VOCABULARY
+
+
+class ReplayExecutor:
+    """Slab contents are (position, prefix digest): a key is right only if it was computed from the same prefix."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self.specs = [group.spec for group in layout.groups]
+        self.slab: list[dict[tuple[int, int], tuple[int, bytes]]] = [{} for _ in layout.groups]
+        self.sequences: dict[int, RankSequence] = {}
+        self.plans: deque[StepPlan] = deque()
+        self.inputs: dict[str, dict[int, int]] = {}  # request -> position -> input token
+        self._last_row: dict[int, int] = {}  # row of the step before -> sampled id
+        self._last_step = -1
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def receive(self) -> StepResult:
+        plan = self.plans.popleft()
+        self._change(plan)
+        result = StepResult(step_id=plan.step_id)
+        rows: dict[int, int] = {}
+        for row, seq_id in enumerate(plan.seq_ids):
+            sequence = self.sequences[seq_id]
+            self._input(plan, row, sequence)
+            self._forward(plan, row, sequence)
+            self._prompt_logprobs(plan, row, sequence, result)
+            if plan.sample[row]:
+                end = plan.start[row] + plan.count[row]
+                rows[row] = sampled_token(sequence.new.request_id, end - sequence.new.num_prompt_tokens)
+                result.sampled_ids.append(rows[row])
+        self._last_row, self._last_step = rows, plan.step_id
+        return result
+
+    def _change(self, plan: StepPlan) -> None:
+        assert plan.step_id == self._last_step + 1
+        for seq_id in plan.finished:
+            del self.sequences[seq_id]
+        for new in plan.new_sequences:
+            assert new.seq_id not in self.sequences
+            self.sequences[new.seq_id] = RankSequence(new, list(new.token_ids), [RankTable() for _ in self.specs])
+        keys = list(zip(plan.delta_seq, plan.delta_group, strict=True))
+        assert len(set(keys)) == len(keys)
+        for d, (seq_id, group) in enumerate(keys):
+            table = self.sequences[seq_id].tables[group]
+            blocks = plan.delta_blocks[plan.delta_offset[d] : plan.delta_offset[d + 1]]
+            assert plan.delta_dropped[d] <= len(table.run)
+            del table.run[: plan.delta_dropped[d]]
+            missing = self.specs[group].num_pinned_blocks - len(table.pinned)
+            table.pinned += blocks[:missing]
+            table.run += blocks[missing:]
+            table.first_block = plan.delta_first_block[d]
+        for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
+            for (block, offset), content in list(self.slab[group].items()):
+                if block == source:
+                    self.slab[group][target, offset] = content
+
+    def _input(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
+        end = plan.start[row] + plan.count[row]
+        if plan.input_id[row] != NO_ID:
+            sequence.token_ids.append(plan.input_id[row])
+        elif plan.input_row[row] != NO_ID:
+            sequence.token_ids.append(self._last_row[plan.input_row[row]])
+        assert end <= len(sequence.token_ids)
+        seen = self.inputs.setdefault(sequence.new.request_id, {})
+        for position in range(plan.start[row], end):
+            assert seen.setdefault(position, sequence.token_ids[position]) == sequence.token_ids[position]
+
+    def _forward(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
+        start, end = plan.start[row], plan.start[row] + plan.count[row]
+        tags = _tags(sequence.token_ids[:end])
+        for group, spec in enumerate(self.specs):
+            table, pinned = sequence.tables[group], spec.num_pinned_blocks
+            assert plan.attend_from[group][row] == 0
+            assert plan.write_from[group][row] == start
+            for position in range(start, end):
+                block = table.at(position // spec.block_size, pinned)
+                self.slab[group][block, position % spec.block_size] = (position, tags[position])
+            for query in {start, end - 1}:
+                for begin, stop in (*spec.live(query), (query, query + 1)):
+                    for position in range(begin, stop):
+                        block = table.at(position // spec.block_size, pinned)
+                        key = self.slab[group][block, position % spec.block_size]
+                        assert key == (position, tags[position])
+
+    def _prompt_logprobs(self, plan: StepPlan, row: int, sequence: RankSequence, result: StepResult) -> None:
+        end = min(plan.start[row] + plan.count[row], sequence.new.num_prompt_tokens - 1)
+        if sequence.new.params.prompt_logprobs is not None and plan.logits_from[row] < end:
+            result.prompt_logprobs[row] = [
+                TokenLogprobs(Logprob(sequence.token_ids[position + 1], -float(position), 1))
+                for position in range(plan.logits_from[row], end)
+            ]
+
+
+def _tags(token_ids: list[int]) -> list[bytes]:
+    digest = hashlib.sha256()
+    tags = []
+    for token in token_ids:
+        digest.update(token.to_bytes(4, "little"))
+        tags.append(digest.digest()[:8])
+    return tags

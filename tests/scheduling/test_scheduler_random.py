@@ -1,0 +1,78 @@
+"""Random lives of many requests over tiny pools: whatever happens, accounts balance, keys are right and everyone finishes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from driver import BLOCK, MIXES, Driver, layout, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_worker.errors import RequestTooLarge
+from transom_worker.kvcache.manager import KvCache
+
+
+def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_requests: int = 14) -> Driver:
+    rng = random.Random(seed)
+    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).worst_case_pages(80)
+    driver = Driver(
+        layout(mix, num_pages=max(1, least + rng.choice([-1, 0, 0, 1, 2, 5, 30]))),
+        steps_in_flight=steps_in_flight,
+        policy=rng.choice(["fcfs", "priority"]),
+        caching=rng.random() < 0.9,
+        max_num_seqs=rng.choice([2, 5, 8]),
+        max_num_batched_tokens=rng.choice([3, 16, 64]),
+        max_model_len=80,
+    )
+    prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
+    waiting = [f"r{i}" for i in range(num_requests)]
+    admitted_tokens = 0
+    while waiting or driver.scheduler.has_work:
+        if waiting and rng.random() < 0.4:
+            name = waiting.pop()
+            prompt = rng.choice(prefixes)[: rng.randrange(1, 60)] + [rng.randrange(50) for _ in range(rng.randrange(6))]
+            resumed = tuple(rng.randrange(50) for _ in range(rng.choice([0, 0, 0, 5])))
+            max_tokens = len(resumed) + rng.randrange(1, 14)
+            driver.stop_at[name] = rng.randrange(1, 30)
+            try:
+                driver.add(
+                    request(
+                        name, prompt, max_tokens, resumed=resumed, priority=rng.randrange(3), arrival_s=rng.random()
+                    )
+                )
+                admitted_tokens += len(prompt)
+            except RequestTooLarge:
+                driver.requests.pop(name, None)
+        if rng.random() < 0.05 and driver.requests:
+            driver.abort(rng.choice(sorted(driver.requests)))
+        if rng.random() < 0.5:
+            driver.schedule()
+        elif driver.in_flight:
+            driver.receive()
+        else:
+            driver.step()
+        driver.check()
+    assert sorted(driver.finished) == sorted(driver.requests)
+    outcomes = driver.scheduler.stats().outcome_tokens
+    never_admitted = sum(
+        driver.requests[name].num_prompt_tokens for name in driver.requests if name not in driver.executor.inputs
+    )
+    assert sum(outcomes.values()) == admitted_tokens - never_admitted
+    driver.check_idle()
+    return driver
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_random_lives(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    preemptions = sum(
+        random_run(mix, seed, steps_in_flight=steps_in_flight).scheduler.preemptions["recompute"] for seed in range(12)
+    )
+    assert preemptions > 0 or "full" not in mix  # the pools are tiny enough to matter
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MIXES), st.integers(0, 10**6), st.sampled_from([1, 2]))
+def test_random_lives_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int) -> None:
+    random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8)

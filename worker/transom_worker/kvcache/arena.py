@@ -1,0 +1,84 @@
+"""Pages of the slab: each is free, or leased to one group. Integers only; bytes are `ArenaLayout`'s business."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from transom_worker.errors import ConfigError
+from transom_worker.kvcache.layout import ArenaLayout
+
+FREE = -1
+
+
+class Arena:
+    """Who leases which page. Free pages are kept as runs, so that sequences can grow into consecutive block ids."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self.layout = layout
+        self.num_pages = layout.num_pages
+        self.num_free = layout.num_pages
+        self.owner = [FREE] * layout.num_pages  # by page
+        self._run_starts = [0] if layout.num_pages else []  # ascending
+        self._run_end = {0: layout.num_pages} if layout.num_pages else {}
+        self.min_blocks_per_page = [self._min_blocks(group) for group in range(len(layout.groups))]
+
+    def page_of(self, group: int, block: int) -> int:
+        """The page that holds a block of `group`."""
+        return block * self.layout.groups[group].stride_bytes // self.layout.page_bytes
+
+    def blocks(self, page: int, group: int) -> range:
+        """Block ids of `group` inside `page`."""
+        return range(self.layout.first_block(page, group), self.layout.end_block(page, group))
+
+    def lease(self, group: int, *, prefer: int | None = None) -> int:
+        """Give a free page to `group`: `prefer` if free, else one with room to grow behind it. Needs a free page."""
+        page = prefer
+        if page is None or page >= self.num_pages or self.owner[page] != FREE:
+            page = self._roomy_page()
+        self._cut(page)
+        self.owner[page] = group
+        self.num_free -= 1
+        return page
+
+    def give_back(self, page: int) -> None:
+        """Free a page whose blocks are all empty."""
+        self.owner[page] = FREE
+        self.num_free += 1
+        at = bisect_left(self._run_starts, page)
+        start, end = page, page + 1
+        if at < len(self._run_starts) and self._run_starts[at] == end:
+            end = self._run_end.pop(self._run_starts.pop(at))
+        if at and self._run_end[self._run_starts[at - 1]] == page:
+            start = self._run_starts[at - 1]
+        else:
+            self._run_starts.insert(at, start)
+        self._run_end[start] = end
+
+    def _roomy_page(self) -> int:
+        """The middle of the longest free run: whoever owns the page before it keeps room to grow."""
+        start = max(self._run_starts, key=lambda begin: self._run_end[begin] - begin)
+        return start if start == 0 else (start + self._run_end[start]) // 2
+
+    def _cut(self, page: int) -> None:
+        at = bisect_right(self._run_starts, page) - 1
+        start = self._run_starts[at]
+        end = self._run_end[start]
+        if start < page:
+            self._run_end[start] = page
+            at += 1
+        else:
+            del self._run_starts[at], self._run_end[start]
+        if page + 1 < end:
+            self._run_starts.insert(at, page + 1)
+            self._run_end[page + 1] = end
+
+    def _min_blocks(self, group: int) -> int:
+        counts = {len(self.blocks(page, group)) for page in range(self.num_pages)}
+        least = min(counts, default=0)
+        if self.num_pages and least < 1:
+            name, stride = self.layout.groups[group].spec.name, self.layout.groups[group].stride_bytes
+            raise ConfigError(
+                f"Pages of {self.layout.page_bytes} bytes hold no block of KV group {name} ({stride} bytes); "
+                f"use pages of at least {2 * stride} bytes."
+            )
+        return least

@@ -1,0 +1,35 @@
+"""Which block holds which unit of which chain, by group; and a bounded memory of digests that are gone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class PrefixIndex:
+    """Per group a map from chain digest to block id. The first block published under a digest stays; equals are not indexed."""
+
+    def __init__(self, num_groups: int, *, remembered: int) -> None:
+        self.groups: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
+        self._remembered = remembered
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, group: int, digest: bytes, block: int) -> bool:
+        """Whether `block` is now found under `digest`; False if another one is."""
+        return self.groups[group].setdefault(digest, block) == block
+
+    def remove(self, group: int, digest: bytes) -> None:
+        """Forget a block, remember that its digest was once here (the oldest memories go)."""
+        del self.groups[group][digest]
+        self._evicted[digest] = None
+        self._evicted.move_to_end(digest)
+        if len(self._evicted) > self._remembered:
+            self._evicted.popitem(last=False)
+
+    def num_seen(self, digests: Sequence[bytes], begin: int, end: int) -> int:
+        """How many consecutive digests from `begin` are, or were not long ago, in any group."""
+        for at in range(begin, end):
+            digest = digests[at]
+            if digest not in self._evicted and not any(digest in found for found in self.groups):
+                return at - begin
+        return max(0, end - begin)

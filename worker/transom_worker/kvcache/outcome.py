@@ -1,0 +1,44 @@
+"""Why prompt tokens hit or missed the prefix cache; the parts always sum to the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transom_worker.kvcache.hit import Hit
+from transom_worker.kvcache.index import PrefixIndex
+
+HIT = "hit"
+NEVER_SEEN = "missed_never_seen"
+FULL_EVICTED = "missed_full_evicted"
+WINDOW_EVICTED = "missed_window_evicted"
+BELOW_ALIGNMENT = "missed_below_alignment"
+LAST_TOKEN = "missed_last_token"
+POLICY = "missed_policy"
+
+
+def classify(
+    hit: Hit, digests: Sequence[bytes], index: PrefixIndex, *, num_tokens: int, num_prompt_tokens: int, block_size: int
+) -> dict[str, int]:
+    """Prompt tokens by outcome for a search over `num_tokens` known tokens (prompt and resumed output).
+
+    `[0, n)` hit; then window_evicted while full groups reach, full_evicted while the chain was ever seen, never_seen; behind the
+    last boundary allowed lie tokens that fill no unit (below_alignment), or one whole unit (last_token).
+    """
+    seen_end = hit.num_units + index.num_seen(digests, hit.num_units, hit.limit)
+    window_end = max(hit.num_units, min(hit.full_reach, seen_end))
+    tail = LAST_TOKEN if num_tokens % block_size == 0 else BELOW_ALIGNMENT
+    ends = (
+        (HIT, hit.num_units * block_size),
+        (WINDOW_EVICTED, window_end * block_size),
+        (FULL_EVICTED, seen_end * block_size),
+        (NEVER_SEEN, hit.limit * block_size),
+        (tail, num_tokens),
+    )
+    outcome: dict[str, int] = {}
+    begin = 0
+    for reason, end in ends:
+        end = min(end, num_prompt_tokens)
+        if end > begin:
+            outcome[reason] = outcome.get(reason, 0) + end - begin
+            begin = end
+    return outcome

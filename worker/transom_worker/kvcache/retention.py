@@ -1,0 +1,69 @@
+"""What `GroupSpec.live` means in blocks: the first block of the run that must stay, by processed tokens.
+
+A sequence's table is its pinned blocks, then a run of consecutive logical blocks; `live` only ever drops the run's front. Tables
+over unit boundaries are filled once per group and shared by every search and bound.
+"""
+
+from __future__ import annotations
+
+from transom_worker.kvcache.groups import GroupSpec
+
+
+class Retention:
+    """One group's live blocks. Not thread-safe: its tables grow on use."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.num_pinned = spec.num_pinned_blocks
+        self.keeps_everything = spec.keeps_everything
+        self._first = [self.first_live_block(0)]
+        self._free_boundary = [0]
+        self._peak = [1]
+
+    def first_live_block(self, n: int) -> int:
+        """First logical block of the run that must stay after `n` processed tokens; at least `num_pinned`."""
+        if self.keeps_everything:
+            return 0
+        ranges = self.spec.live(n)
+        begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
+        return max(self.num_pinned, begin // self.block_size)
+
+    def next_change(self, n: int, within: int) -> int:
+        """Smallest m in (n, n + within] at which more can be freed than at `n`, else `n + within`."""
+        if self.keeps_everything:
+            return n + within
+        current = self.first_live_block(n)
+        low, high = n + 1, n + within
+        while low < high:
+            middle = (low + high) // 2
+            if self.first_live_block(middle) > current:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def first_live_at(self, units: int) -> list[int]:
+        """Table over boundaries 0 ... at least `units`: the run's first live block at that boundary."""
+        self._grow(units)
+        return self._first
+
+    def free_boundary(self, units: int) -> int:
+        """Largest boundary <= `units` at which no block of the run must be present (0 always is)."""
+        self._grow(units)
+        return self._free_boundary[units]
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens holds at once, one token computed per step."""
+        units = max(0, num_tokens - 1) // self.block_size
+        if self.keeps_everything:
+            return units + 1
+        self._grow(units)
+        return min(units + 1, self.num_pinned + self._peak[units])
+
+    def _grow(self, units: int) -> None:
+        for unit in range(len(self._first), units + 1):
+            first = self.first_live_block(unit * self.block_size)
+            self._first.append(first)
+            self._free_boundary.append(unit if first >= unit else self._free_boundary[-1])
+            self._peak.append(max(self._peak[-1], unit + 1 - first))

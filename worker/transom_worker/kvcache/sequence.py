@@ -1,0 +1,90 @@
+"""One sequence's block tables, and what changed in them since the ranks were last told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class TableDelta(NamedTuple):
+    """A change as `StepPlan` carries it: drop from the run's front, append at the end; the run then starts at `first_block`."""
+
+    dropped: int
+    appended: list[int]
+    first_block: int
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Pinned blocks (logical 0 ... num_pinned - 1), then the run: logical blocks from `first_block` on."""
+
+    num_pinned: int
+    first_block: int
+    pinned: list[int] = field(default_factory=list)
+    run: list[int] = field(default_factory=list)
+    _appended: list[int] = field(default_factory=list)
+    _dropped: int = 0
+
+    @property
+    def end_block(self) -> int:
+        """One past the last logical block that has a block."""
+        return len(self.pinned) if len(self.pinned) < self.num_pinned else self.first_block + len(self.run)
+
+    @property
+    def last(self) -> int | None:
+        """The block id at the table's end."""
+        return self.run[-1] if self.run else self.pinned[-1] if self.pinned else None
+
+    def at(self, logical: int) -> int | None:
+        """The block id of a logical block, None if it slid out or is not there yet."""
+        if logical < self.num_pinned:
+            return self.pinned[logical] if logical < len(self.pinned) else None
+        offset = logical - self.first_block
+        return self.run[offset] if 0 <= offset < len(self.run) else None
+
+    def append(self, blocks: list[int]) -> None:
+        """Grow the table at its end."""
+        missing = self.num_pinned - len(self.pinned)
+        self.pinned += blocks[:missing]
+        self.run += blocks[missing:]
+        self._appended += blocks
+
+    def drop_until(self, first: int) -> list[int]:
+        """Let the run start at logical block `first`; returns the blocks that fell out, in order."""
+        count = min(first - self.first_block, len(self.run))
+        if count <= 0:
+            return []
+        fallen = self.run[:count]
+        del self.run[:count]
+        self.first_block += count
+        self._dropped += count
+        return fallen
+
+    def take_delta(self) -> TableDelta | None:
+        """What changed since the last call, None if nothing."""
+        if not self._appended and not self._dropped:
+            return None
+        delta = TableDelta(self._dropped, self._appended, self.first_block)
+        self._appended, self._dropped = [], 0
+        return delta
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """A running sequence's share of the cache: one table per group, its hash chain and how far it got."""
+
+    tables: list[BlockTable]
+    chain: list[bytes]
+    root: bytes
+    publishes: bool
+    processed: int = 0  # tokens whose step's result arrived
+    num_published: int = 0  # units that were offered to the index
+    capacity_tokens: int = 0  # positions below it have blocks in every group
+    next_event: int = 0  # processed tokens at which something can be published or freed
+    changed: bool = False  # a table changed since the last `take_deltas`
+
+    def take_deltas(self) -> list[tuple[int, TableDelta]]:
+        """(group, delta) of every table that changed."""
+        self.changed = False
+        deltas = ((group, table.take_delta()) for group, table in enumerate(self.tables))
+        return [(group, delta) for group, delta in deltas if delta is not None]

@@ -1,0 +1,58 @@
+"""Which requests are let in at the door, and why others are refused."""
+
+from __future__ import annotations
+
+from transom_worker.contract import Request
+from transom_worker.errors import PromptTooLong, RequestError, RequestTooLarge
+from transom_worker.kvcache.manager import KvCache
+
+UNSUPPORTED = {
+    "kv_policy": "per-request KV policies",
+    "grammar": "grammars",
+    "adapter": "adapters",
+}
+
+
+def check_supported(request: Request) -> None:
+    """Raises RequestError for fields that mean something no worker does yet, and for an empty or finished request."""
+    for name, what in UNSUPPORTED.items():
+        if getattr(request, name) is not None:
+            raise RequestError(f"{name} is set, but {what} are not supported yet; leave it out.", param=name)
+    if not request.prompt_token_ids:
+        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+    num_resumed, max_tokens = len(request.resumed_output_ids), request.params.max_tokens
+    if max_tokens is not None and num_resumed >= max_tokens:
+        raise RequestError(
+            f"resumed_output_ids has {num_resumed} tokens and max_tokens is {max_tokens}; nothing is left to generate.",
+            param="resumed_output_ids",
+        )
+
+
+def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int:
+    """Most tokens (prompt and output) that the request may come to.
+
+    Raises:
+        PromptTooLong: no room for one more token within `max_model_len`.
+        RequestTooLarge: the KV pool could not hold that many tokens, even with nothing else running.
+    """
+    num_prompt, num_resumed = request.num_prompt_tokens, len(request.resumed_output_ids)
+    if num_prompt + num_resumed + 1 > max_model_len:
+        resumed = f" and {num_resumed} resumed output tokens" if num_resumed else ""
+        raise PromptTooLong(
+            f"The prompt has {num_prompt} tokens{resumed}; with at least one more to generate the model's length is "
+            f"{max_model_len} tokens. Send at most {max_model_len - 1 - num_resumed}.",
+            param="prompt",
+        )
+    max_tokens = request.params.max_tokens
+    limit = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
+    pages = cache.worst_case_pages(limit)
+    if pages > cache.arena.num_pages:
+        raise RequestTooLarge(
+            f"The request may need {pages} pages of KV cache for {limit} tokens ({num_prompt} prompt, up to "
+            f"{limit - num_prompt} output); the pool has {cache.arena.num_pages}, enough for "
+            f"{cache.capacity_tokens(limit)} tokens. Lower max_tokens, shorten the prompt or enlarge the KV pool.",
+            param="max_tokens"
+            if cache.worst_case_pages(num_prompt + num_resumed + 1) <= cache.arena.num_pages
+            else "prompt",
+        )
+    return limit

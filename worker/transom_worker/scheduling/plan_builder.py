@@ -1,0 +1,96 @@
+"""Fills one `StepPlan`, row by row."""
+
+from __future__ import annotations
+
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.step import NO_ID, TIER_DEVICE, NewSequence, StepPlan
+
+
+class PlanBuilder:
+    """Collects what one step computes, and moves the sequences' counters on."""
+
+    def __init__(self, step_id: int, num_groups: int) -> None:
+        self.plan = StepPlan(step_id=step_id)
+        self.rows: list[Sequence] = []
+        self._num_groups = num_groups
+
+    def introduce(self, sequence: Sequence) -> None:
+        """Tell ranks about an admitted sequence and all its known tokens."""
+        request = sequence.request
+        sequence.rank_known = len(sequence.token_ids)
+        self.plan.new_sequences.append(
+            NewSequence(
+                seq_id=sequence.seq_id,
+                request_id=request.request_id,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                params=request.params,
+                seed=request.seed,
+                choice_index=request.choice_index,
+                adapter=request.adapter,
+                kv_policy=request.kv_policy,
+            )
+        )
+
+    def add_row(self, sequence: Sequence, blocks: SequenceBlocks, count: int) -> None:
+        """Compute the next `count` tokens of a sequence whose blocks are there."""
+        plan = self.plan
+        start, known = sequence.scheduled, sequence.num_known
+        end = start + count
+        samples = end == known
+        input_id = input_row = NO_ID
+        if end > sequence.rank_known:
+            if sequence.num_pending:
+                assert sequence.sampled_step == plan.step_id - 1
+                input_row = sequence.sampled_row
+            else:
+                input_id = sequence.token_ids[-1]
+            sequence.rank_known = end
+        if blocks.changed:
+            self._add_deltas(sequence.seq_id, blocks)
+        if samples:
+            sequence.sampled_step, sequence.sampled_row = plan.step_id, len(plan.seq_ids)
+            sequence.num_pending += 1
+        plan.seq_ids.append(sequence.seq_id)
+        plan.start.append(start)
+        plan.count.append(count)
+        plan.input_id.append(input_id)
+        plan.input_row.append(input_row)
+        plan.sample.append(1 if samples else 0)
+        plan.logits_from.append(_logits_from(sequence, start, end, samples))
+        sequence.scheduled = end
+        sequence.num_in_flight += 1
+        self.rows.append(sequence)
+
+    def finish(self, finished: list[int], cache: KvCache) -> StepPlan:
+        """The complete plan."""
+        plan = self.plan
+        plan.finished = finished
+        plan.attend_from = [[0] * len(plan.seq_ids) for _ in range(self._num_groups)]
+        plan.write_from = [plan.start.copy() for _ in range(self._num_groups)]
+        for copy in cache.take_copies():
+            plan.copy_group.append(copy.group)
+            plan.copy_source.append(copy.source)
+            plan.copy_target.append(copy.target)
+            plan.copy_source_tier.append(TIER_DEVICE)
+            plan.copy_target_tier.append(TIER_DEVICE)
+        return plan
+
+    def _add_deltas(self, seq_id: int, blocks: SequenceBlocks) -> None:
+        plan = self.plan
+        for group, delta in blocks.take_deltas():
+            plan.delta_seq.append(seq_id)
+            plan.delta_group.append(group)
+            plan.delta_dropped.append(delta.dropped)
+            plan.delta_first_block.append(delta.first_block)
+            plan.delta_blocks += delta.appended
+            plan.delta_offset.append(len(plan.delta_blocks))
+
+
+def _logits_from(sequence: Sequence, start: int, end: int, samples: bool) -> int:
+    """First position whose logits are wanted: prompt rows while their log-probabilities are owed, else the sampling row."""
+    if sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens - 1:
+        return start
+    return end - 1 if samples else end

@@ -1,0 +1,45 @@
+"""Sequences in order of (priority, arrival): who is served first, who is preempted first."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from transom_worker.scheduling.sequence import OrderKey, Sequence
+
+
+class OrderedQueue:
+    """A list kept in key order. A preempted sequence keeps its key, and so stands before all that arrived later."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def first(self) -> Sequence:
+        """The one to serve next."""
+        return self._sequences[0]
+
+    @property
+    def last(self) -> Sequence:
+        """The one to preempt next."""
+        return self._sequences[-1]
+
+    def add(self, sequence: Sequence) -> None:
+        """Insert in order."""
+        insort(self._sequences, sequence, key=_key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out one that is in here."""
+        at = bisect_left(self._sequences, sequence.key, key=_key)
+        assert self._sequences[at] is sequence
+        del self._sequences[at]
+
+
+def _key(sequence: Sequence) -> OrderKey:
+    return sequence.key

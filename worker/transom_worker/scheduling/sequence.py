@@ -1,0 +1,78 @@
+"""What the scheduler knows about one request: its tokens, how far they are computed, and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from transom_worker.contract import Request, TokenLogprobs
+from transom_worker.kvcache.sequence import SequenceBlocks
+
+OrderKey = tuple[int, float, int]  # (priority, arrival, counter): smaller runs first
+
+
+class State(Enum):
+    """Where a sequence stands. LEAVING ones are preempted when their step in flight has answered."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    LEAVING = auto()
+    DONE = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One request inside the scheduler.
+
+    Intervals over positions: `[0, processed)` computed and answered (in `blocks`), `[processed, scheduled)` in flight,
+    `[scheduled, num_known)` ready, where `num_known` counts sampled tokens still in flight.
+    """
+
+    request: Request
+    key: OrderKey
+    max_tokens_total: int  # prompt and output; at this length nothing more is computed
+    root: bytes
+    token_ids: list[int]  # prompt, then output as received
+    chain: list[bytes] = field(default_factory=list)
+    state: State = State.WAITING
+    seq_id: int = -1  # a fresh one at each admission
+    blocks: SequenceBlocks | None = None
+    scheduled: int = 0
+    num_in_flight: int = 0  # plans that compute it and have not answered
+    num_pending: int = 0  # tokens sampled by those plans
+    rank_known: int = 0  # tokens that ranks have been given
+    sampled_step: int = -1  # the plan, and its row, that samples the newest token
+    sampled_row: int = -1
+    alone: bool = False  # runs with an empty cache and nobody else, for its last resort
+    admitted: bool = False  # ever
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    has_output: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, without resumed output."""
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids are known, or will be once the steps in flight have answered."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens that the next plan could compute; none at the length limit, whose token needs no successor."""
+        known = len(self.token_ids) + self.num_pending
+        return known - self.scheduled if known < self.max_tokens_total else 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt rows' log-probabilities are still owed; such a sequence reads no cache."""
+        return self.request.params.prompt_logprobs is not None and not self.has_output
+
+    def leave(self) -> None:
+        """Forget everything that was computed (its blocks are the caller's business)."""
+        self.state = State.WAITING
+        self.blocks = None
+        self.scheduled = self.rank_known = 0
+        self.prompt_logprobs = None
