@@ -1,16 +1,17 @@
 """An import-linter contract that is the design's table "who may import whom": what a row does not name is forbidden.
 
 Each line of `table` is `module: name name late:name`. The longest matching row decides for a module (a component may end
-in `*`); a module without a row breaks the contract, so that new code is placed on purpose. A module may always import the
-standard library and what lies under its own row; a name stands for everything under it; `late:` allows an import only
-inside a function, where it costs nothing until it is needed.
+in `*`), and a row that ends in `**` adds to what every module under it may import. A module without a row breaks the
+contract, so that new code is placed on purpose. A module may always import the standard library and what lies under its
+own row; a name stands for everything under it; `late:` allows an import only inside a function, where it costs nothing
+until it is needed.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -48,6 +49,11 @@ class Row:
         return len(parts) >= len(self.pattern) and fits
 
     @property
+    def adds(self) -> bool:
+        """Whether the row adds to every module's own row, instead of being one."""
+        return self.pattern[-1] == "**"
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Longer rows win, then those that spell out more."""
         return len(self.pattern), sum(len(part.rstrip("*")) for part in self.pattern)
@@ -81,12 +87,15 @@ class MayImportContract(Contract):
 
 def problems_of(graph: ImportGraph, module: str, rows: list[Row]) -> Iterator[str]:
     """What one module imports against its row."""
-    row = max((row for row in rows if row.matches(module)), key=lambda row: row.rank, default=None)
+    row = max((row for row in rows if row.matches(module) and not row.adds), key=lambda row: row.rank, default=None)
     if row is None:
         yield f"{module} has no row in the import table"
         return
+    allowed = [
+        name for other in rows if other is row or (other.adds and other.matches(module)) for name in other.allowed
+    ]
     for imported in sorted(graph.find_modules_directly_imported_by(module)):
-        if imported in sys.stdlib_module_names or is_under(imported, (row.own(module), *row.allowed)):
+        if imported in sys.stdlib_module_names or is_under(imported, [row.own(module), *allowed]):
             continue
         lines = sorted(detail["line_number"] for detail in graph.get_import_details(importer=module, imported=imported))
         if not is_under(imported, row.late):
@@ -95,7 +104,7 @@ def problems_of(graph: ImportGraph, module: str, rows: list[Row]) -> Iterator[st
             yield f"{module} may import {imported} only inside a function (line {', '.join(map(str, early))})"
 
 
-def is_under(module: str, names: tuple[str, ...]) -> bool:
+def is_under(module: str, names: Sequence[str]) -> bool:
     """Whether the module is one of the names or below one."""
     return any(module == name or module.startswith(name + ".") for name in names)
 

@@ -9,6 +9,7 @@ TABLE = [
     "app.shop: app.money late:heavy",
     "app.shop.till: json_tool",
     "app.ops.*: heavy",
+    "app.**: tiny",
 ]
 
 
@@ -40,6 +41,12 @@ def test_the_longest_row_decides():
 def test_siblings_under_a_wildcard_may_not_import_each_other():
     assert problems("heavy", module="app.ops.one") == []
     assert problems("app.ops.two", module="app.ops.one") == ["app.ops.one may not import app.ops.two (line 3)"]
+
+
+def test_a_row_with_two_stars_adds_to_every_row_below_and_is_none_itself():
+    assert problems("tiny") == []
+    assert problems("tiny", module="app.ops.one") == []
+    assert problems("tiny", module="app") == ["app may not import tiny (line 3)"]
 
 
 def test_a_root_row_speaks_for_the_package_alone():
