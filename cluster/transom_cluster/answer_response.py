@@ -1,0 +1,143 @@
+"""The HTTP response of one answer: JSON or server-sent events, abandoned as soon as the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from transom_cluster.metrics import RouterMetrics
+from transom_cluster.openai.errors import wire_error, wire_error_of
+from transom_cluster.openai.writers import Writer, data_line
+from transom_cluster.requests_in_flight import Answer
+from transom_cluster.router import Router
+from transom_worker.contract import OutputEvent, Request
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # reverse proxies must not hold tokens back
+]
+
+
+class AnswerResponse(Response):
+    """Runs the requests when it is sent, so that no path from admission to the last byte can leak one.
+
+    A stream's headers wait for its first event: an error before that still gets its own status.
+    """
+
+    def __init__(self, router: Router, requests: Sequence[Request], writer: Writer, *, stream: bool) -> None:
+        super().__init__()
+        self._router = router
+        self._requests = requests
+        self._writer = writer
+        self._stream = stream
+        self._clock = TokenClock(router.metrics, len(requests))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves first."""
+        work = asyncio.ensure_future(self._run(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await work
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._router.answer(self._requests) as answer:
+            if self._stream:
+                await self._send_stream(answer, send)
+            else:
+                body = await self._collect(answer)
+                await JSONResponse(body)(scope, receive, send)
+
+    async def _collect(self, answer: Answer) -> dict[str, Any]:
+        """All events as one body; raises a choice's error."""
+        events: list[list[OutputEvent]] = [[] for _ in self._requests]
+        while True:
+            for index, event in await answer.next():
+                if event.error is not None:
+                    raise event.error.error()
+                events[index].append(self._shown(index, event))
+            if answer.num_unfinished == 0:
+                return self._writer.body(events)
+
+    async def _send_stream(self, answer: Answer, send: Send) -> None:
+        first = await answer.next()
+        for _, event in first:
+            if event.error is not None:
+                raise event.error.error()
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        self._router.metrics.open_streams.inc()
+        try:
+            await self._send_chunks(answer, first, send)
+        finally:
+            self._router.metrics.open_streams.dec()
+
+    async def _send_chunks(self, answer: Answer, events: list[tuple[int, OutputEvent]], send: Send) -> None:
+        """Everything that has come since the last send goes out as one message."""
+        while True:
+            try:
+                text, failed = self._chunks(events)
+                ended = failed or answer.num_unfinished == 0
+            except Exception as error:  # the status is long sent: say it in the stream
+                text, failed, ended = data_line(wire_error(error).body), True, True
+            if ended and not failed:
+                text += self._writer.stream_end()
+            if text:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": not ended})
+            if ended:
+                return
+            events = await answer.next()
+
+    def _chunks(self, events: list[tuple[int, OutputEvent]]) -> tuple[str, bool]:
+        """Server-sent events, and whether they end in an error."""
+        parts = []
+        for index, event in events:
+            if event.error is not None:
+                parts.append(data_line(wire_error_of(event.error).body))
+                return "".join(parts), True
+            parts.append(self._writer.chunk(index, self._shown(index, event)))
+        return "".join(parts), False
+
+    def _shown(self, index: int, event: OutputEvent) -> OutputEvent:
+        self._clock.tick(index, event)
+        event = self._writer.shown(event)
+        self._writer.usage.add(index, event)
+        return event
+
+
+class TokenClock:
+    """Observes first-token and inter-token times of one answer's choices."""
+
+    def __init__(self, metrics: RouterMetrics, num_choices: int) -> None:
+        self._metrics = metrics
+        self._start_s = time.perf_counter()
+        self._last_s = [0.0] * num_choices
+
+    def tick(self, index: int, event: OutputEvent) -> None:
+        """An event of choice `index` is about to be sent."""
+        if not event.token_ids:
+            return
+        now_s = time.perf_counter()
+        if self._last_s[index]:
+            self._metrics.inter_token_s.observe(now_s - self._last_s[index])
+        else:
+            self._metrics.first_token_s.observe(now_s - self._start_s)
+        self._last_s[index] = now_s
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

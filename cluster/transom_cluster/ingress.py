@@ -1,0 +1,124 @@
+"""The HTTP API as a FastAPI app, independent of Ray: routes, error shapes, and the router's life cycle."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from transom_cluster import __version__
+from transom_cluster.metrics_page import collect_page
+from transom_cluster.middleware import CountRequests, LimitBody, RequireApiKey
+from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
+from transom_cluster.openai_routes import OpenAiRoutes, add_body_schemas
+from transom_cluster.router import Router
+from transom_worker.errors import RequestError, TransomError
+
+logger = logging.getLogger("transom.router")
+
+
+def build_api(router: Router) -> FastAPI:
+    """The app that serves `router`; its lifespan starts and stops it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        router.start()
+        yield
+        await router.stop()
+
+    api = FastAPI(title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    api.add_middleware(LimitBody, max_body_bytes=router.config.max_body_bytes)
+    api.add_middleware(RequireApiKey, keys=router.config.api_keys)
+    api.add_middleware(CountRequests, metrics=router.metrics)  # added last, so outermost: counts refusals as well
+    _add_error_handlers(api)
+    OpenAiRoutes(router).add_to(api)
+    _add_server_routes(api, router)
+    add_body_schemas(api.openapi())
+    return api
+
+
+def _add_server_routes(api: FastAPI, router: Router) -> None:
+    started_s = int(time.time())
+    name = router.config.served_model_name
+
+    def model_card() -> dict[str, Any]:
+        limits = router.link.limits
+        return {
+            "id": name,
+            "object": "model",
+            "created": started_s,
+            "owned_by": "transom",
+            "root": name,
+            "parent": None,
+            "max_model_len": None if limits is None else limits.max_model_len,
+        }
+
+    @api.get("/", summary="What is here")
+    async def index() -> dict[str, Any]:
+        paths = sorted(path for path in api.openapi()["paths"] if path != "/")
+        return {"name": "transom", "version": __version__, "model": name, "paths": paths, "docs": "/docs"}
+
+    @api.get("/health", summary="200 when requests can be served")
+    async def health() -> Response:
+        if router.is_ready:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "the worker is not ready"}, status_code=503, headers={"retry-after": "1"})
+
+    @api.get("/version", summary="The server's version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @api.get("/metrics", summary="Prometheus metrics of this router and all workers")
+    async def metrics() -> Response:
+        page = await collect_page(router.metrics, router.clients)
+        return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    @api.get("/v1/models", summary="The served models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card()]}
+
+    @api.get("/v1/models/{model_id:path}", summary="One model")
+    async def model(model_id: str) -> dict[str, Any]:
+        router.check_model(model_id)
+        return model_card()
+
+
+def _add_error_handlers(api: FastAPI) -> None:
+    async def on_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, (RequestError, HttpError)):
+            logger.warning("%s %s: %r", request.method, request.url.path, error)
+        return _response(wire_error(error))
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed.", request.method, request.url.path, exc_info=error)
+        return _response(wire_error(error))
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        response = _response(http_status_error(status, request.method, request.url.path))
+        response.headers.update(getattr(error, "headers", None) or {})
+        return response
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        problems = error.errors() if isinstance(error, RequestValidationError) else []
+        name = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else None
+        message = f"{name}: {problems[0]['msg']}." if problems else str(error)
+        return _response(wire_error(RequestError(message, param=name)))
+
+    api.add_exception_handler(TransomError, on_error)
+    api.add_exception_handler(HttpError, on_error)
+    api.add_exception_handler(HTTPException, on_http_exception)
+    api.add_exception_handler(RequestValidationError, on_validation_error)
+    api.add_exception_handler(Exception, on_bug)
+
+
+def _response(error: WireError) -> Response:
+    return Response(error.dumps(), status_code=error.status, media_type="application/json", headers=error.headers)

@@ -1,0 +1,104 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from transom_cluster.openai.body import WireModel
+from transom_cluster.openai.sampling_fields import SamplingFields
+from transom_worker.contract import MAX_LOGPROBS, SamplingParams
+from transom_worker.errors import RequestError
+
+
+class ContentPart(WireModel):
+    """One part of a message's content. Only text can be served; other kinds are named in the refusal."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    file: Any = None
+    refusal: Any = None
+    cache_control: Any = None  # a hint of other vendors
+
+
+class ChatMessage(WireModel):
+    """One message. Fields that are null-only here come from clients that send an answer back as it was."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Any = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(SamplingFields):
+    """The fields that are served; `fields.CHAT_RULES` knows the others."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def params(self) -> SamplingParams:
+        """The contract's parameters.
+
+        Raises:
+            RequestError: a value is out of range or contradicts another.
+        """
+        self.check_stream_options()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if max_tokens is not None and max_tokens < 1:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise RequestError(f"{name} is {max_tokens}; it must be at least 1.", param=name)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs)
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them: role and plain text.
+
+    A developer message becomes a system message, which is what templates know.
+
+    Raises:
+        RequestError: a message that is not text, or that belongs to tool calling.
+    """
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: ChatMessage, path: str) -> dict[str, Any]:
+    if message.role in ("tool", "function") or message.tool_calls or message.tool_call_id:
+        field = "role" if message.role in ("tool", "function") else "tool_calls"
+        raise RequestError(f"{path}.{field}: tool calls are not supported yet; send text.", param=f"{path}.{field}")
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message, path),
+    }
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _text(message: ChatMessage, path: str) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if message.role == "assistant":
+            return message.refusal or ""
+        raise RequestError(f"{path}.content is missing; send a string.", param=f"{path}.content")
+    for i, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            where = f"{path}.content[{i}]"
+            raise RequestError(f"{where} has type {part.type!r}; this model takes text parts only.", param=where)
+    return "".join(part.text or "" for part in message.content)

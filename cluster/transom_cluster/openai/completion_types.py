@@ -1,0 +1,82 @@
+"""The bodies of POST /v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from transom_cluster.openai.body import WireModel
+from transom_cluster.openai.chat_types import ChatMessage
+from transom_cluster.openai.sampling_fields import SamplingFields
+from transom_worker.contract import MAX_LOGPROBS, SamplingParams
+from transom_worker.errors import RequestError
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 1024
+
+
+class CompletionRequest(SamplingFields):
+    """The fields that are served; `fields.COMPLETION_RULES` knows the others."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = True
+
+    @property
+    def echo_only(self) -> bool:
+        """The prompt is wanted back (with its log-probabilities), and no answer: `max_tokens` 0."""
+        return self.echo and self.max_tokens == 0
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts of this batch: all texts, or all lists of token ids.
+
+        Raises:
+            RequestError: there is none, or one is empty.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError("prompt is an empty list; send at least one prompt.", param="prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise RequestError(f"prompt has {len(self.prompt)} prompts; at most {MAX_PROMPTS}.", param="prompt")
+        return self.prompt
+
+    def params(self) -> SamplingParams:
+        """The contract's parameters. With `echo_only` one token is computed, and dropped by the writer.
+
+        Raises:
+            RequestError: a value is out of range or contradicts another.
+        """
+        self.check_stream_options()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(f"best_of is {self.best_of}; only best_of equal to n is supported.", param="best_of")
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(
+            max_tokens=1 if self.echo_only else max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+class TokenizeRequest(WireModel):
+    """A text, or messages to be put through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None  # default: true for a prompt; the template's business for messages
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(WireModel):
+    """Token ids to be turned into text."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,105 @@
+"""Fields of OpenAI's and vLLM's API beside those that are served: accepted because they are harmless, or refused by name.
+
+A field that would change the answer is never ignored silently. `None` is always accepted: it means "not given".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transom_worker.errors import RequestError
+
+_HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
+)
+
+_REFUSED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    # field: the values that change nothing
+    "store": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "logits_processors": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "kv_policy": (),
+    "kv_transfer_params": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+}
+
+_REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (False,),
+    "verbosity": (),
+    "moderation": (),
+    "documents": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+
+_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "tools": ([],),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldRules:
+    """What one endpoint does with fields that its model does not have."""
+
+    ignored: frozenset[str]
+    refused: Mapping[str, tuple[Any, ...]]
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Look for fields that mean something but are not supported.
+
+        Raises:
+            RequestError: there is one; `param` names it.
+        """
+        for name in data.keys() & self.refused.keys():
+            value, neutral = data[name], self.refused[name]
+            if value is None or any(type(value) is type(n) and value == n for n in neutral):
+                continue
+            allowed = f"leave it out, or send {neutral[0]!r}" if neutral else "leave it out"
+            raise RequestError(f"{name} is not supported yet; {allowed}.", param=name)
+
+
+CHAT_RULES = FieldRules(ignored=_HARMLESS, refused=_REFUSED_EVERYWHERE | _REFUSED_IN_CHAT)
+COMPLETION_RULES = FieldRules(ignored=_HARMLESS, refused=_REFUSED_EVERYWHERE | _REFUSED_IN_COMPLETIONS)
+TOKENIZE_RULES = FieldRules(ignored=frozenset(), refused={"tools": ([],), "chat_template": ()})

@@ -1,0 +1,87 @@
+"""From wire prompts to token ids: the chat template, the tokenizer, and the checks that need the vocabulary.
+
+Long texts are tokenised on a thread (the tokenizer releases the interpreter's lock), so that they never stall the streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transom_cluster.openai.chat_types import ChatMessage, template_messages
+from transom_worker.errors import RequestError
+from transom_worker.tokenizer import Tokenizer
+
+MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt as token ids. `turn_boundaries` are positions where chat turns end."""
+
+    token_ids: tuple[int, ...]
+    turn_boundaries: tuple[int, ...] = ()
+
+
+async def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: list[ChatMessage],
+    *,
+    add_generation_prompt: bool = True,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Prompt:
+    """Messages through the chat template.
+
+    Raises:
+        RequestError: the model has no template, or a message is not text.
+    """
+    if not tokenizer.has_chat_template:
+        raise RequestError("This model has no chat template; use /v1/completions instead.", param="messages")
+    plain = template_messages(messages)
+    chat = await _off_loop(
+        lambda: tokenizer.apply_chat_template(
+            plain, add_generation_prompt=add_generation_prompt, extra=template_kwargs
+        ),
+        num_chars=sum(len(message["content"]) for message in plain),
+    )
+    return Prompt(token_ids=tuple(chat.token_ids), turn_boundaries=tuple(chat.turn_boundaries))
+
+
+async def completion_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]], *, add_special_tokens: bool = True
+) -> list[Prompt]:
+    """Texts or token ids as prompts.
+
+    Raises:
+        RequestError: a prompt without a token.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+
+    def encode() -> list[Sequence[int]]:
+        return [
+            tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+
+    token_ids = await _off_loop(encode, num_chars=sum(len(text) for text in texts))
+    for index, ids in enumerate(token_ids):
+        if not ids:
+            raise RequestError(f"prompt {index} has no tokens; send at least one.", param="prompt")
+    return [Prompt(token_ids=tuple(ids)) for ids in token_ids]
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
+    """Raise RequestError for an id that the model does not have."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise RequestError(f"{param} has token id {wrong}; ids are from 0 to {vocab_size - 1}.", param=param)
+
+
+async def _off_loop(function: Callable[[], Result], *, num_chars: int) -> Result:
+    if num_chars <= MAX_INLINE_CHARS:
+        return function()
+    return await asyncio.to_thread(function)

@@ -1,0 +1,90 @@
+"""The sampling fields that chat and plain completions share, and how they become `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from transom_cluster.openai.body import WireModel
+from transom_worker.contract import SamplingParams
+from transom_worker.errors import RequestError
+
+
+class StreamOptions(WireModel):
+    """`stream_options` of OpenAI; `include_obfuscation` is accepted and not done."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingFields(WireModel):
+    """OpenAI's sampling fields and those that vLLM's users know besides. `None` means the default."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_stream_options(self) -> None:
+        """Raise RequestError for stream options without a stream, as OpenAI does."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true.", param="stream_options")
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """These fields as the contract's parameters; `more` are the endpoint's own.
+
+        Raises:
+            RequestError: a value is out of range; `param` names the field.
+        """
+        given: dict[str, Any] = {
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": self.seed,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            "logit_bias": self._logit_bias(),
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None}, **more)
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        try:
+            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+        except ValueError:
+            raise RequestError("logit_bias has a key that is not a token id.", param="logit_bias") from None

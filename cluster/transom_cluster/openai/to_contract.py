@@ -1,0 +1,91 @@
+"""From checked bodies to the contract: one `Request` per prompt and choice, with everything resolved."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transom_cluster.openai.prompts import Prompt, check_vocabulary
+from transom_worker.contract import Request, SamplingParams
+from transom_worker.errors import PromptTooLong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a request is checked against before it goes to a worker."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+def build_requests(
+    answer_id: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    limits: ModelLimits,
+    *,
+    engine_seed: int | None = None,
+    priority: int | None = None,
+    cache_salt: str | None = None,
+    prompt_param: str = "prompt",
+) -> list[Request]:
+    """One request per prompt and choice, in the order of OpenAI's choice indices (prompt-major).
+
+    A missing seed is resolved here: the engine's configured one, else a random one per prompt.
+
+    Raises:
+        RequestError: a token id outside the vocabulary.
+        PromptTooLong: a prompt, or prompt and answer together, exceed the model's length.
+    """
+    single = params.single()
+    arrival_s = time.time()
+    _check_params(params, limits)
+    requests = []
+    for p, prompt in enumerate(prompts):
+        check_vocabulary(prompt.token_ids, limits.vocab_size, param=prompt_param)
+        _check_length(len(prompt.token_ids), params.max_tokens, limits.max_model_len, param=prompt_param)
+        seed = _resolve_seed(params.seed, engine_seed)
+        for choice in range(params.n):
+            requests.append(
+                Request(
+                    request_id=f"{answer_id}-{p}-{choice}",
+                    prompt_token_ids=prompt.token_ids,
+                    params=single,
+                    seed=seed,
+                    choice_index=choice,
+                    arrival_s=arrival_s,
+                    priority=priority or 0,
+                    cache_salt=cache_salt,
+                    turn_boundaries=prompt.turn_boundaries,
+                )
+            )
+    return requests
+
+
+def _resolve_seed(given: int | None, configured: int | None) -> int:
+    if given is not None:
+        return given
+    return secrets.randbits(63) if configured is None else configured
+
+
+def _check_params(params: SamplingParams, limits: ModelLimits) -> None:
+    check_vocabulary(params.stop_token_ids, limits.vocab_size, param="stop_token_ids")
+    check_vocabulary(tuple(params.logit_bias), limits.vocab_size, param="logit_bias")
+
+
+def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, param: str) -> None:
+    if num_prompt_tokens >= max_model_len:
+        raise PromptTooLong(
+            f"The prompt has {num_prompt_tokens} tokens, the model's maximum context length is {max_model_len} tokens "
+            f"(prompt and answer together); shorten the prompt.",
+            param=param,
+        )
+    if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
+        raise PromptTooLong(
+            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, the model's maximum context "
+            f"length is {max_model_len} tokens; shorten the prompt, or ask for at most "
+            f"{max_model_len - num_prompt_tokens} tokens.",
+            param=param,
+        )

@@ -1,0 +1,39 @@
+"""Token counts of one HTTP request: each prompt counted once, the outputs of all its choices together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transom_worker.contract import OutputEvent, Request, Usage
+
+
+class UsageTotals:
+    """Adds up what the events say; complete once every choice has ended."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self._last: list[Usage | None] = [None] * len(requests)
+        self._num_output_tokens = [0] * len(requests)
+
+    def add(self, index: int, event: OutputEvent) -> None:
+        """Take in one event of choice `index`."""
+        self._num_output_tokens[index] += len(event.token_ids)
+        if event.usage is not None:
+            self._last[index] = event.usage
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        prompt_tokens = cached_tokens = 0
+        for request, usage in zip(self._requests, self._last, strict=True):
+            if request.choice_index == 0:
+                prompt_tokens += request.num_prompt_tokens
+                cached_tokens += 0 if usage is None else usage.num_cached_tokens
+        output_tokens = sum(self._num_output_tokens)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }

@@ -1,0 +1,182 @@
+"""The routes that take prompts: chat completions, completions, /tokenize, /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from transom_cluster.answer_response import AnswerResponse
+from transom_cluster.openai.body import Model, WireModel, parse_body
+from transom_cluster.openai.chat_types import ChatCompletionRequest
+from transom_cluster.openai.chat_writer import ChatWriter
+from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
+from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, TOKENIZE_RULES, FieldRules
+from transom_cluster.openai.prompts import (
+    MAX_INLINE_CHARS,
+    Prompt,
+    chat_prompt,
+    check_vocabulary,
+    completion_prompts,
+)
+from transom_cluster.openai.to_contract import build_requests
+from transom_cluster.openai.writers import AnswerHeader
+from transom_cluster.router import Router
+from transom_worker.errors import RequestError
+
+_BODIES: dict[str, type[WireModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+class OpenAiRoutes:
+    """Handlers bound to one router. Bodies are parsed here, whatever their content type, so that errors name fields."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def add_to(self, api: FastAPI) -> None:
+        """Register the routes."""
+        handlers = (self.chat_completions, self.completions, self.tokenize, self.detokenize)
+        for path, handler in zip(_BODIES, handlers, strict=True):
+            extra = _body_reference(path)
+            api.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=extra)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a chat."""
+        wanted = await self._parse(request, ChatCompletionRequest, CHAT_RULES)
+        self._router.check_model(wanted.model)
+        params = wanted.params()
+        prompt = await chat_prompt(
+            self._router.tokenizer,
+            wanted.messages,
+            add_generation_prompt=wanted.add_generation_prompt,
+            template_kwargs=wanted.chat_template_kwargs,
+        )
+        header = self._header("chatcmpl")
+        requests = build_requests(
+            header.id,
+            [prompt],
+            params,
+            self._router.limits,
+            engine_seed=self._router.engine_seed,
+            priority=wanted.priority,
+            cache_salt=wanted.cache_salt,
+            prompt_param="messages",
+        )
+        writer = ChatWriter(
+            header,
+            requests,
+            self._router.tokenizer,
+            include_usage=wanted.include_usage,
+            num_top_logprobs=params.logprobs,
+        )
+        return AnswerResponse(self._router, requests, writer, stream=bool(wanted.stream))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue one or several prompts."""
+        wanted = await self._parse(request, CompletionRequest, COMPLETION_RULES)
+        self._router.check_model(wanted.model)
+        params = wanted.params()
+        texts = wanted.prompts()
+        prompts = await completion_prompts(self._router.tokenizer, texts, add_special_tokens=wanted.add_special_tokens)
+        header = self._header("cmpl")
+        requests = build_requests(
+            header.id,
+            prompts,
+            params,
+            self._router.limits,
+            engine_seed=self._router.engine_seed,
+            priority=wanted.priority,
+            cache_salt=wanted.cache_salt,
+        )
+        writer = CompletionWriter(
+            header,
+            requests,
+            self._router.tokenizer,
+            include_usage=wanted.include_usage,
+            num_top_logprobs=params.logprobs,
+            echoed=self._echoed(texts, prompts, params.n) if wanted.echo else None,
+            echo_only=wanted.echo_only,
+        )
+        return AnswerResponse(self._router, requests, writer, stream=bool(wanted.stream))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a chat."""
+        wanted = await self._parse(request, TokenizeRequest, TOKENIZE_RULES)
+        self._router.check_model(wanted.model)
+        tokenizer, limits = self._router.tokenizer, self._router.limits
+        token_ids = (await self._tokenize_prompt(wanted)).token_ids
+        body: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": limits.max_model_len,
+            "tokens": list(token_ids),
+            "token_strs": [tokenizer.token(i) for i in token_ids] if wanted.return_token_strs else None,
+        }
+        return JSONResponse(body)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        wanted = await self._parse(request, DetokenizeRequest, TOKENIZE_RULES)
+        self._router.check_model(wanted.model)
+        check_vocabulary(wanted.tokens, self._router.limits.vocab_size, param="tokens")
+        text = await asyncio.to_thread(self._router.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+    async def _tokenize_prompt(self, wanted: TokenizeRequest) -> Prompt:
+        tokenizer = self._router.tokenizer
+        if (wanted.prompt is None) == (wanted.messages is None):
+            raise RequestError("Send either prompt or messages.", param="prompt")
+        if wanted.messages is not None:
+            return await chat_prompt(
+                tokenizer,
+                wanted.messages,
+                add_generation_prompt=wanted.add_generation_prompt,
+                template_kwargs=wanted.chat_template_kwargs,
+            )
+        text, add_special = wanted.prompt or "", wanted.add_special_tokens is not False
+        if len(text) > MAX_INLINE_CHARS:
+            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special)
+        else:
+            ids = tokenizer.encode(text, add_special_tokens=add_special)
+        return Prompt(token_ids=tuple(ids))
+
+    async def _parse(self, request: Request, model: type[Model], rules: FieldRules) -> Model:
+        return parse_body(await request.body(), model, rules)
+
+    def _header(self, prefix: str) -> AnswerHeader:
+        return AnswerHeader(id=f"{prefix}-{secrets.token_hex(12)}", model=self._router.config.served_model_name)
+
+    def _echoed(
+        self, texts: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int
+    ) -> list[EchoedPrompt]:
+        """Each prompt as it came, once per choice; token ids are decoded."""
+        decode = self._router.tokenizer.decode
+        echoed = []
+        for i, prompt in enumerate(prompts):
+            given = texts[i]
+            text = given if isinstance(given, str) else decode(given, skip_special_tokens=False)
+            echoed += [EchoedPrompt(text=text, token_ids=prompt.token_ids)] * num_choices
+        return echoed
+
+
+def add_body_schemas(openapi: dict[str, Any]) -> None:
+    """Put the bodies' schemas, which the framework has not seen, into the API's own description."""
+    components = openapi.setdefault("components", {}).setdefault("schemas", {})
+    for model in _BODIES.values():
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        components.update(schema.pop("$defs", {}))
+        components[model.__name__] = schema
+
+
+def _body_reference(path: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{_BODIES[path].__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
