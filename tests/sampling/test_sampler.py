@@ -1,0 +1,146 @@
+"""The sampler: independence of the batch, resume at every position, masks, log-probabilities."""
+
+import numpy as np
+import pytest
+import torch
+
+from transom_worker.contract import SamplingParams
+from transom_worker.sampling.sampler import Sampler
+
+VOCABULARY = 211
+EOS = 3
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0, logprobs=2),
+    "plain": SamplingParams(temperature=1.0),
+    "cool": SamplingParams(temperature=0.3, logprobs=0),
+    "top_k": SamplingParams(top_k=5),
+    "top_p": SamplingParams(top_p=0.8, temperature=1.4, logprobs=5),
+    "min_p": SamplingParams(min_p=0.1),
+    "penalised": SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logprobs=1),
+    "greedy_penalised": SamplingParams(temperature=0.0, repetition_penalty=1.5),
+    "biased": SamplingParams(logit_bias={7: 5.0, 9: -100.0, 10**6: 1.0}),
+    "patient": SamplingParams(min_tokens=8, stop_token_ids=(5,), top_p=0.9),
+}
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    """A "model": logits that depend on the last two tokens alone."""
+    seed = tokens[-1] * 1009 + (tokens[-2] if len(tokens) > 1 else 0)
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, 3, VOCABULARY).astype(np.float32))
+
+
+def add(sampler: Sampler, seq_id: int, tokens: list[int], num_prompt_tokens: int, params: SamplingParams) -> None:
+    sampler.add(
+        seq_id, token_ids=tokens, num_prompt_tokens=num_prompt_tokens, params=params, seed=seq_id * 31, choice_index=1
+    )
+
+
+def run(kinds: list[str], steps: int, resume: dict[str, list[int]] | None = None) -> dict[str, list]:
+    """Generate with all kinds in one batch; returns (token, logprobs) per kind."""
+    sampler = Sampler(eos_token_ids=(EOS,))
+    tokens = {}
+    results: dict[str, list] = {kind: [] for kind in kinds}
+    for kind in kinds:
+        tokens[kind] = [1, 2, 3, *((resume or {}).get(kind, []))]
+        add(sampler, list(KINDS).index(kind), tokens[kind], 3, KINDS[kind])
+    for _ in range(steps):
+        logits = torch.stack([logits_after(tokens[kind]) for kind in kinds])
+        sampled = sampler.sample(logits, [list(KINDS).index(kind) for kind in kinds])
+        for row, kind in enumerate(kinds):
+            results[kind].append((sampled.token_ids[row], sampled.logprobs[row] if sampled.logprobs else None))
+            tokens[kind].append(sampled.token_ids[row])
+            sampler.append(list(KINDS).index(kind), sampled.token_ids[row])
+    return results
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    together = run(list(KINDS), 12)
+    backwards = run(list(reversed(KINDS)), 12)
+    for kind in KINDS:
+        assert run([kind], 12)[kind] == together[kind] == backwards[kind]
+
+
+@pytest.mark.parametrize("position", range(12))
+def test_resume_at_every_position(position: int) -> None:
+    whole = run(list(KINDS), 12)
+    known = {kind: [token for token, _ in results[:position]] for kind, results in whole.items()}
+    rest = run(list(KINDS), 12 - position, resume=known)
+    assert rest == {kind: results[position:] for kind, results in whole.items()}
+
+
+def test_seeds_choices_and_positions_give_other_texts() -> None:
+    sampler = Sampler()
+    for seq_id, (seed, choice) in enumerate([(1, 0), (2, 0), (1, 1)]):
+        sampler.add(seq_id, token_ids=[1], num_prompt_tokens=1, params=KINDS["plain"], seed=seed, choice_index=choice)
+    texts = []
+    for _ in range(12):
+        texts.append(sampler.sample(torch.zeros(3, VOCABULARY), [0, 1, 2]).token_ids)
+        for seq_id, token in enumerate(texts[-1]):
+            sampler.append(seq_id, token)
+    columns = list(zip(*texts, strict=True))
+    assert len(set(columns)) == 3
+    assert all(len(set(column)) > 6 for column in columns)
+
+
+def test_equal_logits_give_the_lowest_id() -> None:
+    sampler = Sampler()
+    add(sampler, 0, [1], 1, KINDS["greedy"])
+    logits = torch.zeros(1, 49_152)
+    logits[0, [40_000, 77, 9_000]] = 2.0
+    assert sampler.sample(logits, [0]).token_ids == [77]
+
+
+def test_min_tokens_forbids_ends_until_reached() -> None:
+    sampler = Sampler(eos_token_ids=(EOS,))
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
+    add(sampler, 0, [1], 1, params)
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [EOS, 5, 9]] = torch.tensor([9.0, 8.0, 7.0])
+    chosen = []
+    for _ in range(3):
+        chosen += sampler.sample(logits, [0]).token_ids
+        sampler.append(0, chosen[-1])
+    assert chosen == [9, 9, EOS]
+
+
+def test_grammar_mask_allows_by_bit() -> None:
+    sampler = Sampler()
+    for seq_id, kind in enumerate(["greedy", "plain", "top_k"]):
+        add(sampler, seq_id, [1], 1, KINDS[kind])
+    allowed = [{210}, {4, 100}, {0, 8}]
+    bits = np.zeros((3, VOCABULARY), dtype=np.uint8)
+    for row, ids in enumerate(allowed):
+        bits[row, list(ids)] = 1
+    mask = np.packbits(bits, axis=1, bitorder="little").tobytes()
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    chosen = sampler.sample(logits, [0, 1, 2], mask).token_ids
+    assert all(token in ids for token, ids in zip(chosen, allowed, strict=True))
+    with pytest.raises(ValueError, match="grammar mask has 3 bytes for 3 rows"):
+        sampler.sample(logits, [0, 1, 2], b"abc")
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    sampler = Sampler()
+    params = SamplingParams(temperature=0.0, logit_bias={20: 100.0}, repetition_penalty=2.0, logprobs=4)
+    add(sampler, 0, [1, 2], 2, params)
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    before = logits.clone()
+    entry = sampler.sample(logits, [0]).logprobs[0]
+    assert entry is not None
+    assert torch.equal(logits, before)
+    expected = logits[0].log_softmax(-1)
+    assert entry.chosen.token_id == 20
+    assert entry.chosen.logprob == pytest.approx(expected[20].item(), abs=1e-6)
+    assert entry.chosen.rank == int((logits[0] > logits[0, 20]).sum()) + 1
+    best = expected.sort(descending=True)
+    assert [top.token_id for top in entry.top] == best.indices[:4].tolist()
+    assert [top.rank for top in entry.top] == [1, 2, 3, 4]
+
+
+def test_everything_forbidden_still_gives_a_token() -> None:
+    sampler = Sampler()
+    for seq_id, kind in enumerate(["greedy", "plain", "top_p"]):
+        add(sampler, seq_id, [1], 1, KINDS[kind])
+    logits = torch.full((3, VOCABULARY), -torch.inf)
+    assert all(0 <= token < VOCABULARY for token in sampler.sample(logits, [0, 1, 2]).token_ids)

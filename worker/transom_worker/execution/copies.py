@@ -1,0 +1,23 @@
+"""Block copies of a plan, done before its forward pass."""
+
+from __future__ import annotations
+
+import torch
+
+from transom_worker.execution.slab import block_rows
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.scheduling.step import TIER_DEVICE, StepPlan
+
+
+def run_copies(plan: StepPlan, layout: ArenaLayout, slab: torch.Tensor) -> int:
+    """Copy whole blocks inside the slab, in the plan's order; returns how many.
+
+    Raises:
+        ValueError: a copy names another tier than the device's.
+    """
+    if any(tier != TIER_DEVICE for tier in (*plan.copy_source_tier, *plan.copy_target_tier)):
+        raise ValueError("A plan copies blocks to or from the host tier, which is not supported yet.")
+    for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
+        blocks = block_rows(layout, slab, group)
+        blocks[target].copy_(blocks[source])
+    return len(plan.copy_group)

@@ -1,0 +1,57 @@
+"""One rank in the engine's own process."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from transom_worker.config import EngineConfig
+from transom_worker.errors import StepFailed
+from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.model_loading import LoadedModel
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.scheduling.step import StepPlan, StepResult
+
+
+class LocalExecutor(Executor):
+    """Executes the oldest plan, on the calling thread, when its result is asked for."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        """`loaded` replaces the model that the config names."""
+        self._config = config
+        self._loaded = loaded
+        self._runner: ModelRunner | None = None
+        self._plans: deque[StepPlan] = deque()
+
+    def start(self) -> ExecutorInfo:
+        """Load the model, size and allocate the arena, warm up.
+
+        Raises:
+            ConfigError: settings that the model or the memory cannot meet.  ModelError: the model cannot be loaded.
+        """
+        self._runner = ModelRunner(self._config, self._loaded)
+        return self._runner.info
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue one plan."""
+        if self._runner is None:
+            raise StepFailed("A plan was submitted to an executor that is not running.")
+        self._plans.append(plan)
+
+    def receive(self) -> StepResult:
+        """Execute the oldest plan. Raises StepFailed, and drops the plans behind it."""
+        if self._runner is None or not self._plans:
+            raise StepFailed("A result was asked for, but no plan is waiting.")
+        plan = self._plans.popleft()
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            for dropped in (plan, *self._plans):
+                self._runner.abandon(dropped)
+            self._plans.clear()
+            raise StepFailed(f"Step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+
+    def shutdown(self) -> None:
+        """Free the model, the slab and the waiting plans; idempotent."""
+        self._plans.clear()
+        self._runner = None
+        self._loaded = None

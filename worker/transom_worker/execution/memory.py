@@ -1,0 +1,97 @@
+"""How large the KV pool may be, and where a worker's memory went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
+from transom_worker.errors import ConfigError
+from transom_worker.kvcache.layout import GroupLayout
+from transom_worker.models.architecture import Architecture
+
+MEMINFO = Path("/proc/meminfo")
+CGROUPS = (  # limit, use
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+def pool_bytes(
+    cache: CacheConfig,
+    *,
+    device: torch.device,
+    most_useful_bytes: int,
+    profile: Callable[[], None],
+) -> int:
+    """Bytes for the KV pool: as set, else what the device has room for, at most what could ever be used.
+
+    On CUDA `profile` runs one worst-case step, whose peak is left free.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if device.type == "cuda":
+        room = _cuda_room(cache.gpu_memory_utilization, device, profile)
+    else:
+        room = int(available_cpu_bytes() * DEFAULT_CPU_KV_SHARE)
+    return min(room, most_useful_bytes)
+
+
+def most_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, max_model_len: int) -> int:
+    """Bytes of the longest possible sequences in every place, all groups at full length, and a page's worth of slack."""
+    blocks = [-(-max_model_len // group.spec.block_size) + 1 for group in groups]
+    sequence = sum(count * group.stride_bytes for count, group in zip(blocks, groups, strict=True))
+    slack = 8 * len(groups) * max(group.stride_bytes for group in groups)
+    return scheduler.max_num_seqs * sequence + slack
+
+
+def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dtype: torch.dtype) -> int:
+    """An estimate of what one worst-case step needs beside weights and KV: a layer's widest tensors, and the logits."""
+    layer = architecture.layers[0]
+    attention = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size
+    per_token = (4 * architecture.hidden_size + attention + 3 * architecture.intermediate_size) * dtype.itemsize
+    logits = scheduler.max_num_seqs * architecture.vocab_size * 4
+    return scheduler.max_num_batched_tokens * per_token + 2 * logits
+
+
+def available_cpu_bytes() -> int:
+    """Memory that this process could still take: the machine's, or what its control group leaves."""
+    available = _meminfo_available()
+    for limit_path, use_path in CGROUPS:
+        try:
+            limit, use = limit_path.read_text().strip(), int(use_path.read_text())
+        except OSError:
+            continue
+        if limit != "max":
+            available = min(available, max(0, int(limit) - use))
+    return available
+
+
+def _meminfo_available() -> int:
+    for line in MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"{MEMINFO} has no MemAvailable; give --kv-cache-memory-bytes.")
+
+
+def _cuda_room(utilization: float, device: torch.device, profile: Callable[[], None]) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    profile()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    room = int(total * utilization) - others - peak
+    if room <= 0:
+        raise ConfigError(
+            f"--gpu-memory-utilization {utilization} of {total} bytes leaves nothing for the KV pool: weights and "
+            f"activations peak at {peak}, others hold {others}; raise it or lower --max-num-batched-tokens."
+        )
+    return room

@@ -1,0 +1,125 @@
+"""From settings to a model in memory: files, shape, device, number format, weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from transom_worker.config import ModelConfig
+from transom_worker.errors import ConfigError
+from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.model_files import ModelFiles, resolve_model
+from transom_worker.models.architecture import Architecture, read_architecture, with_windows
+
+
+class DecoderModel(Protocol):
+    """What a runner needs of a model."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Float32 logits of the wanted rows, [R, V]; writes the batch's K and V into its caches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, and what the engine must know of it."""
+
+    model: DecoderModel
+    architecture: Architecture
+    dtype: str  # torch's name of it
+    device: torch.device
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Resolve and load a model.
+
+    Raises:
+        ModelError: its files are missing, broken or of an unknown family.  ConfigError: the device is not there.
+    """
+    from transom_worker.models.registry import build_model
+    from transom_worker.parallel import Parallel
+    from transom_worker.weights import load_weights
+
+    files = resolve_model(config.model)
+    architecture = model_architecture(files, config)
+    device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture, files)
+    model = build_model(
+        architecture,
+        load_weights(files),
+        dtype=getattr(torch, dtype),
+        device=device,
+        quantization=config.quantization,
+        parallel=Parallel(rank=0, size=1),
+    )
+    return LoadedModel(
+        model=model, architecture=architecture, dtype=dtype, device=device, eos_token_ids=eos_token_ids(files)
+    )
+
+
+def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
+    """The checkpoint's shape, with the windows that the settings ask for."""
+    architecture = read_architecture(files.config)
+    if config.window is None:
+        return architecture
+    return with_windows(architecture, window=config.window, sinks=config.sinks, pattern=config.window_pattern)
+
+
+def choose_device(device: str) -> torch.device:
+    """The device for a setting; `auto` takes CUDA where there is one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no CUDA device; use --device cpu or auto.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def choose_dtype(dtype: str, architecture: Architecture, files: ModelFiles) -> str:
+    """The number format for a setting; `auto` is bfloat16, float32 for a float32 checkpoint that is not GGUF."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if architecture.checkpoint_dtype == "float32" and not files.is_gguf else "bfloat16"
+
+
+def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
+    """Ids that end a text: those of the generation config, else of the config."""
+    for config in (files.generation_config, files.config):
+        ids = _id_list(config, "eos_token_id")
+        if ids:
+            return ids
+    return ()
+
+
+def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
+    """The longest sequence.
+
+    Raises:
+        ConfigError: longer than the model's positions.
+    """
+    longest = architecture.max_position
+    if setting is not None and setting > longest:
+        raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
+    return setting or longest
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Threads of this process's CPU operators: as set, else OMP_NUM_THREADS, else every core it may run on."""
+    if num_threads is None and "OMP_NUM_THREADS" in os.environ:
+        return
+    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+
+def _id_list(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    value = config.get(key)
+    if value is None:
+        return ()
+    return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)

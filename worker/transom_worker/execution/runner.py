@@ -1,0 +1,211 @@
+"""One rank: loads a model, owns its slab and sequences, and executes plans.
+
+Legend: B scheduled sequences, R rows with logits, S sampling rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from transom_worker.config import EngineConfig
+from transom_worker.contract import TokenLogprobs
+from transom_worker.errors import StepFailed
+from transom_worker.execution import cache_setup, memory
+from transom_worker.execution.batch import BatchBuilder
+from transom_worker.execution.copies import run_copies
+from transom_worker.execution.dry_run import dry_run, worst_counts
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport
+from transom_worker.execution.model_loading import LoadedModel, choose_max_model_len, load_model, set_threads
+from transom_worker.execution.sequences import SequenceStore
+from transom_worker.execution.slab import allocate_slab, layer_caches
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.sampling.logprobs import token_logprobs
+from transom_worker.sampling.sampler import Sampled, Sampler
+from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
+
+WARM_UP_TOKENS = 16
+
+
+class ModelRunner:
+    """Executes plans in order on one device; construction loads the model and allocates the cache."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        """`loaded` replaces the model that the config names.
+
+        Raises:
+            ConfigError: settings that the model or the memory cannot meet.  ModelError: the model cannot be loaded.
+        """
+        set_threads(config.num_threads)
+        self._config = config
+        self._loaded = loaded or load_model(config.model)
+        self._model = self._loaded.model
+        architecture = self._loaded.architecture
+        self._groups = cache_setup.make_groups(
+            architecture, block_size=config.cache.block_size, hybrid=config.model.hybrid_kv_cache
+        )
+        self._max_model_len = choose_max_model_len(config.model.max_model_len, architecture)
+        self._layout = self._make_layout()
+        self._slab = allocate_slab(self._layout, self._loaded.device)
+        self._builder = self._make_builder(self._layout, self._slab)
+        self._store = SequenceStore(self._groups, max_num_seqs=config.scheduler.max_num_seqs)
+        self._sampler = Sampler(eos_token_ids=self._loaded.eos_token_ids)
+        self._sampled_by_row: dict[int, int] = {}
+        self._warm_up()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """The cache and the limits, for the engine."""
+        architecture, scheduler = self._loaded.architecture, self._config.scheduler
+        dtype: torch.dtype = getattr(torch, self._loaded.dtype)
+        return ExecutorInfo(
+            layout=self._layout,
+            max_model_len=self._max_model_len,
+            vocab_size=architecture.vocab_size,
+            eos_token_ids=self._loaded.eos_token_ids,
+            memory=MemoryReport(
+                device=str(self._loaded.device),
+                weight_bytes=self._model.weight_bytes,
+                activation_bytes=memory.activation_bytes(architecture, scheduler, dtype),
+                kv_bytes=self._layout.slab_bytes,
+            ),
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply a plan's changes, run its copies and its forward pass, and sample.
+
+        Raises:
+            StepFailed: a plan of another version.  ValueError: a plan that contradicts what this rank knows.
+        """
+        if plan.version != STEP_VERSION:
+            raise StepFailed(
+                f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
+            )
+        times = [time.perf_counter()]
+        self._apply(plan)
+        prepared_s = time.perf_counter()
+        num_copies = run_copies(plan, self._layout, self._slab)
+        times.append(time.perf_counter())
+        copy_s = times[-1] - prepared_s
+        result = StepResult(step_id=plan.step_id, num_copies_done=num_copies)
+        if plan.seq_ids:
+            batch = self._builder.build(plan, self._store)
+            times.append(time.perf_counter())
+            logits_RV = self._model.forward(batch)
+            times.append(time.perf_counter())
+            self._sample(plan, logits_RV, result)
+            times.append(time.perf_counter())
+            result.timings = StepTimings(
+                prepare_s=times[2] - times[0] - copy_s,
+                copy_s=copy_s,
+                forward_s=times[3] - times[2],
+                sample_s=times[4] - times[3],
+            )
+        return result
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Take note of a plan that will not run: its finished sequences are forgotten."""
+        for seq_id in plan.finished:
+            self._forget(seq_id)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for seq_id in plan.finished:
+            self._forget(seq_id)
+        for new in plan.new_sequences:
+            self._store.add(new)
+            self._sampler.add(
+                new.seq_id,
+                token_ids=new.token_ids,
+                num_prompt_tokens=new.num_prompt_tokens,
+                params=new.params,
+                seed=new.seed,
+                choice_index=new.choice_index,
+            )
+        self._store.apply_deltas(plan)
+        for b, seq_id in enumerate(plan.seq_ids):
+            token_id = self._input(plan, b)
+            if token_id != NO_ID and self._store[seq_id].learn(plan.start[b] + plan.count[b] - 1, token_id):
+                self._sampler.append(seq_id, token_id)
+
+    def _input(self, plan: StepPlan, b: int) -> int:
+        row = plan.input_row[b]
+        if row == NO_ID:
+            return plan.input_id[b]
+        if row not in self._sampled_by_row:
+            raise ValueError(f"Batch row {b} continues row {row} of the step before, which sampled nothing.")
+        return self._sampled_by_row[row]
+
+    def _forget(self, seq_id: int) -> None:
+        self._store.remove(seq_id)
+        self._sampler.remove(seq_id)
+
+    def _sample(self, plan: StepPlan, logits_RV: torch.Tensor, result: StepResult) -> None:
+        ends = _logit_row_ends(plan)
+        rows = [b for b, sample in enumerate(plan.sample) if sample]
+        last_rows = [ends[b] - 1 for b in rows]
+        logits_SV = logits_RV
+        if last_rows != list(range(len(logits_RV))):
+            logits_SV = logits_RV[torch.tensor(last_rows, dtype=torch.int64, device=logits_RV.device)]
+        sampled: Sampled = self._sampler.sample(logits_SV, [plan.seq_ids[b] for b in rows], plan.grammar_mask)
+        self._sampled_by_row = dict(zip(rows, sampled.token_ids, strict=True))
+        result.sampled_ids, result.logprobs = sampled.token_ids, sampled.logprobs
+        for b in range(len(plan.seq_ids)):
+            logprobs = self._prompt_logprobs(plan, b, logits_RV, ends[b])
+            if logprobs:
+                result.prompt_logprobs[b] = logprobs
+
+    def _prompt_logprobs(self, plan: StepPlan, b: int, logits_RV: torch.Tensor, row_end: int) -> list[TokenLogprobs]:
+        sequence = self._store[plan.seq_ids[b]]
+        if sequence.prompt_logprobs is None:
+            return []
+        first, end = plan.logits_from[b], plan.start[b] + plan.count[b]
+        last = min(end, sequence.num_prompt_tokens - 1)  # the last prompt position predicts the output
+        if last <= first:
+            return []
+        row = row_end - (end - first)
+        chosen = sequence.tokens(first + 1, last + 1).tolist()
+        return token_logprobs(logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen))
+
+    def _make_layout(self) -> ArenaLayout:
+        architecture, scheduler = self._loaded.architecture, self._config.scheduler
+        groups = tuple(cache_setup.group_layout(spec, architecture, self._loaded.dtype) for spec in self._groups)
+        useful = memory.most_useful_bytes(groups, scheduler, self._max_model_len)
+        small = cache_setup.make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
+        pool_bytes = memory.pool_bytes(
+            self._config.cache,
+            device=self._loaded.device,
+            most_useful_bytes=useful,
+            profile=lambda: self._profile(small),
+        )
+        return cache_setup.make_layout(groups, pool_bytes)
+
+    def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
+        groups = cache_setup.group_of_layer(self._groups)
+        return BatchBuilder(layout, layer_caches(layout, slab), groups, self._loaded.device)
+
+    def _profile(self, layout: ArenaLayout) -> None:
+        scheduler = self._config.scheduler
+        counts = worst_counts(
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=self._max_model_len,
+        )
+        builder = self._make_builder(layout, allocate_slab(layout, self._loaded.device))
+        dry_run(self._model, builder, self._groups, counts)
+
+    def _warm_up(self) -> None:
+        """Lets operators pick and cache what they need for a prompt and for decoding."""
+        prompt = min(WARM_UP_TOKENS, self._max_model_len, self._config.scheduler.max_num_batched_tokens)
+        for count in (prompt, 1):
+            dry_run(self._model, self._builder, self._groups, [count])
+
+
+def _logit_row_ends(plan: StepPlan) -> list[int]:
+    """One past each sequence's last row of logits, [B]."""
+    ends, total = [], 0
+    for start, count, first in zip(plan.start, plan.count, plan.logits_from, strict=True):
+        total += max(0, start + count - first)
+        ends.append(total)
+    return ends

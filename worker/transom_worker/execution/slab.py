@@ -1,0 +1,61 @@
+"""The slab: one run of bytes per rank, and views of it as each layer's K and V.
+
+Legend: N block ids of a group (the dump block included), P tokens per block, H KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout, LayerTensors
+from transom_worker.layers.forward_batch import LayerCache
+
+
+def allocate_slab(layout: ArenaLayout, device: torch.device) -> torch.Tensor:
+    """Zeroed bytes for all pages and dump blocks.
+
+    Zeros matter: masked keys still enter products, and garbage could be NaN. On CPUs the pages come zeroed from the
+    operating system when first touched, so that a large pool costs nothing until it is used.
+    """
+    if device.type == "cpu":
+        return torch.frombuffer(mmap.mmap(-1, layout.slab_bytes), dtype=torch.uint8)
+    return torch.zeros(layout.slab_bytes, dtype=torch.uint8, device=device)
+
+
+def layer_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[LayerCache, ...]:
+    """Views of every layer's K and V, by layer."""
+    views = {
+        layer.layer: _layer_cache(slab, group, layer, layout.num_block_ids(index))
+        for index, group in enumerate(layout.groups)
+        for layer in group.layers
+    }
+    return tuple(views[layer] for layer in sorted(views))
+
+
+def block_rows(layout: ArenaLayout, slab: torch.Tensor, group: int) -> torch.Tensor:
+    """A group's blocks as rows of bytes, [N, stride]."""
+    stride = layout.groups[group].stride_bytes
+    num_ids = layout.num_block_ids(group)
+    return slab[: num_ids * stride].view(num_ids, stride)
+
+
+def _layer_cache(slab: torch.Tensor, group: GroupLayout, layer: LayerTensors, num_ids: int) -> LayerCache:
+    k = _view(slab, group, layer, num_ids, offset=layer.k_offset, size=layer.k_size)
+    if layer.v_offset == layer.k_offset:
+        return LayerCache(k, k)
+    return LayerCache(k, _view(slab, group, layer, num_ids, offset=layer.v_offset, size=layer.v_size))
+
+
+def _view(
+    slab: torch.Tensor, group: GroupLayout, layer: LayerTensors, num_ids: int, *, offset: int, size: int
+) -> torch.Tensor:
+    """[N, P, H, D], one block every stride."""
+    dtype: torch.dtype = getattr(torch, layer.dtype)
+    heads = layer.num_kv_heads
+    return slab.view(dtype).as_strided(
+        (num_ids, group.spec.block_size, heads, size),
+        (group.stride_bytes // dtype.itemsize, heads * size, size, 1),
+        offset // dtype.itemsize,
+    )

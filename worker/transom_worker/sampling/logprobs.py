@@ -1,0 +1,49 @@
+"""Log-probabilities and ranks of chosen and likely tokens, from raw logits: before bias, penalties, temperature and filters.
+
+Legend: L rows that want them, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_worker.contract import Logprob, TokenLogprobs
+
+ROWS_AT_ONCE = 64  # bounds the memory of a long prompt's log-probabilities
+
+
+def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    """Per row the chosen token's natural log-probability and rank, and its `num_top` most likely tokens, best first.
+
+    A rank is one plus the number of tokens with a strictly larger logit.
+    """
+    result: list[TokenLogprobs] = []
+    for first in range(0, len(chosen), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        result += _some_rows(logits_LV[part], chosen[part], num_top[part])
+    return result
+
+
+def _some_rows(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    logprobs_LV = logits_LV.to(torch.float32).log_softmax(-1)
+    chosen_L1 = torch.tensor(chosen, device=logits_LV.device)[:, None]
+    chosen_logprobs = logprobs_LV.gather(1, chosen_L1)[:, 0].tolist()
+    ranks = ((logits_LV > logits_LV.gather(1, chosen_L1)).sum(-1) + 1).tolist()
+    width = min(max(num_top), logits_LV.shape[1])
+    top_LK = logits_LV.topk(width, -1).indices.sort(-1).values  # ids ascending, so that ties come by id
+    top_logits_LK, order_LK = logits_LV.gather(1, top_LK).sort(dim=-1, descending=True, stable=True)
+    top_LK = top_LK.gather(1, order_LK)
+    ids, logprobs = top_LK.tolist(), logprobs_LV.gather(1, top_LK).tolist()
+    top_ranks = _ranks(top_logits_LK.tolist())
+    return [
+        TokenLogprobs(
+            chosen=Logprob(chosen[row], chosen_logprobs[row], ranks[row]),
+            top=tuple(Logprob(*entry) for entry in zip(ids[row][:k], logprobs[row], top_ranks[row], strict=False)),
+        )
+        for row, k in enumerate(num_top)
+    ]
+
+
+def _ranks(sorted_logits: list[list[float]]) -> list[list[int]]:
+    """Ranks inside rows that descend; equal values share the best one."""
+    return [[row.index(value) + 1 for value in row] for row in sorted_logits]

@@ -1,0 +1,63 @@
+"""Counter-based sampling noise: f(seed, choice, output position, vocabulary id), the same on every device and in any batch.
+
+Legend: N elements of any shape.
+
+A row's 64-bit key is hashed from seed, choice and position in Python integers; an element's bits are SplitMix64's finaliser
+over `key + id * GOLDEN`, in wrapping int64 tensor arithmetic. Bits become a uniform exactly: 52 of them plus a half fit a
+float64's 53. Nothing depends on the number of rows, so a row of noise can be computed for a few candidates alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+MASK_64 = 2**64 - 1
+
+
+def noise_key(seed: int, choice_index: int, output_position: int) -> int:
+    """The signed 64-bit key of one row; any Python ints are taken, modulo 2**64."""
+    key = 0
+    for value in (seed, choice_index, output_position):
+        key = _mix((key ^ (value & MASK_64)) + GOLDEN)
+    return _signed(key)
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
+    return uniform(keys, token_ids).log_().neg_().log_().neg_()
+
+
+def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Uniform noise inside (0, 1) in float64, exact: an odd multiple of 2**-53."""
+    bits = random_bits(keys, token_ids)
+    bits = bits.bitwise_right_shift_(12).bitwise_and_(2**52 - 1)
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+def random_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """64 random bits per element as int64."""
+    bits = token_ids * _signed(GOLDEN) + keys
+    shifted = torch.empty_like(bits)
+    _xor_shift(bits, shifted, 30).mul_(_signed(MIX_1))
+    _xor_shift(bits, shifted, 27).mul_(_signed(MIX_2))
+    return _xor_shift(bits, shifted, 31)
+
+
+def _xor_shift(bits: torch.Tensor, shifted: torch.Tensor, count: int) -> torch.Tensor:
+    torch.bitwise_right_shift(bits, count, out=shifted)
+    shifted.bitwise_and_(2 ** (64 - count) - 1)  # int64 shifts drag the sign along
+    return bits.bitwise_xor_(shifted)
+
+
+def _mix(value: int) -> int:
+    value &= MASK_64
+    value = (value ^ (value >> 30)) * MIX_1 & MASK_64
+    value = (value ^ (value >> 27)) * MIX_2 & MASK_64
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,147 @@
+"""Logits to tokens, for every sampling row of a step; no row's result depends on another row.
+
+Legend: S rows that sample, N rows of them that take noise, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from transom_worker.contract import SamplingParams, TokenLogprobs
+from transom_worker.sampling.adjustments import adjust_logits
+from transom_worker.sampling.filters import Filters, filter_logits
+from transom_worker.sampling.logprobs import token_logprobs
+from transom_worker.sampling.noise import gumbel
+from transom_worker.sampling.sequence_state import SequenceState
+
+CPU_NOISE_ELEMENTS = 2**16  # what stays in a core's cache
+DEVICE_NOISE_ELEMENTS = 2**24
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """One step's tokens, and log-probabilities where asked for; `logprobs` is empty when no row asked."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+
+class Sampler:
+    """Keeps the sampling state of every running sequence and chooses their next tokens."""
+
+    def __init__(self, *, eos_token_ids: Sequence[int] = ()) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._states: dict[int, SequenceState] = {}
+
+    def add(
+        self,
+        seq_id: int,
+        *,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        seed: int,
+        choice_index: int = 0,
+    ) -> None:
+        """Start (or start again) a sequence from its prompt and the output known so far."""
+        self._states[seq_id] = SequenceState(
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            params=params,
+            seed=seed,
+            choice_index=choice_index,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    def append(self, seq_id: int, token_id: int) -> None:
+        """One more output token of a sequence became known."""
+        self._states[seq_id].append(token_id)
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; unknown ids are ignored."""
+        self._states.pop(seq_id, None)
+
+    def sample(self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None) -> Sampled:
+        """The next token of each sequence, row by row. `logits_SV` is left as it is."""
+        if not seq_ids:
+            return Sampled(token_ids=[])
+        states = [self._states[seq_id] for seq_id in seq_ids]
+        adjusted_SV = logits_SV
+        if grammar_mask is not None or any(state.changes_logits for state in states):
+            adjusted_SV = logits_SV.clone()
+            adjust_logits(adjusted_SV, states, grammar_mask)
+        token_ids = _choose(adjusted_SV, states)
+        return Sampled(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
+
+
+def _choose(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
+    greedy = [row for row, state in enumerate(states) if state.params.greedy]
+    if len(greedy) == len(states):
+        return _most_likely(logits_SV)
+    filtered = [row for row, state in enumerate(states) if not state.params.greedy and state.has_filters]
+    noisy = [row for row, state in enumerate(states) if not state.params.greedy and not state.has_filters]
+    chosen = [0] * len(states)
+    for rows, choose in ((greedy, None), (filtered, _filtered), (noisy, _unfiltered)):
+        if not rows:
+            continue
+        part = logits_SV if len(rows) == len(states) else logits_SV[torch.tensor(rows, device=logits_SV.device)]
+        tokens = choose(part, [states[row] for row in rows]) if choose else _most_likely(part)
+        for row, token in zip(rows, tokens, strict=True):
+            chosen[row] = token
+    return chosen
+
+
+def _most_likely(logits_NV: torch.Tensor) -> list[int]:
+    return logits_NV.max(-1).indices.tolist()  # the lowest id of equals, and faster than argmax on CPUs
+
+
+def _filtered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
+    filters = Filters(
+        top_k=[state.params.top_k for state in states],
+        top_p=[state.params.top_p for state in states],
+        min_p=[state.params.min_p for state in states],
+    )
+    candidates = filter_logits(_tempered(logits_NV, states), filters)
+    noise_NC = gumbel(_keys(logits_NV, states), candidates.token_ids_RC)
+    best_N1 = (candidates.logits_RC + noise_NC).max(-1, keepdim=True).indices
+    return candidates.token_ids_RC.gather(1, best_N1)[:, 0].tolist()
+
+
+def _unfiltered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
+    tempered_NV, keys_N1 = _tempered(logits_NV, states), _keys(logits_NV, states)
+    token_ids_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    elements = CPU_NOISE_ELEMENTS if logits_NV.device.type == "cpu" else DEVICE_NOISE_ELEMENTS
+    step = max(1, elements // logits_NV.shape[1])
+    chosen: list[int] = []
+    for first in range(0, len(states), step):
+        noise_NV = gumbel(keys_N1[first : first + step], token_ids_V)
+        chosen += _most_likely(noise_NV.add_(tempered_NV[first : first + step]))
+    return chosen
+
+
+def _tempered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+    temperatures = torch.tensor([state.params.temperature for state in states], dtype=logits_NV.dtype)
+    return logits_NV / temperatures.to(logits_NV.device)[:, None]
+
+
+def _keys(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+    return torch.tensor([state.noise_key for state in states], dtype=torch.int64, device=logits_NV.device)[:, None]
+
+
+def _logprobs(
+    logits_SV: torch.Tensor, states: Sequence[SequenceState], chosen: list[int]
+) -> list[TokenLogprobs | None]:
+    wanted = [(row, k) for row, state in enumerate(states) if (k := state.params.logprobs) is not None]
+    if not wanted:
+        return []
+    rows = [row for row, _ in wanted]
+    found = token_logprobs(
+        logits_SV[torch.tensor(rows, device=logits_SV.device)], [chosen[row] for row in rows], [k for _, k in wanted]
+    )
+    result: list[TokenLogprobs | None] = [None] * len(states)
+    for row, logprobs in zip(rows, found, strict=True):
+        result[row] = logprobs
+    return result
