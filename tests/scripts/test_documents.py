@@ -1,0 +1,37 @@
+"""Documents that would go stale in silence: the table of flags, links between pages, the pins."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from transom_worker.config import Settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_readme_names_every_flag_and_no_other():
+    section = (ROOT / "README.md").read_text().split("\n## Flags\n")[1].split("\n## ")[0]
+    documented = set(re.findall(r"`--(?!no-)([a-z-]+)", section))
+    assert documented == {name.replace("_", "-") for name in Settings.model_fields} - {"model"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_dependency_is_pinned_inside_its_range():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    for requirement in map(Requirement, [*project["dependencies"], *(text for extra in extras for text in extra)]):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
