@@ -71,7 +71,10 @@ def _bpe(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 def _splits(header: GgufHeader) -> Any:
     """How text is cut before merging, by llama.cpp's name for it."""
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    known = {"smollm": [pre_tokenizers.Digits(individual_digits=True), by_bytes], "gpt-2": [by_bytes]}
+    known: dict[str, list[Any]] = {
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), by_bytes],
+        "gpt-2": [by_bytes],
+    }
     kind, name = header.require("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or name not in known:
         raise ModelError(

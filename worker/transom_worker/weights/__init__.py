@@ -1,1 +1,8 @@
-"""Checkpoints to tensors: safetensors and GGUF."""
+"""Checkpoint tensors by their Hugging Face names, whatever the format on disk.
+
+`load_weights(files)` opens a resolved model; calling the result reads one tensor. Nothing is read before it is asked for.
+"""
+
+from transom_worker.weights.checkpoint import Weights, load_weights
+
+__all__ = ["Weights", "load_weights"]

@@ -1,0 +1,85 @@
+"""A folder of safetensors, in one file or in shards with an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from transom_worker.errors import ModelError
+from transom_worker.model_files import read_json
+from transom_worker.weights.checkpoint import check_shape
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class SafetensorsWeights:
+    """Tensors mapped from the files of one folder, so that pages are read as they are used.
+
+    Raises:
+        ModelError: a file is missing, cut off or not safetensors; names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[Path, Any] = {}
+        self._file_of = _files_by_tensor(folder, self._reader)
+        self.names = tuple(sorted(self._file_of))
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """One tensor; see `Weights`."""
+        path = self._file_of.get(name)
+        if path is None:
+            raise ModelError(
+                f"{self._folder} has no tensor {name!r}; the checkpoint is incomplete or of another family."
+            )
+        try:
+            tensor: torch.Tensor = self._reader(path).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}.") from None
+        return check_shape(tensor, shape, name=name, file=path)
+
+    def close(self) -> None:
+        """Close the files; tensors that were read stay valid."""
+        self._open.clear()
+
+    def _reader(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise ModelError(f"{path} is missing; the checkpoint is incomplete, download it again.") from None
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is cut off or not safetensors ({error}); download it again.") from None
+        return self._open[path]
+
+
+def _files_by_tensor(folder: Path, reader: Any) -> dict[str, Path]:
+    """Which file holds which tensor: by the index if there is one, else by the files' own headers."""
+    index = folder / _INDEX
+    if index.exists():
+        return _read_index(index)
+    single = folder / _SINGLE
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no .safetensors file; pickled weights are never loaded, convert them.")
+    return {name: path for path in files for name in reader(path).keys()}  # noqa: SIM118  a reader is no dict
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise ModelError(f"{index} has no 'weight_map'; download it again.")
+    wrong = [file for file in entries.values() if not isinstance(file, str) or Path(file).suffix != ".safetensors"]
+    if wrong:
+        raise ModelError(f"{index} names {wrong[0]!r}; only .safetensors files are loaded.")
+    outside = [file for file in entries.values() if Path(file).name != file]
+    if outside:
+        raise ModelError(f"{index} names {outside[0]!r}; files must lie in the folder itself.")
+    missing = sorted({file for file in entries.values() if not (index.parent / file).exists()})
+    if missing:
+        raise ModelError(f"{index.parent} lacks {', '.join(missing[:3])}, which {index.name} names; download it again.")
+    return {name: index.parent / file for name, file in entries.items()}
