@@ -16,7 +16,7 @@ from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kvcache"))
-from cache_model import BLOCK, MIXES, Mirror, check_cache, layout  # noqa: E402
+from cache_model import BLOCK, MIXES, Mirror, check_cache, layout
 
 __all__ = ["BLOCK", "MIXES", "Driver", "layout", "request"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from heapq import heapify, heappop, heappush
 
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import ArenaLayout
@@ -18,8 +19,12 @@ class Arena:
         self.num_pages = layout.num_pages
         self.num_free = layout.num_pages
         self.owner = [FREE] * layout.num_pages  # by page
-        self._run_starts = [0] if layout.num_pages else []  # ascending
-        self._run_end = {0: layout.num_pages} if layout.num_pages else {}
+        self._run_starts: list[int] = []  # ascending
+        self._run_end: dict[int, int] = {}  # by start
+        self._longest: list[tuple[int, int]] = []  # heap of (-length, start); some no longer true
+        if layout.num_pages:
+            self._run_starts.append(0)
+            self._set_run(0, layout.num_pages)
         self.min_blocks_per_page = [self._min_blocks(group) for group in range(len(layout.groups))]
 
     def page_of(self, group: int, block: int) -> int:
@@ -52,25 +57,35 @@ class Arena:
             start = self._run_starts[at - 1]
         else:
             self._run_starts.insert(at, start)
-        self._run_end[start] = end
+        self._set_run(start, end)
 
     def _roomy_page(self) -> int:
         """The middle of the longest free run: whoever owns the page before it keeps room to grow."""
-        start = max(self._run_starts, key=lambda begin: self._run_end[begin] - begin)
+        length, start = self._longest[0]
+        while self._run_end.get(start) != start - length:
+            heappop(self._longest)
+            length, start = self._longest[0]
         return start if start == 0 else (start + self._run_end[start]) // 2
+
+    def _set_run(self, start: int, end: int) -> None:
+        self._run_end[start] = end
+        heappush(self._longest, (start - end, start))
+        if len(self._longest) > 4 * self.num_pages + 64:
+            self._longest = [(begin - stop, begin) for begin, stop in self._run_end.items()]
+            heapify(self._longest)
 
     def _cut(self, page: int) -> None:
         at = bisect_right(self._run_starts, page) - 1
         start = self._run_starts[at]
         end = self._run_end[start]
         if start < page:
-            self._run_end[start] = page
+            self._set_run(start, page)
             at += 1
         else:
             del self._run_starts[at], self._run_end[start]
         if page + 1 < end:
             self._run_starts.insert(at, page + 1)
-            self._run_end[page + 1] = end
+            self._set_run(page + 1, end)
 
     def _min_blocks(self, group: int) -> int:
         counts = {len(self.blocks(page, group)) for page in range(self.num_pages)}

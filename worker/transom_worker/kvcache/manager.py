@@ -159,8 +159,7 @@ class KvCache:
         if processed < blocks.next_event:
             return
         self._publish(blocks, token_ids, processed)
-        within = self.block_size - processed % self.block_size
-        blocks.next_event = processed + within
+        blocks.next_event = (processed // self.block_size + 1) * self.block_size
         self._tick += 1
         for pool, retention, table in zip(self.pools, self.retentions, blocks.tables, strict=True):
             if retention.keeps_everything:
@@ -169,7 +168,7 @@ class KvCache:
                 pool.unref(block, tick=self._tick, rank=LEFT_BEHIND)
                 self.num_releases += 1
                 blocks.changed = True
-            blocks.next_event = min(blocks.next_event, retention.next_change(processed, within))
+            blocks.next_event = min(blocks.next_event, retention.next_change(processed))
 
     def release(self, blocks: SequenceBlocks) -> None:
         """Drop all references; published blocks stay as cache, a chain's far end being the first to go."""

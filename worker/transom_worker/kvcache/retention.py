@@ -20,6 +20,7 @@ class Retention:
         self._first = [self.first_live_block(0)]
         self._free_boundary = [0]
         self._peak = [1]
+        self._change: list[int] = []  # by unit: where inside it the first live block grows, else its end
 
     def first_live_block(self, n: int) -> int:
         """First logical block of the run that must stay after `n` processed tokens; at least `num_pinned`."""
@@ -29,19 +30,12 @@ class Retention:
         begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
         return max(self.num_pinned, begin // self.block_size)
 
-    def next_change(self, n: int, within: int) -> int:
-        """Smallest m in (n, n + within] at which more can be freed than at `n`, else `n + within`."""
-        if self.keeps_everything:
-            return n + within
-        current = self.first_live_block(n)
-        low, high = n + 1, n + within
-        while low < high:
-            middle = (low + high) // 2
-            if self.first_live_block(middle) > current:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+    def next_change(self, n: int) -> int:
+        """Smallest m > n, up to the next unit boundary, at which more may be freed than at `n`; that boundary if none."""
+        unit = n // self.block_size
+        self._grow(unit + 1)
+        change = self._change[unit]
+        return change if change > n else (unit + 1) * self.block_size
 
     def first_live_at(self, units: int) -> list[int]:
         """Table over boundaries 0 ... at least `units`: the run's first live block at that boundary."""
@@ -67,3 +61,15 @@ class Retention:
             self._first.append(first)
             self._free_boundary.append(unit if first >= unit else self._free_boundary[-1])
             self._peak.append(max(self._peak[-1], unit + 1 - first))
+            self._change.append(self._change_inside((unit - 1) * self.block_size, unit * self.block_size))
+
+    def _change_inside(self, begin: int, end: int) -> int:
+        before = self.first_live_block(begin)
+        low, high = begin + 1, end
+        while low < high:
+            middle = (low + high) // 2
+            if self.first_live_block(middle) > before:
+                high = middle
+            else:
+                low = middle + 1
+        return low

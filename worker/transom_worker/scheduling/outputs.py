@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from transom_worker.contract import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """One new token of one request.
 
     `position` is its output index, resumed tokens counted. `prompt_logprobs` comes once, with the first token: one per prompt

@@ -37,9 +37,9 @@ class PlanBuilder:
     def add_row(self, sequence: Sequence, blocks: SequenceBlocks, count: int) -> None:
         """Compute the next `count` tokens of a sequence whose blocks are there."""
         plan = self.plan
-        start, known = sequence.scheduled, sequence.num_known
+        start = sequence.scheduled
         end = start + count
-        samples = end == known
+        samples = end == len(sequence.token_ids) + sequence.num_pending
         input_id = input_row = NO_ID
         if end > sequence.rank_known:
             if sequence.num_pending:
@@ -59,7 +59,10 @@ class PlanBuilder:
         plan.input_id.append(input_id)
         plan.input_row.append(input_row)
         plan.sample.append(1 if samples else 0)
-        plan.logits_from.append(_logits_from(sequence, start, end, samples))
+        if not sequence.has_output and sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens - 1:
+            plan.logits_from.append(start)
+        else:
+            plan.logits_from.append(end - 1 if samples else end)
         sequence.scheduled = end
         sequence.num_in_flight += 1
         self.rows.append(sequence)
@@ -87,10 +90,3 @@ class PlanBuilder:
             plan.delta_first_block.append(delta.first_block)
             plan.delta_blocks += delta.appended
             plan.delta_offset.append(len(plan.delta_blocks))
-
-
-def _logits_from(sequence: Sequence, start: int, end: int, samples: bool) -> int:
-    """First position whose logits are wanted: prompt rows while their log-probabilities are owed, else the sampling row."""
-    if sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens - 1:
-        return start
-    return end - 1 if samples else end

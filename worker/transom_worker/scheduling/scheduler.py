@@ -121,6 +121,7 @@ class Scheduler:
         sequence = Sequence(
             request=request,
             key=(*ranked, self._num_arrived),
+            num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
             root=chain_root(self.cache.block_size, cache_salt=request.cache_salt, adapter=request.adapter),
             token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
@@ -183,13 +184,16 @@ class Scheduler:
             sequence.num_in_flight -= 1
             blocks = sequence.blocks
             assert blocks is not None
-            self.cache.advance(blocks, sequence.token_ids, processed)
+            if processed >= blocks.next_event:
+                self.cache.advance(blocks, sequence.token_ids, processed)
+            else:
+                blocks.processed = processed
             if sequence.state is State.DONE:
                 if not sequence.num_in_flight:
                     self._num_held -= 1
                     self._release(sequence)
             else:
-                if row in result.prompt_logprobs:
+                if result.prompt_logprobs and row in result.prompt_logprobs:
                     _collect_prompt_logprobs(sequence, result.prompt_logprobs[row])
                 if samples:
                     logprobs = result.logprobs[sample] if result.logprobs else None
@@ -347,17 +351,21 @@ def _collect_prompt_logprobs(sequence: Sequence, logprobs: list[TokenLogprobs]) 
 def _take_token(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
     """The sampled token is known from here on."""
     sequence.num_pending -= 1
-    sequence.token_ids.append(token_id)
+    token_ids = sequence.token_ids
+    token_ids.append(token_id)
     is_first = not sequence.has_output
-    owed = is_first and sequence.request.params.prompt_logprobs is not None
-    sequence.has_output = True
+    prompt_logprobs = None
+    if is_first:
+        sequence.has_output = True
+        if sequence.request.params.prompt_logprobs is not None:
+            prompt_logprobs = tuple(sequence.prompt_logprobs or (None,))
     return SequenceOutput(
         request_id=sequence.request.request_id,
         token_id=token_id,
-        position=len(sequence.token_ids) - 1 - sequence.num_prompt_tokens,
+        position=len(token_ids) - 1 - sequence.num_prompt_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         is_first=is_first,
-        at_limit=len(sequence.token_ids) >= sequence.max_tokens_total,
+        at_limit=len(token_ids) >= sequence.max_tokens_total,
         logprobs=logprobs,
-        prompt_logprobs=tuple(sequence.prompt_logprobs or (None,)) if owed else None,
+        prompt_logprobs=prompt_logprobs,
     )

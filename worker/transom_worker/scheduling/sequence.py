@@ -30,6 +30,7 @@ class Sequence:
 
     request: Request
     key: OrderKey
+    num_prompt_tokens: int  # without resumed output
     max_tokens_total: int  # prompt and output; at this length nothing more is computed
     root: bytes
     token_ids: list[int]  # prompt, then output as received
@@ -48,11 +49,6 @@ class Sequence:
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     has_output: bool = False
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens, without resumed output."""
-        return self.request.num_prompt_tokens
 
     @property
     def num_known(self) -> int:

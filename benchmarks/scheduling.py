@@ -1,0 +1,143 @@
+"""What the integers cost: a scheduled decode step by number of sequences, hashing, and hit searches on long prompts.
+
+    python benchmarks/scheduling.py [--json]
+
+The geometry is gpt-oss-like with a third group: full, window 128 and chunk 8,192, blocks of 16 tokens. No model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from time import perf_counter
+
+from transom_worker.config import SchedulerConfig
+from transom_worker.contract import Request, SamplingParams
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.hit import find_hit
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.kvcache.retention import Retention
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.step import StepPlan, StepResult
+
+BLOCK = 16
+SPECS = (
+    GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=BLOCK),
+    GroupSpec(name="window", kind=GroupKind.WINDOW, layers=(1,), block_size=BLOCK, window=128),
+    GroupSpec(name="chunk", kind=GroupKind.CHUNK, layers=(2,), block_size=BLOCK, chunk=8192),
+)
+STRIDE_BYTES = 393_216
+BLOCKS_PER_PAGE = 32
+
+
+def layout(num_pages: int) -> ArenaLayout:
+    groups = tuple(
+        GroupLayout(spec=spec, block_bytes=STRIDE_BYTES, stride_bytes=STRIDE_BYTES, layers=()) for spec in SPECS
+    )
+    return ArenaLayout(page_bytes=BLOCKS_PER_PAGE * STRIDE_BYTES, num_pages=num_pages, groups=groups)
+
+
+def answer(plan: StepPlan) -> StepResult:
+    return StepResult(step_id=plan.step_id, sampled_ids=[7] * sum(plan.sample))
+
+
+def decode_step_ms(num_sequences: int, *, num_pages: int, num_steps: int = 160) -> tuple[float, float, float]:
+    """(median, mean, worst) milliseconds of schedule + receive while `num_sequences` decode behind 512-token prompts."""
+    config = SchedulerConfig(max_num_seqs=num_sequences, max_num_batched_tokens=8192)
+    scheduler = Scheduler(
+        config, layout(num_pages), block_size=BLOCK, max_model_len=131_072, enable_prefix_caching=True
+    )
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=4096)
+    for name in range(num_sequences):
+        prompt = tuple(rng.randrange(50_000) for _ in range(512 + rng.randrange(16)))
+        scheduler.add(Request(request_id=str(name), prompt_token_ids=prompt, params=params, seed=0))
+    while any(sequence.num_ready > 1 for sequence in scheduler._by_request.values()):
+        scheduler.receive(answer(_plan(scheduler)))
+    times = []
+    for _ in range(num_steps):
+        begin = perf_counter()
+        plan = _plan(scheduler)
+        middle = perf_counter()
+        result = answer(plan)
+        resumed = perf_counter()
+        scheduler.receive(result)
+        times.append((middle - begin + perf_counter() - resumed) * 1e3)
+        scheduler.take_events()
+    return statistics.median(times), statistics.fmean(times), max(times)
+
+
+def _plan(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def hashing_ms(num_units: int) -> float:
+    token_ids = [random.Random(1).randrange(200_000) for _ in range(num_units * BLOCK)]
+    return _best_ms(lambda: extend_chain([], chain_root(BLOCK), token_ids, BLOCK))
+
+
+def hit_search_ms(num_units: int) -> dict[str, float]:
+    """Milliseconds of a search over `num_units` units, by what is cached."""
+    chain: list[bytes] = []
+    extend_chain(chain, chain_root(BLOCK), list(range(num_units * BLOCK)), BLOCK)
+    everything, nothing = dict.fromkeys(chain, 0), dict[bytes, int]()
+    every_other = dict.fromkeys(chain[::2], 0)
+    cases = {
+        "everything cached": (everything, everything, everything),
+        "windows gone": (everything, nothing, nothing),
+        "every other window block": (everything, every_other, every_other),
+        "nothing cached": (nothing, nothing, nothing),
+    }
+    retentions = [Retention(spec) for spec in SPECS]
+    return {
+        name: _best_ms(lambda found=found: find_hit(retentions, found, chain, num_units))  # type: ignore[misc]
+        for name, found in cases.items()
+    }
+
+
+def _best_ms(work: Callable[[], object], repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        work()
+        times.append((perf_counter() - begin) * 1e3)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256, 1024])
+    arguments = parser.parse_args()
+    roomy = {n: decode_step_ms(n, num_pages=n * 9) for n in arguments.sequences}
+    pressed = {n: decode_step_ms(n, num_pages=n * 4 + 8) for n in arguments.sequences}
+    report = {
+        "decode_step_ms": {n: dict(zip(("median", "mean", "max"), t, strict=True)) for n, t in roomy.items()},
+        "decode_step_full_pool_ms": {
+            n: dict(zip(("median", "mean", "max"), t, strict=True)) for n, t in pressed.items()
+        },
+        "hashing_8192_units_ms": hashing_ms(8192),
+        "hit_search_8192_units_ms": hit_search_ms(8192),
+    }
+    if arguments.json:
+        json.dump(report, sys.stdout, indent=2)
+        return
+    print(f"Python {sys.version.split()[0]}; full + window 128 + chunk 8192, blocks of {BLOCK} tokens")
+    print(f"{'decode step, ms':<32}{'median':>9}{'mean':>9}{'max':>9}")
+    for title, table in (("roomy pool", roomy), ("pool full of cache", pressed)):
+        for n, times in table.items():
+            print(f"{f'  {n} sequences, {title}':<32}" + "".join(f"{value:>9.3f}" for value in times))
+    print(f"{'hashing 8,192 units':<32}{report['hashing_8192_units_ms']:>9.3f}")
+    for name, value in hit_search_ms(8192).items():
+        print(f"{f'hit search, {name}':<36}{value:>5.3f}")
+
+
+if __name__ == "__main__":
+    main()
