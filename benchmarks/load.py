@@ -19,13 +19,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from load_answers import Percentiles, Summary, summarise
-from load_client import Load, LoadClient
+from load_answers import BrokenAnswer, Percentiles, Summary, read_answer, summarise
+from load_client import Load, LoadClient, RawAnswer
 from load_requests import Workload
 
 
@@ -44,7 +43,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     model: Annotated[str, typer.Option(help="The first that the server lists, if empty.")] = "",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY")] = "",
-    timeout_s: Annotated[float, typer.Option(min=1, help="Longest silence of the server.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Longest answer, in seconds.")] = 300.0,
     json_path: Annotated[str, typer.Option("--json", help="Write the figures to this file; - for stdout.")] = "",
 ) -> None:
     """Measure an OpenAI-compatible server under load."""
@@ -60,12 +59,15 @@ def main(
         temperature=temperature,
         seed=seed,
     )
-    client = LoadClient(base_url=url, api=api, api_key=api_key or None, timeout_s=timeout_s)
+    try:
+        client = LoadClient(base_url=url, api=api, api_key=api_key or None, timeout_s=timeout_s)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from None
     console = Console(stderr=json_path == "-")
     loads = read_loads(concurrency, rate)
     try:
         workload, summaries = asyncio.run(measure(client, workload, loads, requests, warmup, console))
-    except (httpx.HTTPError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise SystemExit(f"{url}: {error}") from None
     console.print(table(summaries, title=f"{workload.model}, {api}, {describe(workload)}"))
     report_errors(summaries, console)
@@ -122,13 +124,23 @@ async def measure(
 async def warm_up(client: LoadClient, workload: Workload, count: int, console: Console) -> Workload:
     """Send requests that are not counted; where the server refuses ignore_eos, go on without it."""
     first = await client.stream(next(workload.bodies("probe")))
-    if workload.ignore_eos and first.error and "ignore_eos" in first.error:
+    error = first_error(first)
+    if workload.ignore_eos and error and "ignore_eos" in error:
         console.print("The server refuses ignore_eos; answers may be shorter than drawn.")
         return await warm_up(client, replace(workload, ignore_eos=False), count, console)
-    if first.error:
-        raise RuntimeError(f"the first request failed: {first.error}")
+    if error:
+        raise RuntimeError(f"the first request failed: {error}")
     await client.run(Load(concurrency=count), workload.bodies("warm-up"), count, workload.seed)
     return workload
+
+
+def first_error(raw: RawAnswer) -> str | None:
+    """What is wrong with an answer, if anything."""
+    try:
+        read_answer(raw)
+    except BrokenAnswer as error:
+        return str(error)
+    return None
 
 
 def describe(workload: Workload) -> str:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from load_client import RawAnswer
+from load_connection import decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def read_answer(raw: RawAnswer) -> Answer:
     times_s: list[float] = []
     usage: dict[str, Any] = {}
     done = False
-    for time_s, data in events(raw.chunks):
+    for time_s, data in events(read_body(raw)):
         if data == b"[DONE]":
             done = True
             break
@@ -129,6 +130,18 @@ def read_answer(raw: RawAnswer) -> Answer:
         num_output_tokens=usage.get("completion_tokens", len(times_s)),
         num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
     )
+
+
+def read_body(raw: RawAnswer) -> list[tuple[float, bytes]]:
+    """The body's pieces with their times. Raises BrokenAnswer for any status but 200, and for an answer that broke off."""
+    try:
+        status, body = decode(raw.packets)
+    except ConnectionError as error:
+        raise BrokenAnswer(str(error)) from None
+    if status != 200:
+        text = b"".join(data for _, data in body).decode(errors="replace")
+        raise BrokenAnswer(f"HTTP {status}: {text[:300]}")
+    return body
 
 
 def events(chunks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of thirty lines: streams as many tokens as asked, or misbehaves on request."""
+"""A small OpenAI-compatible server: streams as many tokens as asked, chunked or to the connection's end, or misbehaves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ Answer = Callable[[dict[str, Any]], tuple[int, list[str]]]
 
 
 class StubServer:
-    """Serves `answer(body) -> (status, events)` on a free port; keeps every body. Use as an async context manager."""
+    """Serves `answer(body) -> (status, events)` on a free port; keeps every body. An async context manager."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, *, keep_alive: bool = False) -> None:
         self._answer = answer
+        self._keep_alive = keep_alive
+        self.num_connections = 0
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.url = ""
@@ -28,19 +30,37 @@ class StubServer:
         self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while True:
+                status, events = await self._read(reader)
+                await (self._write_chunked if self._keep_alive else self._write_to_end)(writer, status, events)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[int, list[str]]:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         self.headers.append(head)
         if head.startswith("GET /v1/models "):
-            status, events = 200, [json.dumps({"data": [{"id": "stub"}]})]
-        else:
-            length = next(int(line[15:]) for line in head.split("\r\n") if line.lower().startswith("content-length:"))
-            self.bodies.append(json.loads(await reader.readexactly(length)))
-            status, events = self._answer(self.bodies[-1])
+            return 200, [json.dumps({"data": [{"id": "stub"}]})]
+        length = next(int(line[15:]) for line in head.split("\r\n") if line.lower().startswith("content-length:"))
+        self.bodies.append(json.loads(await reader.readexactly(length)))
+        return self._answer(self.bodies[-1])
+
+    async def _write_to_end(self, writer: asyncio.StreamWriter, status: int, events: list[str]) -> None:
         writer.write(b"HTTP/1.1 %d Stub\r\nConnection: close\r\n\r\n" % status)
         for event in events:
             writer.write(event.encode())
             await writer.drain()
         writer.close()
+
+    async def _write_chunked(self, writer: asyncio.StreamWriter, status: int, events: list[str]) -> None:
+        writer.write(b"HTTP/1.1 %d Stub\r\nTransfer-Encoding: chunked\r\n\r\n" % status)
+        for event in events:
+            writer.write(b"%x\r\n%s\r\n" % (len(event.encode()), event.encode()))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
 
 
 def completion(body: dict[str, Any]) -> tuple[int, list[str]]:

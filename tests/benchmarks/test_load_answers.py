@@ -11,11 +11,10 @@ from load_client import RawAnswer
 
 
 def raw(*timed_events, sent_s=0.0):
-    chunks = [
-        (time_s, f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
-        for time_s, event in timed_events
-    ]
-    return RawAnswer(sent_s=sent_s, done_s=chunks[-1][0], chunks=chunks)
+    packets = [(sent_s, b"HTTP/1.1 200 OK\r\n\r\n")]
+    for time_s, event in timed_events:
+        packets.append((time_s, f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()))
+    return RawAnswer(sent_s=sent_s, done_s=packets[-1][0], packets=packets)
 
 
 def delta(**content):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import time
 
+import pytest
 from stub_server import StubServer, completion
 
 from load_answers import summarise
@@ -17,14 +18,16 @@ def client(server, **options):
     return LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=10, **options)
 
 
-async def test_closed_loop_sends_every_request_once_and_counts_tokens():
-    async with StubServer(completion) as server, client(server) as load:
+@pytest.mark.parametrize("keep_alive", [False, True])
+async def test_closed_loop_sends_every_request_once_and_counts_tokens(keep_alive):
+    async with StubServer(completion, keep_alive=keep_alive) as server, client(server) as load:
         raws = await load.run(Load(concurrency=3), bodies(), 7, seed=0)
     summary = summarise("closed 3", raws, client_cpu_s=0.0)
     assert len(server.bodies) == summary.num_answers == 7
     assert summary.num_output_tokens == 21
     assert summary.num_cached_tokens == 7 * 16
     assert not summary.errors
+    assert server.num_connections == (3 if keep_alive else 7)
     assert 0 < summary.first_token_ms.p50 <= summary.end_to_end_ms.p99
 
 
@@ -73,7 +76,7 @@ async def test_a_server_that_is_not_there_is_an_error():
     async with load:
         raw = await load.stream(next(bodies()))
     assert raw.error is not None
-    assert raw.error.startswith("ConnectError")
+    assert raw.error.startswith("ConnectionRefusedError")
 
 
 async def test_url_may_end_in_v1_and_the_key_is_sent():
@@ -84,3 +87,25 @@ async def test_url_may_end_in_v1_and_the_key_is_sent():
     assert raw.error is None
     assert server.headers[0].startswith("POST /v1/completions ")
     assert "authorization: bearer secret" in server.headers[0].lower()
+
+
+async def test_a_connection_that_the_server_closed_while_idle_is_replaced():
+    async with StubServer(completion, keep_alive=True) as server, client(server) as load:
+        await load.stream(next(bodies()))
+        load._idle[0]._transport.abort()  # as a reload of a proxy does
+        raw = await load.stream(next(bodies()))
+    assert raw.error is None
+    assert server.num_connections == 2
+
+
+async def test_an_answer_that_never_ends_is_given_up():
+    class Silent(StubServer):
+        async def _write_chunked(self, writer, status, events):
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    async with (
+        Silent(completion, keep_alive=True) as server,
+        LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=0.05) as load,
+    ):
+        raw = await load.stream(next(bodies()))
+    assert raw.error == "no complete answer in 0.05 s"
