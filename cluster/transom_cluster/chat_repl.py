@@ -1,0 +1,138 @@
+"""`transom chat`: a conversation in the terminal, streamed over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+HELP = "/reset begins anew, /quit ends. Ctrl-C ends an answer."
+
+
+class ChatFailed(Exception):
+    """The server refused or could not be reached; the message is for the user."""
+
+
+@dataclass(kw_only=True)
+class ChatSession:
+    """A conversation with one server."""
+
+    url: str
+    model: str | None = None
+    system: str | None = None
+    api_key: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = httpx.Timeout(10.0, read=None)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        self.reset()
+
+    def connect(self) -> str:
+        """The served model's name.
+
+        Raises:
+            ChatFailed: no server, or it refuses.
+        """
+        with _as_chat_failure(self.url):
+            response = self._client.get("/v1/models")
+            _check(response)
+            name: str = response.json()["data"][0]["id"]
+        return self.model or name
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Say something; pieces of the answer as they come. The answer, even a cut one, becomes part of the conversation.
+
+        Raises:
+            ChatFailed: no server, or it refuses; the conversation is as before.
+        """
+        self.messages.append({"role": "user", "content": text})
+        answer: list[str] = []
+        try:
+            for piece in self._stream():
+                answer.append(piece)
+                yield piece
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
+            else:
+                self.messages.pop()
+
+    def _stream(self) -> Iterator[str]:
+        body = {name: value for name, value in self.options.items() if value is not None}
+        body |= {"messages": self.messages, "stream": True} | ({"model": self.model} if self.model else {})
+        with _as_chat_failure(self.url), self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+            _check(response)
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield _piece(json.loads(line.removeprefix("data: ")))
+
+
+def run_chat(session: ChatSession) -> int:
+    """The loop over the user's lines; the exit code."""
+    try:
+        print(f"{session.connect()} at {session.url}. {HELP}")
+    except ChatFailed as error:
+        print(f"transom: {error}")
+        return 1
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if line == "/quit":
+            return 0
+        if line == "/reset":
+            session.reset()
+        elif line.startswith("/"):
+            print(HELP)
+        elif line:
+            _print_answer(session, line)
+
+
+def _print_answer(session: ChatSession, line: str) -> None:
+    try:
+        with contextlib.closing(session.ask(line)) as pieces:  # type: ignore[type-var]  # a generator
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" [ended]", end="")
+    except ChatFailed as error:
+        print(f"transom: {error}", end="")
+    print()
+
+
+def _piece(chunk: dict[str, Any]) -> str:
+    if "error" in chunk:
+        raise ChatFailed(chunk["error"]["message"])
+    return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+
+
+def _check(response: httpx.Response) -> None:
+    if response.status_code != 200:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"status {response.status_code}"
+        raise ChatFailed(message)
+
+
+@contextlib.contextmanager
+def _as_chat_failure(url: str) -> Iterator[None]:
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise ChatFailed(f"{url} does not answer ({error}); start a server with: transom serve smollm2") from None

@@ -1,0 +1,79 @@
+"""The `transom` command. Everything heavy is imported inside the commands, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from transom_cluster import __version__
+from transom_cluster.cli_bench import bench
+from transom_cluster.cli_settings import take_settings
+from transom_worker.config import Settings
+
+app = typer.Typer(
+    help="Transom: a Ray-distributed serving cluster for hybrid-attention LLMs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(bench, name="bench")
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+USAGE_ERROR = 2
+
+
+@app.command()
+@take_settings
+def serve(**given: Any) -> None:
+    """Serve MODEL over HTTP, on a private Ray on this machine, until Ctrl-C."""
+    from transom_cluster.serve_command import run_server
+    from transom_worker.errors import ConfigError
+
+    values = {name: value for name, value in given.items() if value not in (None, [])}
+    if "api_key" in values:
+        values["api_key"] = tuple(values["api_key"])
+    try:
+        settings = Settings.parse(**values)
+    except ConfigError as error:
+        typer.echo(f"transom: {error}", err=True)
+        raise typer.Exit(USAGE_ERROR) from None
+    raise typer.Exit(run_server(settings, values))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="The server.")] = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="The served model if unset.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Per answer; up to the model's length if unset.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="TRANSOM_API_KEY")] = None,
+) -> None:
+    """Talk to a running server."""
+    from transom_cluster.chat_repl import ChatSession, run_chat
+
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    session = ChatSession(url=url, model=model, system=system, api_key=api_key, options=options)
+    raise typer.Exit(run_chat(session))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"transom {__version__}")
+
+
+def main() -> None:
+    """Entry point of the `transom` script."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    app()
+
+
+if __name__ == "__main__":
+    main()

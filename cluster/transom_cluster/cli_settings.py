@@ -1,0 +1,60 @@
+"""Command-line flags made from `Settings`, so that flags, YAML and keywords cannot drift apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_args
+
+import typer
+
+from transom_worker.config import NOT_YET, Settings
+
+_HELP = {"host": "Address to listen on.", "port": "0 takes a free one."}
+
+
+def take_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes keywords the model as its argument and a flag for every other setting; None: not given."""
+    parameters = [_parameter(name, field.annotation, field.default) for name, field in Settings.model_fields.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    description = Settings.model_fields[name].description
+    if name == "model":
+        argument = typer.Argument(help=description, metavar="MODEL", show_default=False)
+        return _keyword(name, Annotated[str, argument], inspect.Parameter.empty)
+    flag = name.replace("_", "-")
+    has_off_switch = annotation is bool and default is True
+    option = typer.Option(
+        f"--{flag}/--no-{flag}" if has_off_switch else f"--{flag}",
+        help=_help(name, description, default),
+        show_default=False,
+        envvar="TRANSOM_API_KEY" if name == "api_key" else None,
+    )
+    return _keyword(name, Annotated[_flag_type(name, annotation), option], None)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flag_type(name: str, annotation: Any) -> Any:
+    """What the command line parses: numbers and switches. Words are checked by `Settings`, whose messages are better."""
+    if name == "kv_cache_memory_bytes":
+        return str | None  # 512MiB
+    if name == "api_key":
+        return list[str] | None
+    for kind in (bool, int, float):
+        if annotation is kind or kind in get_args(annotation):
+            return kind | None
+    return str | None
+
+
+def _help(name: str, description: str | None, default: Any) -> str:
+    if name in NOT_YET:
+        return f"Not supported yet; only {default}."
+    text = description or _HELP.get(name, "")
+    return text if default in (None, (), True, False) else f"{text} [{default}]"

@@ -1,0 +1,166 @@
+"""A private Ray on this machine with the Serve app in it: started, watched and ended with everything that belongs to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from typing import Any
+
+from transom_cluster.process_tree import end_processes, processes_below
+from transom_cluster.progress import Progress
+from transom_worker.config import Settings
+
+APP_NAME = "transom"
+OBJECT_STORE_BYTES = 100 * 2**20  # nothing large goes through it
+POLL_S = 0.1
+
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # on loopback; Ray's default writes a token file into the home folder
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+_HAPROXY_ENVIRONMENT = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+
+
+class StartFailed(Exception):
+    """The server did not come up; the message is for the user."""
+
+
+class LocalRay:
+    """Owns the private Ray of one `transom serve`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._port = settings.port or _free_port(settings.host)
+        self._folder: str | None = None
+
+    @property
+    def local_url(self) -> str:
+        """Where this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    def start(self, given: dict[str, Any], progress: Progress) -> None:
+        """Start Ray, Serve and the app, and wait until both deployments run.
+
+        Raises:
+            StartFailed: the app could not be deployed; with the reason.
+        """
+        progress.stage("starting Ray")
+        for name, value in (_ENVIRONMENT | (_HAPROXY_ENVIRONMENT if self._settings.haproxy else {})).items():
+            os.environ.setdefault(name, value)
+        self._start_ray()
+        progress.stage("starting Serve")
+        self._start_serve(given)
+        progress.stage("loading the model and warming up")
+        self._wait_for_app()
+
+    def wait(self) -> None:
+        """Return when Ray has ended by itself, which it should not."""
+        import ray
+
+        while ray.is_initialized():
+            time.sleep(3600)
+
+    def describe_worker(self) -> list[str]:
+        """What the worker says about its memory, for people."""
+        from ray import serve
+
+        info = serve.get_deployment_handle("Worker", APP_NAME).info.remote().result(timeout_s=30)
+        return [
+            f"Device {info['device']}: weights {info['weight_bytes'] / 2**20:,.0f} MiB, "
+            f"KV cache {info['kv_bytes'] / 2**20:,.0f} MiB, up to {info['max_model_len']:,} tokens a sequence."
+        ]
+
+    def stop(self) -> None:
+        """End every process that was started here; takes seconds at most. Idempotent."""
+        started = processes_below(os.getpid())
+        if self._folder is not None:
+            import ray
+
+            logging.disable(logging.CRITICAL)  # what ends on purpose need not complain
+            ray.shutdown()
+            end_processes(started)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _start_ray(self) -> None:
+        import ray
+
+        self._folder = tempfile.mkdtemp(prefix="transom-")
+        ray.init(
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _temp_dir=self._folder,
+            _system_config={"prestart_worker_first_driver": False},
+        )
+
+    def _start_serve(self, given: dict[str, Any]) -> None:
+        from ray import serve
+
+        from transom_cluster.app import build_app
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": self._settings.host, "port": self._port},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        target = serve.RunTarget(
+            target=build_app(given),
+            name=APP_NAME,
+            route_prefix="/",
+            logging_config={"log_level": "INFO", "enable_access_log": False},
+        )
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _wait_for_app(self) -> None:
+        from ray import serve
+
+        while True:
+            app = serve.status().applications.get(APP_NAME)
+            state = "" if app is None else app.status.value
+            if state == "RUNNING":
+                return
+            if app is not None and state in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise StartFailed(_reason([app.message, *(d.message for d in app.deployments.values())]))
+            time.sleep(POLL_S)
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why the address cannot be listened on, or None."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return f"Port {port} on {host} cannot be used ({error.strerror}); choose another with --port."
+    return None
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _reason(messages: list[str]) -> str:
+    """Our own error out of Serve's tracebacks, or their end."""
+    text = "\n".join(messages)
+    ours = re.findall(r"^\s*transom_worker\.errors\.\w+: (.+)$", text, flags=re.MULTILINE)
+    if ours:
+        return str(ours[-1])
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "The app could not be started:\n" + "\n".join(lines[-15:])

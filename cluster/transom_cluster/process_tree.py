@@ -1,0 +1,66 @@
+"""The processes below one, by /proc, so that nothing outlives `transom serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_S = 3.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, told from a later one with the same pid by its start time (in clock ticks)."""
+
+    pid: int
+    start_ticks: int
+
+
+def processes_below(pid: int) -> list[Process]:
+    """All descendants of `pid`."""
+    children: dict[int, list[Process]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (stat := _stat(int(folder.name))):
+            parent, process = stat
+            children.setdefault(parent, []).append(process)
+    found: list[Process] = []
+    waiting = [pid]
+    while waiting:
+        for process in children.get(waiting.pop(), ()):
+            found.append(process)
+            waiting.append(process.pid)
+    return found
+
+
+def end_processes(processes: list[Process]) -> None:
+    """Give processes that are ending a moment, then kill those that are left."""
+    give_up_s = time.monotonic() + GRACE_S
+    while any(map(_is_running, processes)):
+        if time.monotonic() > give_up_s:
+            for process in filter(_is_running, processes):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, signal.SIGKILL)
+            return
+        time.sleep(POLL_S)
+
+
+def _is_running(process: Process) -> bool:
+    stat = _stat(process.pid)
+    return stat is not None and stat[1] == process
+
+
+def _stat(pid: int) -> tuple[int, Process] | None:
+    """Parent and identity; None for one that is gone or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+    if fields[0] == "Z":
+        return None
+    return int(fields[1]), Process(pid, int(fields[19]))

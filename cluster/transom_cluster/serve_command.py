@@ -1,0 +1,106 @@
+"""`transom serve`: start everything, say where it is, and end everything on Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import httpx
+import typer
+
+from transom_cluster.local_ray import LocalRay, StartFailed, port_problem
+from transom_cluster.progress import Progress
+from transom_worker.config import ServerConfig, Settings
+from transom_worker.errors import ConfigError, TransomError
+
+START_FAILED = 1
+INTERRUPTED = 130
+READY_TIMEOUT_S = 60.0
+
+
+def run_server(settings: Settings, given: dict[str, Any]) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. `given` are the settings as the app takes them."""
+    begin_s = time.perf_counter()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    cluster = LocalRay(settings)
+    is_serving = False
+    try:
+        with Progress() as progress:
+            _check_early(settings)
+            cluster.start(given, progress)
+            progress.stage("first answer")
+            _wait_until_it_answers(cluster, settings.server_config())
+        _print_welcome(cluster, settings, time.perf_counter() - begin_s)
+        is_serving = True
+        cluster.wait()
+    except KeyboardInterrupt:
+        return 0 if is_serving else INTERRUPTED
+    except (TransomError, StartFailed) as error:
+        typer.echo(f"transom: {error}", err=True)
+        return START_FAILED
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+        if is_serving:
+            typer.echo("\nStopping.")
+        cluster.stop()
+    return START_FAILED
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _check_early(settings: Settings) -> None:
+    """What can be known without starting anything: the port, the model's files, the tokenizer."""
+    from transom_worker.model_files import resolve_model
+    from transom_worker.tokenizer import Tokenizer
+
+    if problem := port_problem(settings.host, settings.port):
+        raise ConfigError(problem)
+    Tokenizer.load(resolve_model(settings.model))
+
+
+def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> None:
+    """Wait for /health, then for one token.
+
+    Raises:
+        StartFailed: no answer in time, or an error.
+    """
+    headers = {"authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
+    give_up_s = time.monotonic() + READY_TIMEOUT_S
+    with httpx.Client(base_url=cluster.local_url, headers=headers, timeout=READY_TIMEOUT_S, trust_env=False) as client:
+        while not _is_healthy(client):
+            if time.monotonic() > give_up_s:
+                raise StartFailed(f"The server did not become healthy within {READY_TIMEOUT_S:.0f} s.")
+            time.sleep(0.05)
+        response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
+    if response.status_code != 200:
+        raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
+
+
+def _is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _print_welcome(cluster: LocalRay, settings: Settings, start_s: float) -> None:
+    config = settings.server_config()
+    url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if config.api_keys else ""
+    url_flag = "" if url.endswith(":8000") else f" --url {url}"
+    message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    for line in (
+        f"Transom serves {config.served_model_name} at {url} after {start_s:.1f} s.",
+        *cluster.describe_worker(),
+        "",
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{message}'",
+        f"  transom chat{url_flag}",
+        "",
+        "Press Ctrl-C to stop.",
+    ):
+        print(line, flush=True)
