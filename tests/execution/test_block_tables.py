@@ -1,0 +1,83 @@
+"""Deltas applied to rows against plain lists, and the columns that a batch sees."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_worker.execution.block_tables import BlockTables
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+
+SIZE = 4
+
+
+def spec(num_pinned: int) -> GroupSpec:
+    if num_pinned == 0:
+        return GroupSpec(name="window_9", kind=GroupKind.WINDOW, layers=(0,), block_size=SIZE, window=9)
+    sinks = num_pinned * SIZE - 1
+    return GroupSpec(name="s", kind=GroupKind.SINKS_WINDOW, layers=(0,), block_size=SIZE, window=9, sinks=sinks)
+
+
+class Model:
+    """A row as a map from logical block to id."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data(), num_pinned=st.integers(0, 2))
+def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_pinned: int) -> None:
+    tables = BlockTables(spec(num_pinned), num_rows=3, num_columns=2)
+    rows = [Model() for _ in range(3)]
+    ids = iter(range(10_000))
+    for _ in range(data.draw(st.integers(1, 25))):
+        row = data.draw(st.integers(0, 2))
+        held = rows[row].held
+        if data.draw(st.integers(0, 9)) == 0:
+            tables.clear(row)
+            held.clear()
+            continue
+        run = sorted(block for block in held if block >= num_pinned)
+        dropped = data.draw(st.integers(0, len(run)))
+        for block in run[:dropped]:
+            del held[block]
+        skip = 0
+        if len(held) >= num_pinned and dropped == len(run):  # an empty run may start again further on
+            skip = data.draw(st.integers(0, 3))
+        first_new = max([num_pinned - 1 if len(held) >= num_pinned else len(held) - 1, *run]) + 1 + skip
+        new = [next(ids) for _ in range(data.draw(st.integers(0, 6)))]
+        held.update(zip(range(first_new, first_new + len(new)), new, strict=True))
+        first = min((block for block in held if block >= num_pinned), default=first_new)
+        tables.apply(row, dropped=dropped, first_block=first, blocks=new)
+        for check in range(3):
+            _check(tables, check, rows[check].held, num_pinned)
+
+
+def _check(tables: BlockTables, row: int, held: dict[int, int], num_pinned: int) -> None:
+    logical = np.arange(max(held, default=0) + 3)
+    table, first = tables.gather(np.array([row]), np.array([1000 * SIZE]))
+    columns = tables.columns(logical, first.repeat(len(logical)))
+    for block, column in zip(logical.tolist(), columns.tolist(), strict=True):
+        found = int(table[0, column]) if 0 <= column < table.shape[1] else -1
+        assert found == held.get(block, -1)
+    assert int((table >= 0).sum()) == len(held)
+
+
+@pytest.mark.parametrize("num_pinned", [0, 1, 2])
+@pytest.mark.parametrize("end", [1, 4, 5, 8, 9, 20, 21])
+def test_columns_without_a_key_below_the_end_are_blank(num_pinned: int, end: int) -> None:
+    tables = BlockTables(spec(num_pinned), num_rows=2)
+    tables.apply(0, dropped=0, first_block=0, blocks=list(range(8)))
+    tables.apply(1, dropped=0, first_block=0, blocks=[50])
+    table, _ = tables.gather(np.array([0, 1]), np.array([end, 1]))
+    needed = -(-end // SIZE)
+    assert table[0].tolist() == [*range(needed), *[-1] * (table.shape[1] - needed)]
+    assert table[1].tolist() == [50, *[-1] * (table.shape[1] - 1)]
+
+
+def test_dropping_more_than_the_run_is_refused() -> None:
+    tables = BlockTables(spec(2), num_rows=1)
+    tables.apply(0, dropped=0, first_block=2, blocks=[1, 2, 3])
+    with pytest.raises(ValueError, match="drops 2 blocks of a run of 1"):
+        tables.apply(0, dropped=2, first_block=4, blocks=[])

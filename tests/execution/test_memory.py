@@ -1,0 +1,65 @@
+"""The pool's size, from settings and from what the machine has."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hand_scheduler import engine_config
+from toy_decoder import layer, load_toy
+
+from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
+from transom_worker.execution import cache_setup, memory
+
+CPU = torch.device("cpu")
+
+
+def never() -> None:
+    raise AssertionError("nothing to profile on a CPU")
+
+
+def test_a_set_size_is_taken_as_it_is() -> None:
+    cache = CacheConfig(kv_cache_memory_bytes=123_456)
+    assert memory.pool_bytes(cache, device=CPU, most_useful_bytes=10, profile=never) == 123_456
+
+
+def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_cpu_bytes", lambda: 8_000_000)
+    cache = CacheConfig()
+    room = int(8_000_000 * DEFAULT_CPU_KV_SHARE)
+    assert memory.pool_bytes(cache, device=CPU, most_useful_bytes=2**40, profile=never) == room
+    assert memory.pool_bytes(cache, device=CPU, most_useful_bytes=1000, profile=never) == 1000
+
+
+@pytest.mark.parametrize(
+    ("limit", "use", "expected"), [("max", 5, 4_096_000), ("1000000", 400_000, 600_000), ("9", 50, 0)]
+)
+def test_a_control_group_lowers_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, use: int, expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    (tmp_path / "limit").write_text(limit + "\n")
+    (tmp_path / "use").write_text(f"{use}\n")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(
+        memory, "CGROUPS", ((tmp_path / "none", tmp_path / "none"), (tmp_path / "limit", tmp_path / "use"))
+    )
+    assert memory.available_cpu_bytes() == expected
+
+
+def test_this_machine_has_memory() -> None:
+    assert memory.available_cpu_bytes() > 2**20
+
+
+def test_most_useful_is_every_place_at_full_length() -> None:
+    shape = load_toy([layer(), layer(4)]).architecture
+    groups = tuple(
+        cache_setup.group_layout(spec, shape, "float32")
+        for spec in cache_setup.make_groups(shape, block_size=4, hybrid=True)
+    )
+    stride = groups[0].stride_bytes
+    assert stride == groups[1].stride_bytes == 512
+    scheduler: SchedulerConfig = engine_config().scheduler
+    assert (
+        memory.most_useful_bytes(groups, scheduler, max_model_len=9)
+        == scheduler.max_num_seqs * 2 * 4 * stride + 16 * stride
+    )

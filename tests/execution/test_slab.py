@@ -1,0 +1,65 @@
+"""Views of the slab: every byte of a block belongs to one tensor of one layer, and blocks do not overlap."""
+
+import pytest
+import torch
+from toy_decoder import architecture, layer
+
+from transom_worker.execution import cache_setup
+from transom_worker.execution.slab import allocate_slab, block_rows, layer_caches
+from transom_worker.kvcache.layout import ArenaLayout
+
+CPU = torch.device("cpu")
+SHAPE = architecture([layer(8), layer(), layer(8), layer(8, sinks=2)])
+
+
+def make_layout(dtype: str, block_size: int) -> ArenaLayout:
+    groups = cache_setup.make_groups(SHAPE, block_size=block_size, hybrid=True)
+    return cache_setup.make_layout(
+        tuple(cache_setup.group_layout(group, SHAPE, dtype) for group in groups), pool_bytes=100_000
+    )
+
+
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 3), ("float16", 5)])
+def test_each_byte_has_one_owner(dtype: str, block_size: int) -> None:
+    layout = make_layout(dtype, block_size)
+    slab = allocate_slab(layout, CPU)
+    caches = layer_caches(layout, slab)
+    for index, group in enumerate(layout.groups):
+        slab.zero_()
+        for tensors in group.layers:
+            for view in (caches[tensors.layer].k, caches[tensors.layer].v):
+                assert view.shape == (layout.num_block_ids(index), block_size, 2, 8)
+                assert view.dtype == getattr(torch, dtype)
+                view += 1
+        rows = block_rows(layout, slab, index)
+        content = rows[:, : group.block_bytes].contiguous().view(getattr(torch, dtype))
+        assert (content == 1).all()  # every element was reached exactly once
+        assert (rows[:, group.block_bytes :] == 0).all()
+
+
+def test_blocks_of_pages_of_different_groups_and_dump_blocks_do_not_overlap() -> None:
+    layout = make_layout("float32", 4)
+    spans = [
+        (block * group.stride_bytes, (block + 1) * group.stride_bytes)
+        for page in range(layout.num_pages)
+        for index, group in [(page % len(layout.groups), layout.groups[page % len(layout.groups)])]
+        for block in range(layout.first_block(page, index), layout.end_block(page, index))
+    ]
+    assert len(spans) > 30
+    assert all(before[1] <= after[0] for before, after in zip(sorted(spans), sorted(spans)[1:], strict=False))
+    for index, group in enumerate(layout.groups):
+        assert layout.dump_block(index) * group.stride_bytes >= layout.pool_bytes
+        assert (layout.dump_block(index) + 1) * group.stride_bytes <= layout.slab_bytes
+
+
+def test_slab_starts_zeroed_and_a_view_writes_the_right_bytes() -> None:
+    layout = make_layout("float32", 4)
+    slab = allocate_slab(layout, CPU)
+    assert slab.numel() == layout.slab_bytes
+    assert not slab.any()
+    tensors = layout.groups[1].layers[1]
+    layer_caches(layout, slab)[tensors.layer].v[5, 3, 1, 7] = 2.5
+    element = (3 * 2 + 1) * 8 + 7
+    at = 5 * layout.groups[1].stride_bytes + tensors.v_offset + 4 * element
+    assert slab[at : at + 4].view(torch.float32).item() == 2.5
+    assert int((slab != 0).sum()) == int((torch.tensor([2.5]).view(torch.uint8) != 0).sum())
