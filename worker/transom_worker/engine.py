@@ -18,7 +18,8 @@ from transom_worker.kvcache.stats import CacheStats
 from transom_worker.metrics import EngineMetrics, RequestTimes
 from transom_worker.model_files import resolve_model
 from transom_worker.output import Answer
-from transom_worker.scheduling.scheduler import Scheduler, SequenceOutput
+from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.startup_report import startup_report
 from transom_worker.tokenizer import Tokenizer
 
@@ -65,7 +66,7 @@ class Engine:
     @property
     def num_preemptions(self) -> int:
         """Preemptions since start."""
-        return self._scheduler.num_preemptions
+        return sum(self._scheduler.preemptions.values())
 
     def add(self, request: Request) -> None:
         """Take one request; its events come out of `step`.
@@ -242,7 +243,7 @@ class Engine:
             scheduler.stats(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_preemptions=scheduler.num_preemptions,
+            preemptions=scheduler.preemptions,
         )
 
 

@@ -116,9 +116,9 @@ class EngineMetrics:
         if times.first_token_s:
             self._decode_s.observe(times.last_token_s - times.first_token_s)
 
-    def publish(self, stats: CacheStats, *, num_running: int, num_waiting: int, num_preemptions: int) -> None:
+    def publish(self, stats: CacheStats, *, num_running: int, num_waiting: int, preemptions: dict[str, int]) -> None:
         """Replace what a scrape reads of cache and queue. The engine's thread calls this a few times a second."""
-        self._collector.state = (stats, num_running, num_waiting, num_preemptions)
+        self._collector.state = (stats, num_running, num_waiting, dict(preemptions))
 
     def text(self) -> bytes:
         """The page in Prometheus' text format."""
@@ -129,7 +129,7 @@ class _StateCollector(Collector):
     """Reads the published state at scrape time."""
 
     def __init__(self, labels: dict[str, str]) -> None:
-        self.state: tuple[CacheStats, int, int, int] | None = None
+        self.state: tuple[CacheStats, int, int, dict[str, int]] | None = None
         self._names = list(labels)
         self._values = list(labels.values())
 
@@ -137,11 +137,12 @@ class _StateCollector(Collector):
         """Families of the last published state; none before the first."""
         if self.state is None:
             return
-        stats, num_running, num_waiting, num_preemptions = self.state
+        stats, num_running, num_waiting, by_mode = self.state
         yield self._gauge("transom_requests_running", "Requests in the batch.", num_running)
         yield self._gauge("transom_requests_waiting", "Requests in the queue.", num_waiting)
         preemptions = CounterMetricFamily("transom_preemptions", "Preemptions by mode.", labels=[*self._names, "mode"])
-        preemptions.add_metric([*self._values, "recompute"], num_preemptions)
+        for mode, count in by_mode.items():
+            preemptions.add_metric([*self._values, mode], count)
         yield preemptions
         yield from self._groups(stats)
         pages = GaugeMetricFamily("transom_kv_pages", "Arena pages by state.", labels=[*self._names, "state"])
