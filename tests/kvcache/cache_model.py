@@ -97,7 +97,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
         assert pool.num_slots == len(ids)
         active_in = Counter(cache.arena.page_of(group, block) for block in references)
         assert pool.active_in == {page: active_in[page] for page in pages}
-        assert pool.num_busy_pages == len(active_in)
+        assert set(pool.idle_pages) == set(pages) - set(active_in)
         assert pool.slack == sum(len(cache.arena.blocks(page, group)) for page in active_in) - len(references)
         assert all(any(not pool.is_empty(b) for b in cache.arena.blocks(page, group)) for page in pages)
         assert {digest: b for b, (digest, _) in pool.published.items()} == cache.index.groups[group]

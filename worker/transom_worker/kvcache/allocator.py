@@ -7,7 +7,7 @@ to its share, so an allocation that was promised never fails half-way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 
 from transom_worker.kvcache.arena import Arena
@@ -16,7 +16,9 @@ from transom_worker.kvcache.pool import GroupPool, Key
 EVICTED_FOR_OWN_GROUP = "own_group"
 EVICTED_FOR_OTHER_GROUP = "other_group"
 
-_CANDIDATES = 4  # oldest blocks per group whose pages are compared before one is emptied
+_CANDIDATES = 4  # idle pages per group that are compared before one is emptied
+_SCARCE = 4  # usable pages are scarce at a quarter of all
+_NEAREST = 64  # oldest blocks that are searched for one in a busy page before a usable page is taken
 
 Evict = Callable[[int, int, str], None]  # (group, block, reason)
 
@@ -51,18 +53,27 @@ class BlockAllocator:
         taken: list[int] = []
         pages = 0
         while len(taken) < count:
-            may_take_page = pages < max_pages
-            block = self._place(pool, near, may_take_page)
-            if block is None:
-                self._reclaim(pool, count - len(taken), may_take_page)
-                continue
+            block = self._next(pool, near, count - len(taken), may_take_page=pages < max_pages)
             pages += not pool.active_in[self._arena.page_of(group, block)]
             pool.take(block)
             taken.append(block)
             near = block
         return taken, pages
 
-    def _place(self, pool: GroupPool, near: int | None, may_take_page: bool) -> int | None:
+    def _next(self, pool: GroupPool, near: int | None, count: int, *, may_take_page: bool) -> int:
+        """An empty block, after evicting if there is none. Where usable pages are scarce, busy ones are filled up first."""
+        scarce = self.usable_pages * _SCARCE <= self._arena.num_pages
+        if not may_take_page or (scarce and pool.slack):
+            block = self._place(pool, near, may_take_page=False)
+            if block is None and self._evict_in_busy_pages(pool, count, _NEAREST if may_take_page else None):
+                block = self._place(pool, near, may_take_page=False)
+            if block is not None:
+                return block
+        while (block := self._place(pool, near, may_take_page=True)) is None:
+            self._reclaim(pool, count)
+        return block
+
+    def _place(self, pool: GroupPool, near: int | None, *, may_take_page: bool) -> int | None:
         """An empty block: next to `near`, in its page, in a fresh page (the next at best), in any page; else None."""
         prefer = None
         if near is not None:
@@ -78,14 +89,18 @@ class BlockAllocator:
         roomiest = pool.roomiest_page(busy_only=not may_take_page)
         return None if roomiest is None else pool.first_empty(roomiest)
 
-    def _reclaim(self, pool: GroupPool, count: int, may_take_page: bool) -> None:
+    def _evict_in_busy_pages(self, pool: GroupPool, count: int, search: int | None) -> bool:
+        """Evict up to `count` of the group's oldest `search` blocks, those in busy pages; whether there was one."""
+        oldest = islice(pool.eviction_order(), search)
+        busy = [b for b in oldest if pool.active_in[self._arena.page_of(pool.group, b)]][:count]
+        for block in busy:
+            self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
+        return bool(busy)
+
+    def _reclaim(self, pool: GroupPool, count: int) -> None:
         """Evict up to `count` of the group's own blocks, or all of the cheapest page of another group."""
-        if not may_take_page:
-            busy = (b for b in pool.eviction_order() if pool.active_in[self._arena.page_of(pool.group, b)])
-            self._evict(pool.group, next(busy), EVICTED_FOR_OWN_GROUP)
-            return
         own = next(pool.eviction_order(), None)
-        page = self._cheapest_page(pool, thorough=own is None)
+        page = self._cheapest_page(pool)
         own_key = None if own is None else pool.key(own)
         if page is not None and (own_key is None or page[0] < own_key):
             self._empty_page(page[1])
@@ -93,17 +108,15 @@ class BlockAllocator:
         for block in list(islice(pool.eviction_order(), count)):
             self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
 
-    def _cheapest_page(self, wanting: GroupPool, *, thorough: bool) -> tuple[Key, int] | None:
-        """The idle page of another group whose last block goes first; looks at few unless `thorough`."""
-        others = [pool for pool in self._pools if pool is not wanting]
-        found = min((key for pool in others for key in self._idle_pages(pool, _CANDIDATES)), default=None)
-        if found is None and thorough:
-            found = min((key for pool in others for key in self._idle_pages(pool, None)), default=None)
-        return found
-
-    def _idle_pages(self, pool: GroupPool, limit: int | None) -> Iterator[tuple[Key, int]]:
-        pages = {self._arena.page_of(pool.group, block) for block in islice(pool.eviction_order(), limit)}
-        return ((pool.page_key(page), page) for page in pages if not pool.active_in[page])
+    def _cheapest_page(self, wanting: GroupPool) -> tuple[Key, int] | None:
+        """Of the pages of other groups that fell idle first, the one whose last block goes first."""
+        candidates = (
+            (pool.page_key(page), page)
+            for pool in self._pools
+            if pool is not wanting
+            for page in islice(pool.idle_pages, _CANDIDATES)
+        )
+        return min(candidates, default=None)
 
     def _empty_page(self, page: int) -> None:
         group = self._arena.owner[page]

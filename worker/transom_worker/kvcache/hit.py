@@ -75,8 +75,8 @@ class _WindowSearch:
     """One sliding group: which boundaries have their pinned and live blocks."""
 
     def __init__(self, retention: Retention, group: Collection[bytes], digests: Sequence[bytes], end: int) -> None:
-        self._retention = retention
         self._first = retention.first_live_at(end)
+        self._free = retention.free_boundaries(end)
         self._presence = _presence(group, digests[:end])
         pinned = min(retention.num_pinned, end)
         missing = self._presence.find(0, 0, pinned)
@@ -85,11 +85,13 @@ class _WindowSearch:
     def largest_boundary(self, at: int) -> int:
         """Largest good boundary <= `at`."""
         at = min(at, self._pinned_limit)
-        presence, first = self._presence, self._first
+        rfind, first, free = self._presence.rfind, self._first, self._free
         while at > 0:
-            missing = presence.rfind(0, first[at], at)
+            missing = rfind(0, first[at], at)
             if missing < 0:
                 return at
             # the boundary must follow a present block, or need nothing
-            at = max(presence.rfind(1, 0, missing) + 1, self._retention.free_boundary(missing))
+            at = rfind(1, 0, missing) + 1
+            if at < free[missing]:
+                at = free[missing]
         return 0

@@ -25,8 +25,8 @@ class GroupPool:
         self.group = group
         self.num_active = 0
         self.num_slots = 0  # block ids in leased pages
-        self.num_busy_pages = 0  # leased pages with an active block
-        self.num_busy_slots = 0  # block ids in those
+        self.idle_pages: OrderedDict[int, None] = OrderedDict()  # leased, no active block; idle for longest first
+        self.num_busy_slots = 0  # block ids in leased pages with an active block
         self.published: dict[int, tuple[bytes, int]] = {}  # block -> (hash, logical index)
         self.active_in: dict[int, int] = {}  # leased page -> active blocks
         self.refs = [0] * arena.layout.num_block_ids(group)
@@ -49,7 +49,7 @@ class GroupPool:
     @property
     def num_idle_pages(self) -> int:
         """Leased pages without an active block."""
-        return len(self.active_in) - self.num_busy_pages
+        return len(self.idle_pages)
 
     @property
     def slack(self) -> int:
@@ -62,6 +62,7 @@ class GroupPool:
         self._empty[ids.start : ids.stop] = b"\1" * len(ids)
         self.num_slots += len(ids)
         self.active_in[page] = 0
+        self.idle_pages[page] = None
         self._empty_in[page] = len(ids)
         self._bucket(len(ids))[page] = None
         return ids
@@ -148,7 +149,7 @@ class GroupPool:
     def _drop_page(self, page: int, ids: range) -> None:
         self._empty[ids.start : ids.stop] = bytes(len(ids))
         self.num_slots -= len(ids)
-        del self._by_empties[self._empty_in.pop(page)][page], self.active_in[page]
+        del self._by_empties[self._empty_in.pop(page)][page], self.active_in[page], self.idle_pages[page]
         self._arena.give_back(page)
 
     def _count_empty(self, page: int, change: int) -> None:
@@ -166,7 +167,9 @@ class GroupPool:
         self.num_active += change
         before = self.active_in[page]
         self.active_in[page] = before + change
-        if before == 0 or before + change == 0:
-            turn = 1 if before == 0 else -1
-            self.num_busy_pages += turn
-            self.num_busy_slots += turn * len(self._arena.blocks(page, self.group))
+        if before == 0:
+            del self.idle_pages[page]
+            self.num_busy_slots += len(self._arena.blocks(page, self.group))
+        elif before + change == 0:
+            self.idle_pages[page] = None
+            self.num_busy_slots -= len(self._arena.blocks(page, self.group))

@@ -42,10 +42,10 @@ class Retention:
         self._grow(units)
         return self._first
 
-    def free_boundary(self, units: int) -> int:
-        """Largest boundary <= `units` at which no block of the run must be present (0 always is)."""
+    def free_boundaries(self, units: int) -> list[int]:
+        """Table likewise: the largest boundary up to that one at which no block of the run must be present (0 always is)."""
         self._grow(units)
-        return self._free_boundary[units]
+        return self._free_boundary
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at once, one token computed per step."""
