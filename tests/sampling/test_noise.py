@@ -33,6 +33,7 @@ def test_golden_values_never_change() -> None:
     assert noise_key(-1, 3, 77) == GOLDEN_KEYS[1]
     key = torch.tensor([noise_key(42, 1, 5)])
     assert uniform(key, torch.tensor([0, 1, 49151])).tolist() == GOLDEN_UNIFORMS
+    assert gumbel(key, torch.tensor([0, 1, 49151])).tolist() == pytest.approx(GOLDEN_GUMBELS, rel=1e-14)
 
 
 @settings(deadline=None)
@@ -60,7 +61,7 @@ def test_each_input_gives_other_noise(changed: str) -> None:
     for value in range(400):
         inputs[changed] = value
         rows.append(noise_key(inputs["seed"], inputs["choice"], inputs["position"]))
-    values = uniform(torch.tensor(rows)[:, None], torch.arange(400)).numpy()
+    values = gumbel(torch.tensor(rows)[:, None], torch.arange(400)).numpy()
     assert len(np.unique(values)) == values.size
     for axis in (0, 1):  # neither neighbouring rows nor neighbouring ids are correlated
         shifted = np.corrcoef(np.roll(values, 1, axis=axis).ravel(), values.ravel())[0, 1]
@@ -85,3 +86,4 @@ def test_sampled_frequencies_follow_the_softmax() -> None:
 
 GOLDEN_KEYS = [2558736989570252433, -161830220905080709]
 GOLDEN_UNIFORMS = [0.9467690731246016, 0.09670533187300212, 0.9735735979078236]
+GOLDEN_GUMBELS = [2.858882910773496, -0.8496035332363193, 3.5428065818552246]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from transom_worker.contract import Logprob, TokenLogprobs
+from transom_worker.sampling.row_ops import count_greater
 
 ROWS_AT_ONCE = 64  # bounds the memory of a long prompt's log-probabilities
 
@@ -28,7 +29,7 @@ def _some_rows(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -
     logprobs_LV = logits_LV.to(torch.float32).log_softmax(-1)
     chosen_L1 = torch.tensor(chosen, device=logits_LV.device)[:, None]
     chosen_logprobs = logprobs_LV.gather(1, chosen_L1)[:, 0].tolist()
-    ranks = ((logits_LV > logits_LV.gather(1, chosen_L1)).sum(-1) + 1).tolist()
+    ranks = (count_greater(logits_LV, logits_LV.gather(1, chosen_L1)) + 1).tolist()
     width = min(max(num_top), logits_LV.shape[1])
     top_LK = logits_LV.topk(width, -1).indices.sort(-1).values  # ids ascending, so that ties come by id
     top_logits_LK, order_LK = logits_LV.gather(1, top_LK).sort(dim=-1, descending=True, stable=True)

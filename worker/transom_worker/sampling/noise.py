@@ -3,8 +3,12 @@
 Legend: N elements of any shape.
 
 A row's 64-bit key is hashed from seed, choice and position in Python integers; an element's bits are SplitMix64's finaliser
-over `key + id * GOLDEN`, in wrapping int64 tensor arithmetic. Bits become a uniform exactly: 52 of them plus a half fit a
-float64's 53. Nothing depends on the number of rows, so a row of noise can be computed for a few candidates alone.
+over `key + counter * GOLDEN`, in wrapping int64 tensor arithmetic. Bits become a uniform exactly: 52 of them plus a half fit
+a float64's 53.
+
+Ids are noisy in blocks of 64, so that whole blocks can be ruled out (see `race`). Of 64 exponential variables the least is
+exponential at 64 times the rate, falls on each id alike, and what the others have above it is exponential again: so a block
+draws its minimum and that minimum's id, and every other id adds its own draw. The 64 are independent all the same.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 MASK_64 = 2**64 - 1
+BLOCK = 64  # ids
 
 
 def noise_key(seed: int, choice_index: int, output_position: int) -> int:
@@ -27,23 +32,41 @@ def noise_key(seed: int, choice_index: int, output_position: int) -> int:
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
-    return uniform(keys, token_ids).log_().neg_().log_().neg_()
+    return gumbel_within(keys, token_ids, *block_minimum(keys, token_ids // BLOCK))
+
+
+def block_minimum(keys: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least exponential variable of each block of ids (float64), and the place in the block that it falls on (int64)."""
+    bits = random_bits(keys, -1 - blocks)  # ids count up from 0, blocks down from -1
+    place = bits & (BLOCK - 1)  # the lowest bits, which `_to_uniform` leaves out
+    return _to_uniform(bits).log_().mul_(-1.0 / BLOCK), place
+
+
+def gumbel_within(
+    keys: torch.Tensor, token_ids: torch.Tensor, minimum: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
+    """Gumbel noise of ids whose blocks have that minimum at that place; all broadcast."""
+    more = uniform(keys, token_ids).log_().neg_().masked_fill_(token_ids % BLOCK == place, 0.0)
+    return more.add_(minimum).log_().neg_()
 
 
 def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Uniform noise inside (0, 1) in float64, exact: an odd multiple of 2**-53."""
-    bits = random_bits(keys, token_ids)
-    bits = bits.bitwise_right_shift_(12).bitwise_and_(2**52 - 1)
-    return bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
+    return _to_uniform(random_bits(keys, token_ids))
 
 
-def random_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def random_bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """64 random bits per element as int64."""
-    bits = token_ids * _signed(GOLDEN) + keys
+    bits = counters * _signed(GOLDEN) + keys
     shifted = torch.empty_like(bits)
     _xor_shift(bits, shifted, 30).mul_(_signed(MIX_1))
     _xor_shift(bits, shifted, 27).mul_(_signed(MIX_2))
     return _xor_shift(bits, shifted, 31)
+
+
+def _to_uniform(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits >> 12).bitwise_and_(2**52 - 1)
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
 def _xor_shift(bits: torch.Tensor, shifted: torch.Tensor, count: int) -> torch.Tensor:

@@ -15,10 +15,9 @@ from transom_worker.sampling.adjustments import adjust_logits
 from transom_worker.sampling.filters import Filters, filter_logits
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.noise import gumbel
+from transom_worker.sampling.race import noisy_argmax
+from transom_worker.sampling.row_ops import first_argmax
 from transom_worker.sampling.sequence_state import SequenceState
-
-CPU_NOISE_ELEMENTS = 2**16  # what stays in a core's cache
-DEVICE_NOISE_ELEMENTS = 2**24
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +94,7 @@ def _choose(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[in
 
 
 def _most_likely(logits_NV: torch.Tensor) -> list[int]:
-    return logits_NV.max(-1).indices.tolist()  # the lowest id of equals, and faster than argmax on CPUs
+    return first_argmax(logits_NV).tolist()
 
 
 def _filtered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
@@ -106,23 +105,17 @@ def _filtered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[
     )
     candidates = filter_logits(_tempered(logits_NV, states), filters)
     noise_NC = gumbel(_keys(logits_NV, states), candidates.token_ids_RC)
-    best_N1 = (candidates.logits_RC + noise_NC).max(-1, keepdim=True).indices
+    best_N1 = first_argmax(noise_NC.add_(candidates.logits_RC))[:, None]
     return candidates.token_ids_RC.gather(1, best_N1)[:, 0].tolist()
 
 
 def _unfiltered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    tempered_NV, keys_N1 = _tempered(logits_NV, states), _keys(logits_NV, states)
-    token_ids_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    elements = CPU_NOISE_ELEMENTS if logits_NV.device.type == "cpu" else DEVICE_NOISE_ELEMENTS
-    step = max(1, elements // logits_NV.shape[1])
-    chosen: list[int] = []
-    for first in range(0, len(states), step):
-        noise_NV = gumbel(keys_N1[first : first + step], token_ids_V)
-        chosen += _most_likely(noise_NV.add_(tempered_NV[first : first + step]))
-    return chosen
+    return noisy_argmax(_tempered(logits_NV, states), _keys(logits_NV, states)).tolist()
 
 
 def _tempered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+    if all(state.params.temperature == 1.0 for state in states):
+        return logits_NV
     temperatures = torch.tensor([state.params.temperature for state in states], dtype=logits_NV.dtype)
     return logits_NV / temperatures.to(logits_NV.device)[:, None]
 
