@@ -1,0 +1,129 @@
+"""A dense tile: matmul, softmax, matmul over gathered keys, query heads of one KV head folded into rows.
+
+Several times as fast as torch's flash attention at one query row per sequence in bfloat16.
+
+Legend: n sequences, R query rows each, KVH heads, G query heads per KV head, L gathered keys, D key width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.columns import span_ids
+from transom_kernels.paged_attention.gather import BlockSet, gather_kv
+from transom_kernels.paged_attention.plan import Reader
+from transom_kernels.paged_attention.rule import MaskRule
+
+_NOWHERE = 2**40  # logical block of padding: behind every query
+
+
+@dataclass(slots=True, kw_only=True)
+class DenseTile:
+    """What a dense tile needs in every layer."""
+
+    num_sequences: int
+    rows_each: int
+    rows: slice | torch.Tensor  # of the batch
+    wanted: BlockSet
+    bias: torch.Tensor | None  # [n, 1, R, 1, L], 0 or -inf; None: every row sees all of `keys`
+    keys: slice
+
+
+def build_dense(batch: PagedBatch, rule: MaskRule, readers: tuple[Reader, ...], like: torch.Tensor) -> DenseTile:
+    """Resolve a planned tile to tensors on the device and in the dtype of `like`."""
+    blocks, logical = _block_lists(batch, readers)
+    seen = _visibility(batch, rule, readers, logical)
+    keys = _common_span(seen)
+    bias, blank = None, None
+    if keys is None:
+        keys = slice(0, seen.shape[2])
+        bias = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
+        bias = bias[:, None, :, None, :].to(like.device)
+        blank = (~seen.any(dim=1)).reshape(-1).nonzero().squeeze(1).to(like.device)
+    return DenseTile(
+        num_sequences=len(readers),
+        rows_each=readers[0].count,
+        rows=_rows(readers, like.device),
+        wanted=BlockSet(blocks=torch.tensor(blocks, device=like.device), blank=blank),
+        bias=bias,
+        keys=keys,
+    )
+
+
+def attend_dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tile: DenseTile,
+    scale: float,
+    soft_cap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of the tile's rows, [n * R, KVH * G, Dv]."""
+    n, rows, heads = tile.num_sequences, tile.rows_each, k_cache.shape[2]
+    k, v = gather_kv(k_cache, v_cache, tile.wanted)
+    k, v = k[:, tile.keys], v[:, tile.keys]
+    group = q.shape[1] // heads
+    folded = q[tile.rows].view(n, rows, heads, group, -1).transpose(1, 2).reshape(n * heads, rows * group, -1)
+    scores = folded.new_empty(n * heads, rows * group, k.shape[1])
+    torch.baddbmm(scores, folded, k.transpose(1, 2), beta=0.0, alpha=scale, out=scores)
+    if soft_cap is not None:
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    if tile.bias is not None:
+        scores.view(n, heads, rows, group, -1).add_(tile.bias)
+    out = torch.bmm(torch.softmax(scores, dim=-1), v).view(n, heads, rows, group, -1)
+    if sink_logits is not None:
+        out = out * _kept_share(scores.view(n, heads, rows, group, -1), sink_logits).to(out.dtype)
+    return out.transpose(1, 2).reshape(n * rows, heads * group, -1)
+
+
+def _kept_share(scores: torch.Tensor, sink_logits: torch.Tensor) -> torch.Tensor:
+    """What the sink leaves of each row: exp(lse) / (exp(lse) + exp(sink)), [n, KVH, R, G, 1]."""
+    lse = torch.logsumexp(scores.float(), dim=-1, keepdim=True)
+    return torch.sigmoid(lse - sink_logits.float().view(1, scores.shape[1], 1, scores.shape[3], 1))
+
+
+def _block_lists(batch: PagedBatch, readers: tuple[Reader, ...]) -> tuple[list[list[int]], list[list[int]]]:
+    """Block ids and logical blocks per sequence, padded to the longest (with its own first block, at no position)."""
+    width = max(reader.num_blocks for reader in readers)
+    ids: list[list[int]] = []
+    logical: list[list[int]] = []
+    for reader in readers:
+        found = span_ids(batch, reader.b, 0, reader.sink_blocks) + span_ids(
+            batch, reader.b, reader.first_block, reader.end_block
+        )
+        padding = width - len(found)
+        ids.append(found + found[:1] * padding)
+        run = range(reader.first_block, reader.end_block)
+        logical.append([*range(reader.sink_blocks), *run, *([_NOWHERE] * padding)])
+    return ids, logical
+
+
+def _visibility(
+    batch: PagedBatch, rule: MaskRule, readers: tuple[Reader, ...], logical: list[list[int]]
+) -> torch.Tensor:
+    """Which gathered keys each row sees, [n, R, L] on the CPU."""
+    size = batch.block_size
+    keys = (torch.tensor(logical)[:, :, None] * size + torch.arange(size)).flatten(1)
+    starts = torch.tensor([reader.start for reader in readers])
+    positions = starts[:, None] + torch.arange(readers[0].count)
+    attend_from = torch.tensor([batch.attend_from_host[reader.b] for reader in readers])
+    return rule.visible(positions, keys, attend_from[:, None, None])
+
+
+def _common_span(seen: torch.Tensor) -> slice | None:
+    """The one run of keys that every row of every sequence sees, when nothing else is seen by any; else None."""
+    column = seen.reshape(-1, seen.shape[2]).any(dim=0)
+    places = column.nonzero().squeeze(1)
+    first, end = int(places[0]), int(places[-1]) + 1
+    return slice(first, end) if bool(seen[:, :, first:end].all()) else None
+
+
+def _rows(readers: tuple[Reader, ...], device: torch.device) -> slice | torch.Tensor:
+    rows = [row for reader in readers for row in range(reader.row, reader.row + reader.count)]
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)

@@ -1,0 +1,79 @@
+"""`paged_attention`: attention of new queries over a group's paged KV cache.
+
+Legend: T query tokens, H query heads, KVH heads, D key width, Dv value width, P block size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.cpu import paged_attention_torch
+from transom_kernels.paged_attention.rule import MaskRule
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    num_sink_tokens: int = 0,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `q` [T, H, D] over `k_cache` [ids, P, KVH, D] and `v_cache` [ids, P, KVH, Dv]; [T, H, Dv].
+
+    The step's own keys are in the cache already (`kv_write` comes first). Query head `h` reads KV head `h // (H / KVH)`.
+    The query at position `p` sees key `k <= p` when `k < num_sink_tokens`, or when `k` is at least `batch.attend_from`, inside
+    the last `window` tokens (the query counted) and in the same chunk of `chunk` tokens. Scores are `q k * scale`, then
+    `soft_cap * tanh(score / soft_cap)`; `sink_logits` [H] take part in the softmax's denominator alone. A query that sees
+    no key gets zeros. Slots that no query sees may hold anything, NaN too. Caches may have any strides.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit.
+        IndexError: a visible key's block is missing from the block table.
+    """
+    _check(q, k_cache, v_cache, batch)
+    _check_options(window, num_sink_tokens, chunk, soft_cap, sink_logits, q.shape[1])
+    rule = MaskRule(window=window, num_sink_tokens=num_sink_tokens, chunk=chunk)
+    return paged_attention_torch(
+        q, k_cache, v_cache, batch, scale=scale, rule=rule, soft_cap=soft_cap, sink_logits=sink_logits
+    )
+
+
+def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: PagedBatch) -> None:
+    if q.dtype not in _DTYPES or not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(
+            f"q is {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}; all must be one of float32, bfloat16, float16."
+        )
+    heads, kv_heads = q.shape[1], k_cache.shape[2]
+    if k_cache.shape[:3] != v_cache.shape[:3] or q.shape[2] != k_cache.shape[3] or heads % kv_heads:
+        raise ValueError(
+            f"q {tuple(q.shape)} does not fit caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}: widths must agree "
+            "and query heads be a multiple of KV heads."
+        )
+    if k_cache.shape[1] != batch.block_size:
+        raise ValueError(f"cache blocks have {k_cache.shape[1]} tokens; the batch says {batch.block_size}.")
+
+
+def _check_options(
+    window: int | None,
+    num_sink_tokens: int,
+    chunk: int | None,
+    soft_cap: float | None,
+    sink_logits: torch.Tensor | None,
+    num_heads: int,
+) -> None:
+    for name, value in (("window", window), ("chunk", chunk), ("soft_cap", soft_cap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} is {value}; it must be above 0, or None.")
+    if num_sink_tokens < 0:
+        raise ValueError(f"num_sink_tokens is {num_sink_tokens}; it must be 0 or more.")
+    if sink_logits is not None and sink_logits.shape != (num_heads,):
+        raise ValueError(f"sink_logits has shape {tuple(sink_logits.shape)}; give one per query head: ({num_heads},).")

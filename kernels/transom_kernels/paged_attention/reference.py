@@ -1,0 +1,77 @@
+"""Attention over a paged cache, as plainly as it can be said: the specification of `paged_attention`.
+
+Legend: R query rows of one sequence, L its gathered keys, H query heads, D key width, Dv value width, P block size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.columns import span_ids
+from transom_kernels.paged_attention.rule import MaskRule
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    rule: MaskRule,
+    soft_cap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `op.paged_attention`; computes in float32, one sequence at a time."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+    row = 0
+    for b, count in enumerate(batch.count_host):
+        if count == 0:
+            continue
+        positions = torch.arange(batch.start_host[b], batch.start_host[b] + count)
+        visible, keys, values = _visible_keys(k_cache, v_cache, batch, b, positions, rule)
+        rows = slice(row, row + count)
+        out[rows] = _attend(q[rows], keys, values, visible.to(q.device), scale, soft_cap, sink_logits).to(q.dtype)
+        row += count
+    return out
+
+
+def _visible_keys(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, batch: PagedBatch, b: int, positions: torch.Tensor, rule: MaskRule
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which keys each row sees [R, L], and those keys and values [L, heads, width], gathered token by token."""
+    context = torch.arange(int(positions[-1]) + 1)
+    visible = rule.visible(positions, context, batch.attend_from_host[b])
+    read = visible.any(dim=0)
+    blocks = [_block(batch, b, position) for position in context[read].tolist()]
+    offsets = [position % batch.block_size for position in context[read].tolist()]
+    return visible[:, read], k_cache[blocks, offsets].float(), v_cache[blocks, offsets].float()
+
+
+def _block(batch: PagedBatch, b: int, position: int) -> int:
+    logical = position // batch.block_size
+    return span_ids(batch, b, logical, logical + 1)[0]
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(q k^T) v per head; a head's sink logit takes part in the denominator alone. Rows that see nothing give 0."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    scores = torch.einsum("rhd,lhd->hrl", q.float(), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sink_logits is not None:
+        sinks = sink_logits.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : keys.shape[0]]
+    return torch.einsum("hrl,lhe->rhe", weights, values)

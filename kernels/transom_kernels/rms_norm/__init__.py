@@ -1,0 +1,5 @@
+"""Root-mean-square normalisation."""
+
+from transom_kernels.rms_norm.op import rms_norm
+
+__all__ = ["rms_norm"]

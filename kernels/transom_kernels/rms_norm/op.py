@@ -1,0 +1,34 @@
+"""`rms_norm`: x / rms(x) * weight, computed in float32.
+
+Legend: T rows, N width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_FEW_ROWS = 64  # below it torch's composite has fewer calls; above it fewer passes over memory win
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise `x` [T, N], or `x + residual` if given, by `weight` [N].
+
+    Returns the normalised rows and the sum that was normalised (`x` itself without a residual).
+
+    Raises:
+        ValueError: widths that do not fit.
+    """
+    if weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
+        other = None if residual is None else tuple(residual.shape)
+        raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)} or residual {other}.")
+    if residual is not None:
+        x = x + residual
+    if x.shape[0] < _FEW_ROWS or x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps), x
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return wide.mul_(scale).to(x.dtype).mul_(weight), x

@@ -1,0 +1,108 @@
+"""Random paged batches: dense keys and values per sequence, scattered into a cache that is NaN everywhere else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from transom_kernels.paged_attention.batch import PagedBatch
+
+
+@dataclass(kw_only=True)
+class Sequence:
+    """`count` queries at positions from `start`."""
+
+    start: int
+    count: int
+    attend_from: int = 0
+    first_key: int | None = None  # keys below are absent from the run (the window slid on); default: all are there
+
+
+@dataclass(kw_only=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 8
+    v_size: int | None = None
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    head_major: bool = True
+    num_pinned_blocks: int = 0
+
+
+@dataclass(kw_only=True)
+class Case:
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    batch: PagedBatch
+    keys: list[torch.Tensor] = field(
+        default_factory=list
+    )  # per sequence [start + count, KVH, D], float32 of the cache's
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+def empty_caches(shape: Shape, ids: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """NaN-filled K and V views of one slab, as the layout makes them: a gap, K, V, a gap, in every block."""
+    v_size = shape.v_size or shape.size
+    per_head = shape.block_size * shape.kv_heads
+    k_len, v_len, gap = per_head * shape.size, per_head * v_size, 16
+    stride = gap + k_len + v_len + gap
+    slab = torch.full((ids * stride,), float("nan"), dtype=shape.dtype)
+
+    def view(offset: int, size: int) -> torch.Tensor:
+        token, head = (size, shape.block_size * size) if shape.head_major else (shape.kv_heads * size, size)
+        return slab.as_strided((ids, shape.block_size, shape.kv_heads, size), (stride, token, head, 1), offset)
+
+    return view(gap, shape.size), view(gap + k_len, v_size)
+
+
+def make_case(sequences: list[Sequence], shape: Shape, seed: int = 0) -> Case:
+    """Scatter random keys and values over shuffled blocks."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def normal(*dims: int) -> torch.Tensor:
+        return torch.randn(*dims, generator=generator).to(shape.dtype)
+
+    size, pinned = shape.block_size, shape.num_pinned_blocks
+    total = sum(-(-(s.start + s.count) // size) for s in sequences)
+    free = list(range(total + 3))
+    rng.shuffle(free)
+    k_cache, v_cache = empty_caches(shape, total + 3)
+    tables, firsts, slots, keys, values = [], [], [], [], []
+    for s in sequences:
+        end = s.start + s.count
+        k, v = normal(end, shape.kv_heads, shape.size), normal(end, shape.kv_heads, shape.v_size or shape.size)
+        low = s.first_key or 0
+        first = max(low // size, pinned)
+        blocks = {block: free.pop() for block in range(-(-end // size)) if block < pinned or block >= first}
+        for position in range(end):
+            if position // size in blocks and (position >= low or position < pinned * size):
+                k_cache[blocks[position // size], position % size] = k[position]
+                v_cache[blocks[position // size], position % size] = v[position]
+        tables.append([blocks[block] for block in sorted(blocks)])
+        firsts.append(first)
+        slots.extend(blocks[p // size] * size + p % size for p in range(s.start, end))
+        keys.append(k.float())
+        values.append(v.float())
+    width = max(map(len, tables))
+    counts = [s.count for s in sequences]
+    batch = PagedBatch(
+        block_size=size,
+        num_pinned_blocks=pinned,
+        block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32),
+        first_block=torch.tensor(firsts, dtype=torch.int32),
+        attend_from=torch.tensor([s.attend_from for s in sequences], dtype=torch.int32),
+        slots=torch.tensor(slots),
+        query_offset=torch.tensor([0, *counts]).cumsum(0).int(),
+        start=torch.tensor([s.start for s in sequences], dtype=torch.int32),
+        block_table_host=tables,
+        first_block_host=firsts,
+        attend_from_host=[s.attend_from for s in sequences],
+        start_host=[s.start for s in sequences],
+        count_host=counts,
+    )
+    q = normal(sum(counts), shape.heads, shape.size)
+    return Case(q=q, k_cache=k_cache, v_cache=v_cache, batch=batch, keys=keys, values=values)

@@ -1,0 +1,46 @@
+"""Gated feed-forward layer: down(silu(gate(x)) * up(x)).
+
+Legend: T tokens, N hidden width, I inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from transom_kernels.gated_mlp import gated_silu
+from transom_worker.layers.linear import PackedLinear, Quantization, make_linear, runs_packed
+
+
+class GatedMlp:
+    """Packed weights take activation and product into the two projections; others run one fused projection."""
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],  # gate [I, N], up [I, N], down [N, I]
+        biases: Sequence[torch.Tensor] | None,
+        *,
+        quantization: Quantization,
+    ) -> None:
+        gate_IN, up_IN, down_NI = weights
+        gate_bias, up_bias, down_bias = biases or (None, None, None)
+        self._pair: tuple[PackedLinear, PackedLinear] | None = None
+        if runs_packed(gate_IN, quantization):
+            self._pair = (PackedLinear(gate_IN, gate_bias), PackedLinear(up_IN, up_bias))
+        else:
+            bias = None if biases is None else torch.cat(tuple(biases[:2]))
+            self._gate_up = make_linear(torch.cat([gate_IN, up_IN]), bias, quantization=quantization)
+        self._down = make_linear(down_NI, down_bias, quantization=quantization)
+        layers = (*(self._pair or (self._gate_up,)), self._down)
+        self.weight_bytes = sum(layer.weight_bytes for layer in layers)
+
+    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
+        """`residual + mlp(x)`, [T, N]."""
+        return self._down.add_to(residual_TN, self._inner(x_TN))
+
+    def _inner(self, x_TN: torch.Tensor) -> torch.Tensor:
+        if self._pair is None:
+            return gated_silu(self._gate_up(x_TN))
+        gate, up = self._pair
+        return up.packed.combine(x_TN, gate.packed.apply(x_TN, "swish"), "mul")

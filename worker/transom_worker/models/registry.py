@@ -1,0 +1,39 @@
+"""From an architecture's family to the class that runs it."""
+
+from __future__ import annotations
+
+import torch
+
+from transom_worker.errors import ConfigError, ModelError
+from transom_worker.layers.linear import Quantization
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.llama import Llama
+from transom_worker.models.model import Model, Weights
+from transom_worker.parallel import Parallel
+
+_FAMILIES = {"llama": Llama}
+
+
+def build_model(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    quantization: Quantization = "none",
+    parallel: Parallel | None = None,
+) -> Model:
+    """The model, its weights converted, fused, packed or quantised and on `device`.
+
+    `weights` is asked for each tensor once by its Hugging Face name; "lm_head.weight" never when the head is tied.
+
+    Raises:
+        ModelError: an unknown family.
+        ConfigError: more than one rank, or a quantisation that this device and dtype lack.
+    """
+    if architecture.family not in _FAMILIES:
+        raise ModelError(f"No model for family {architecture.family!r}; supported so far: {', '.join(_FAMILIES)}.")
+    if parallel is not None and parallel.size != 1:
+        raise ConfigError(f"This model was asked to run on {parallel.size} ranks; run it on one.")
+    family = _FAMILIES[architecture.family]
+    return family(architecture, weights, dtype=dtype, device=torch.device(device), quantization=quantization)
