@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two busy processes on two cores would spin each other to a halt
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -10,6 +11,15 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random llama checkpoint and a working tokenizer."""
+    from tiny_checkpoints import tiny_llama
+
+    return tiny_llama(tmp_path_factory.mktemp("tiny_model"))

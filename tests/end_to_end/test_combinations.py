@@ -10,9 +10,9 @@ import itertools
 from pathlib import Path
 
 import pytest
-from tiny_checkpoints import HybridCase, reference_greedy
 
 from engine_driver import make_engine, make_request, run
+from tiny_checkpoints import HybridCase, reference_greedy
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 47, 48, 49, 63, 65, 100, 200)

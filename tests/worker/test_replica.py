@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tiny_checkpoints import tiny_llama
 
 from transom_worker.config import Settings
 from transom_worker.contract import OutputEvent, Request, SamplingParams
@@ -15,10 +14,8 @@ from transom_worker.replica import WorkerReplica
 
 
 @pytest.fixture(scope="module")
-def replica(tmp_path_factory: pytest.TempPathFactory) -> WorkerReplica:
-    folder: Path = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    settings = Settings.parse(model=str(folder), kv_cache_memory_bytes="4MiB", max_num_seqs=4, max_waiting=8)
+def replica(tiny_model: Path) -> WorkerReplica:
+    settings = Settings.parse(model=str(tiny_model), kv_cache_memory_bytes="4MiB", max_num_seqs=4, max_waiting=8)
     return WorkerReplica(settings.engine_config(), "tiny")
 
 
