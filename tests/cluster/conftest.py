@@ -1,0 +1,113 @@
+"""A router over a stub worker, behind a real HTTP server on a random loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from stub_worker import ByteTokenizer, StubWorker
+
+from transom_cluster.ingress import build_api
+from transom_cluster.router import Router
+from transom_worker.config import ServerConfig
+
+
+def make_router(worker: StubWorker, **config: Any) -> Router:
+    values = {"served_model_name": "stub", **config}
+    return Router(worker=worker, tokenizer=ByteTokenizer(), config=ServerConfig(**values), router_id="r0")
+
+
+@dataclass
+class Api:
+    """The API in the test's own event loop, without sockets."""
+
+    worker: StubWorker
+    router: Router
+    client: httpx.AsyncClient = field(repr=False)
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3, **body})
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hi"}]
+        return await self.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, **body})
+
+
+@contextlib.asynccontextmanager
+async def running_api(worker: StubWorker | None = None, **config: Any) -> AsyncIterator[Api]:
+    worker = worker or StubWorker()
+    router = make_router(worker, **config)
+    app = build_api(router)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    router.start()
+    try:
+        async with asyncio.timeout(10):
+            while worker.can_open and not router.is_ready:
+                await asyncio.sleep(0)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield Api(worker, router, client)
+    finally:
+        await router.stop()
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    async with running_api() as running:
+        yield running
+
+
+@dataclass
+class HttpServer:
+    """uvicorn on a thread, with its stub worker; `call` runs something on the server's loop."""
+
+    url: str
+    worker: StubWorker
+    router: Router
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+
+@contextlib.contextmanager
+def http_server(**config: Any) -> Iterator[HttpServer]:
+    ready = threading.Event()
+    made: dict[str, Any] = {}
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+
+    async def serve() -> None:
+        worker = StubWorker()
+        router = make_router(worker, **config)
+        server = uvicorn.Server(uvicorn.Config(build_api(router), log_level="critical", ws="none"))
+        made.update(worker=worker, router=router, server=server, loop=asyncio.get_running_loop())
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not (server.started and router.is_ready) and not task.done():
+            await asyncio.sleep(0.005)
+        ready.set()
+        await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    port = listener.getsockname()[1]
+    try:
+        yield HttpServer(f"http://127.0.0.1:{port}", made["worker"], made["router"], made["loop"])
+    finally:
+        made["server"].should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    with http_server() as running:
+        yield running

@@ -1,0 +1,159 @@
+"""A worker without a model: continues a prompt with the letters a, b, c, ... one per step, when the test lets it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transom_worker.chat_template import ChatPrompt
+from transom_worker.contract import ErrorInfo, Logprob, OutputEvent, Request, TokenLogprobs, Usage
+
+EOS = 256
+VOCAB_SIZE = 260
+MAX_MODEL_LEN = 512
+METRICS = '# HELP transom_requests_running R.\n# TYPE transom_requests_running gauge\ntransom_requests_running{worker="0"} 1.0\n'
+
+
+class ByteTokenizer:
+    """One token a byte."""
+
+    has_chat_template = True
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = (EOS,)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in token_ids if i < 256).decode(errors="replace")
+
+    def token(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="backslashreplace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, template: Any = None, extra: Any = None
+    ) -> ChatPrompt:
+        turns = [f"{message['role']}:{message['content']};" for message in messages]
+        ends = [len("".join(turns[: i + 1]).encode()) for i in range(len(turns))]
+        text = "".join(turns) + ("assistant:" if add_generation_prompt else "")
+        return ChatPrompt(text=text, token_ids=tuple(self.encode(text)), turn_boundaries=tuple(ends))
+
+
+@dataclass
+class StubWorker:
+    """Plays the worker's side of `WorkerClient`. `paused` holds events back; `die` breaks the stream."""
+
+    submitted: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    admission_error: ErrorInfo | None = None
+    step_error: ErrorInfo | None = None
+    submit_failure: Exception | None = None
+    num_streams: int = 0
+    can_open: bool = True
+    metrics: str | None = METRICS
+    max_events: int | None = None  # of each request; then silence
+
+    def __post_init__(self) -> None:
+        self._queue: asyncio.Queue[list[OutputEvent] | Exception] | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.changed = asyncio.Event()
+
+    async def open_stream(self, router_id: str) -> AsyncGenerator[list[OutputEvent], None]:
+        if not self.can_open:
+            raise ConnectionError("no worker")
+        self.num_streams += 1
+        self._queue = asyncio.Queue()
+        yield []
+        while not isinstance(item := await self._queue.get(), Exception):
+            yield item
+        raise item
+
+    async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
+        if self.submit_failure is not None:
+            raise self.submit_failure
+        self.submitted += requests
+        if self.admission_error is not None:
+            return [self.admission_error, *[None] * (len(requests) - 1)]
+        for request in requests:
+            self._running[request.request_id] = asyncio.create_task(self._generate(request))
+        self._notify()
+        return [None] * len(requests)
+
+    async def abort(self, router_id: str, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            if request_id in self._running:
+                self._running.pop(request_id).cancel()
+        self._notify()
+
+    async def info(self) -> dict[str, Any]:
+        return {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE}
+
+    async def metrics_text(self) -> str:
+        if self.metrics is None:
+            raise ConnectionError("no worker")
+        return self.metrics
+
+    def push(self, *events: OutputEvent) -> None:
+        """Send events of the test's own making."""
+        assert self._queue is not None
+        self._queue.put_nowait(list(events))
+
+    def die(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        assert self._queue is not None
+        self._queue.put_nowait(ConnectionError("the worker died"))
+
+    async def until(self, condition: Any) -> None:
+        """Wait until something that this worker was told makes `condition` true."""
+        async with asyncio.timeout(10):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    def _notify(self) -> None:
+        self.changed.set()
+
+    async def _generate(self, request: Request) -> None:
+        params = request.params
+        count = min(params.max_tokens or 26, 26)
+        for position in range(count):
+            if self.max_events is not None and position == self.max_events:
+                return
+            self.push(self._event(request, position, is_last=position == count - 1))
+            await asyncio.sleep(0)
+
+    def _event(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
+        if self.step_error is not None and position == 1:
+            return OutputEvent(
+                request_id=request.request_id, position=1, finish_reason="error", error=self.step_error
+            )
+        token_id, params = ord("a") + position, request.params
+        usage = Usage(num_prompt_tokens=request.num_prompt_tokens, num_output_tokens=position + 1, num_cached_tokens=3)
+        prompt_logprobs = None
+        if position == 0 and params.prompt_logprobs is not None:
+            ids = request.prompt_token_ids[1:]
+            prompt_logprobs = (None, *(logprobs_of(i, params.prompt_logprobs) for i in ids))
+        return OutputEvent(
+            request_id=request.request_id,
+            position=position,
+            token_ids=(token_id,),
+            text=chr(token_id),
+            text_offset=position,
+            logprobs=None if params.logprobs is None else (logprobs_of(token_id, params.logprobs),),
+            prompt_logprobs=prompt_logprobs,
+            finish_reason="length" if is_last else None,
+            usage=usage if position == 0 or is_last else None,
+        )
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """The chosen token at rank 1, its successors after it."""
+    top = tuple(Logprob(token_id=token_id + k, logprob=-0.5 - k, rank=k + 1) for k in range(num_top))
+    return TokenLogprobs(chosen=Logprob(token_id=token_id, logprob=-0.5, rank=1), top=top)
