@@ -57,7 +57,7 @@ class ToyDecoder:
         def weight(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=generator) / math.sqrt(size[-1])
 
-        self.shape = shape
+        self.architecture = shape
         self.embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator)
         self.qkv = [weight(3 * KV_HEADS * HEAD, HIDDEN) * 1.5 for _ in shape.layers]
         self.output = [weight(HIDDEN, KV_HEADS * HEAD) * 2.0 for _ in shape.layers]
@@ -67,7 +67,7 @@ class ToyDecoder:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.num_forwards += 1
         x = self._embed(batch.token_ids, batch.positions)
-        for index, spec in enumerate(self.shape.layers):
+        for index, spec in enumerate(self.architecture.layers):
             group = batch.groups[batch.group_of_layer[index]]
             cache = batch.caches[index]
             q, k, v = self._qkv(index, x)
@@ -86,7 +86,7 @@ class ToyDecoder:
     def reference(self, token_ids: list[int]) -> torch.Tensor:
         """Logits of every position, without a cache."""
         x = self._embed(torch.tensor(token_ids), torch.arange(len(token_ids)))
-        for index, spec in enumerate(self.shape.layers):
+        for index, spec in enumerate(self.architecture.layers):
             q, k, v = self._qkv(index, x)
             rows = []
             for position in range(len(token_ids)):

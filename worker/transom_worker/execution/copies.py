@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.block_copy import block_copy
 from transom_worker.execution.slab import block_rows
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import TIER_DEVICE, StepPlan
@@ -17,7 +18,9 @@ def run_copies(plan: StepPlan, layout: ArenaLayout, slab: torch.Tensor) -> int:
     """
     if any(tier != TIER_DEVICE for tier in (*plan.copy_source_tier, *plan.copy_target_tier)):
         raise ValueError("A plan copies blocks to or from the host tier, which is not supported yet.")
+    pairs: dict[int, list[tuple[int, int]]] = {}
     for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-        blocks = block_rows(layout, slab, group)
-        blocks[target].copy_(blocks[source])
+        pairs.setdefault(group, []).append((source, target))
+    for group, copies in pairs.items():  # groups share no bytes, so only the order inside each one matters
+        block_copy(block_rows(layout, slab, group), copies)
     return len(plan.copy_group)

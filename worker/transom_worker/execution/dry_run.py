@@ -8,13 +8,13 @@ import torch
 
 from transom_worker.contract import SamplingParams
 from transom_worker.execution.batch import BatchBuilder
-from transom_worker.execution.model_loading import DecoderModel
 from transom_worker.execution.sequences import SequenceStore
 from transom_worker.kvcache.groups import GroupSpec
+from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
 
-def dry_run(model: DecoderModel, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int]) -> None:
+def dry_run(model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int]) -> None:
     """One forward pass over sequences of `counts` tokens: reads block 0 throughout, writes to the dump blocks alone."""
     store = SequenceStore(groups, max_num_seqs=len(counts))
     for seq_id, count in enumerate(counts):

@@ -5,35 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
-from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.model_files import ModelFiles, resolve_model
 from transom_worker.models.architecture import Architecture, read_architecture, with_windows
-
-
-class DecoderModel(Protocol):
-    """What a runner needs of a model."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that the weights take."""
-        ...
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Float32 logits of the wanted rows, [R, V]; writes the batch's K and V into its caches."""
-        ...
+from transom_worker.models.model import Model
+from transom_worker.models.registry import build_model
+from transom_worker.parallel import Parallel
+from transom_worker.weights import load_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model on its device, and what the engine must know of it."""
 
-    model: DecoderModel
+    model: Model
     architecture: Architecture
     dtype: str  # torch's name of it
     device: torch.device
@@ -46,21 +36,21 @@ def load_model(config: ModelConfig) -> LoadedModel:
     Raises:
         ModelError: its files are missing, broken or of an unknown family.  ConfigError: the device is not there.
     """
-    from transom_worker.models.registry import build_model
-    from transom_worker.parallel import Parallel
-    from transom_worker.weights import load_weights
-
     files = resolve_model(config.model)
     architecture = model_architecture(files, config)
-    device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture, files)
-    model = build_model(
-        architecture,
-        load_weights(files),
-        dtype=getattr(torch, dtype),
-        device=device,
-        quantization=config.quantization,
-        parallel=Parallel(rank=0, size=1),
-    )
+    device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
+    weights = load_weights(files)
+    try:
+        model = build_model(
+            architecture,
+            weights,
+            dtype=getattr(torch, dtype),
+            device=device,
+            quantization=config.quantization,
+            parallel=Parallel(rank=0, size=1),
+        )
+    finally:
+        weights.close()
     return LoadedModel(
         model=model, architecture=architecture, dtype=dtype, device=device, eos_token_ids=eos_token_ids(files)
     )
@@ -83,11 +73,11 @@ def choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def choose_dtype(dtype: str, architecture: Architecture, files: ModelFiles) -> str:
-    """The number format for a setting; `auto` is bfloat16, float32 for a float32 checkpoint that is not GGUF."""
+def choose_dtype(dtype: str, architecture: Architecture) -> str:
+    """The number format for a setting; `auto` is bfloat16, float32 for a float32 checkpoint."""
     if dtype != "auto":
         return dtype
-    return "float32" if architecture.checkpoint_dtype == "float32" and not files.is_gguf else "bfloat16"
+    return "float32" if architecture.checkpoint_dtype == "float32" else "bfloat16"
 
 
 def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:

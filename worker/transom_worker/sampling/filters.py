@@ -37,17 +37,26 @@ def filter_logits(logits_RV: torch.Tensor, filters: Filters) -> Candidates:
     """Candidates of each row of tempered logits."""
     best_R1 = logits_RV.gather(1, first_argmax(logits_RV)[:, None])
     log_total_R1 = _log_total(logits_RV, best_R1, filters)
-    row, token = at_least(logits_RV, _first_cut(logits_RV, best_R1, log_total_R1, filters))
+    token_ids_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device).expand(logits_RV.shape)
+    first = _pack(token_ids_RV, logits_RV, _first_cut(logits_RV, best_R1, log_total_R1, filters))
+    weights_RC = (first.logits_RC - best_R1).exp_().to(torch.float64)
+    nucleus_R1 = _top_p_cut(weights_RC, (log_total_R1 - best_R1).exp(), filters)
+    cut_R1 = torch.maximum(nucleus_R1, _column(filters.min_p, logits_RV))
+    first.logits_RC.masked_fill_(weights_RC < cut_R1, -torch.inf)
+    if min(filters.top_p) >= 1.0:
+        return first
+    return _pack(first.token_ids_RC, first.logits_RC, torch.full_like(best_R1, -torch.inf))
+
+
+def _pack(token_ids_RV: torch.Tensor, logits_RV: torch.Tensor, cut_R1: torch.Tensor) -> Candidates:
+    """Only what reaches its row's cut, side by side."""
+    row, place = at_least(logits_RV, cut_R1)
     column, width = packed_columns(row, len(logits_RV))
     token_ids_RC = torch.zeros(len(logits_RV), width, dtype=torch.int64, device=logits_RV.device)
-    token_ids_RC[row, column] = token
+    token_ids_RC[row, column] = token_ids_RV[row, place]
     logits_RC = logits_RV.new_full(token_ids_RC.shape, -torch.inf)
-    logits_RC[row, column] = logits_RV[row, token]
-    weights_RC = (logits_RC - best_R1).exp_().to(torch.float64)
-    cut_R1 = torch.maximum(
-        _top_p_cut(weights_RC, (log_total_R1 - best_R1).exp(), filters), _column(filters.min_p, logits_RV)
-    )
-    return Candidates(token_ids_RC=token_ids_RC, logits_RC=logits_RC.masked_fill_(weights_RC < cut_R1, -torch.inf))
+    logits_RC[row, column] = logits_RV[row, place]
+    return Candidates(token_ids_RC=token_ids_RC, logits_RC=logits_RC)
 
 
 def _log_total(logits_RV: torch.Tensor, best_R1: torch.Tensor, filters: Filters) -> torch.Tensor:

@@ -35,10 +35,10 @@ def at_least(values_RV: torch.Tensor, bound_R1: torch.Tensor) -> tuple[torch.Ten
     if values_RV.device.type == "cpu":
         values, bound = values_RV.numpy(), bound_R1.numpy()
         flat = np.flatnonzero(values >= np.maximum(bound, np.finfo(values.dtype).min))
-        row, column = np.divmod(flat, values.shape[1])
-        return torch.from_numpy(row), torch.from_numpy(column)
-    row, column = ((values_RV >= bound_R1) & (values_RV > -torch.inf)).nonzero(as_tuple=True)
-    return row, column
+        rows, columns = np.divmod(flat, values.shape[1])
+        return torch.from_numpy(rows), torch.from_numpy(columns)
+    row_N, column_N = ((values_RV >= bound_R1) & (values_RV > -torch.inf)).nonzero(as_tuple=True)
+    return row_N, column_N
 
 
 def packed_columns(row_N: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, int]:
