@@ -15,7 +15,10 @@ from transom_worker.errors import StepFailed
 
 
 class Answer:
-    """The events of one HTTP request's choices, in order of arrival. `next` is for one reader."""
+    """The events of one HTTP request's choices, in order of arrival. `next` is for one reader.
+
+    `num_unfinished` counts choices whose last event `next` has not returned yet.
+    """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
@@ -26,8 +29,6 @@ class Answer:
     def put(self, index: int, event: OutputEvent) -> None:
         """Add an event of choice `index` and wake the reader."""
         self._events.append((index, event))
-        if event.finish_reason is not None:
-            self.num_unfinished -= 1
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -37,6 +38,7 @@ class Answer:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         events, self._events = self._events, []
+        self.num_unfinished -= sum(event.finish_reason is not None for _, event in events)
         return events
 
 

@@ -36,7 +36,12 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else b""
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, template: Any = None, extra: Any = None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: Any = None,
+        extra: Any = None,
     ) -> ChatPrompt:
         turns = [f"{message['role']}:{message['content']};" for message in messages]
         ends = [len("".join(turns[: i + 1]).encode()) for i in range(len(turns))]
@@ -130,10 +135,8 @@ class StubWorker:
             await asyncio.sleep(0)
 
     def _event(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
-        if self.step_error is not None and position == 1:
-            return OutputEvent(
-                request_id=request.request_id, position=1, finish_reason="error", error=self.step_error
-            )
+        if self.step_error is not None and position == 1 and request.choice_index == 0:
+            return OutputEvent(request_id=request.request_id, position=1, finish_reason="error", error=self.step_error)
         token_id, params = ord("a") + position, request.params
         usage = Usage(num_prompt_tokens=request.num_prompt_tokens, num_output_tokens=position + 1, num_cached_tokens=3)
         prompt_logprobs = None

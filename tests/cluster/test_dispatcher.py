@@ -1,0 +1,217 @@
+"""Streams, duplicates, deaths and departures: every accepted request ends in tokens or an error, once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+from conftest import http_server, make_router, running_api
+from hypothesis import given
+from hypothesis import strategies as st
+from stub_worker import StubWorker
+
+from transom_cluster import dispatcher
+from transom_cluster.ingress import build_api
+from transom_cluster.requests_in_flight import Answer, RequestsInFlight
+from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_worker.errors import EngineDead
+
+TEXT = "the quick brown fox"
+
+
+def request(request_id: str = "r", **more: object) -> Request:
+    return Request(request_id=request_id, prompt_token_ids=(1,), params=SamplingParams(), seed=0, **more)
+
+
+def event(start: int, stop: int, *, last: bool = False, request_id: str = "r") -> OutputEvent:
+    """Characters [start, stop) of TEXT, one token each."""
+    return OutputEvent(
+        request_id=request_id,
+        position=start,
+        token_ids=tuple(range(start, stop)),
+        text=TEXT[start:stop],
+        text_offset=start,
+        finish_reason="stop" if last else None,
+    )
+
+
+positions = st.integers(0, len(TEXT) - 1)
+
+
+@given(st.lists(st.tuples(positions, positions)))
+def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
+    """A resumed stream may repeat any part of what came before."""
+    in_flight, answer = RequestsInFlight(), Answer([request()])
+    in_flight.add(answer)
+    end = 0
+    for start, stop in [*map(sorted, ranges), (0, len(TEXT))]:
+        start = min(start, end)
+        end = max(end, stop)
+        in_flight.dispatch([event(start, stop, last=stop == len(TEXT))])
+    events = [e for _, e in asyncio.run(answer.next())]
+    assert "".join(e.text for e in events) == TEXT
+    assert [t for e in events for t in e.token_ids] == list(range(len(TEXT)))
+    assert answer.num_unfinished == 0
+    assert len(in_flight) == 0
+
+
+def test_a_resumed_request_goes_on_from_its_position():
+    in_flight, answer = RequestsInFlight(), Answer([request(resumed_output_ids=(0, 1, 2))])
+    in_flight.add(answer)
+    in_flight.dispatch([event(3, 5)])
+    ((index, got),) = asyncio.run(answer.next())
+    assert (index, got.token_ids, got.text) == (0, (3, 4), TEXT[3:5])
+
+
+def test_lost_events_end_the_request_with_an_error():
+    in_flight, answer = RequestsInFlight(), Answer([request()])
+    in_flight.add(answer)
+    in_flight.dispatch([event(0, 2), event(4, 5)])
+    *_, (_, last) = asyncio.run(answer.next())
+    assert last.finish_reason == "error"
+    assert last.error.kind == "StepFailed"
+    in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")])  # late ones: nobody waits
+    assert len(in_flight) == 0
+
+
+async def test_a_worker_that_dies_ends_its_streams_with_an_error_event_and_comes_back(monkeypatch):
+    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
+    async with running_api(StubWorker(max_events=2)) as api:
+        streaming = asyncio.create_task(api.complete(stream=True, max_tokens=5))
+        whole = asyncio.create_task(api.complete(max_tokens=5, n=2))
+        await api.worker.until(lambda: len(api.worker.submitted) == 3)
+        while len(api.router.link.in_flight) < 3 or api.worker._queue.qsize():
+            await asyncio.sleep(0)
+        api.worker.die()
+        response = await streaming
+        assert "[DONE]" not in response.text
+        error = json.loads(response.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "worker_unavailable"
+        assert (await whole).status_code == 503
+        async with asyncio.timeout(5):
+            while not api.router.is_ready:
+                await asyncio.sleep(0)
+        assert api.worker.num_streams == 2
+        assert len(set(api.worker.aborted)) == 3  # nobody waits for them, should the worker still live
+        api.worker.max_events = None
+        assert (await api.complete()).status_code == 200
+
+
+async def test_a_submission_that_hangs_ends_when_the_link_breaks():
+    worker = StubWorker()
+    async with running_api(worker) as api:
+        never = asyncio.Event()
+
+        async def hang(*_):
+            await never.wait()
+
+        worker.submit = hang
+        waiting = asyncio.create_task(api.complete())
+        while not len(api.router.link.in_flight):
+            await asyncio.sleep(0)
+        worker.die()
+        async with asyncio.timeout(5):
+            assert (await waiting).status_code == 503
+
+
+async def test_a_submission_that_fails_is_503():
+    async with running_api(StubWorker(submit_failure=ConnectionError("secret"))) as api:
+        response = await api.complete()
+        assert response.status_code == 503
+        assert "secret" not in response.text
+        assert len(api.router.link.in_flight) == 0
+
+
+async def test_stopping_the_router_ends_what_runs():
+    worker = StubWorker(max_events=1)
+    router = make_router(worker)
+    router.start()
+    async with asyncio.timeout(5):
+        while not router.is_ready:
+            await asyncio.sleep(0)
+        async with router.answer([request()]) as answer:
+            await router.stop()
+            while answer.num_unfinished:
+                *_, (_, last) = await answer.next()
+        assert last.error.kind == "EngineDead"
+        with pytest.raises(EngineDead):
+            await router.link.submit(Answer([request("s")]))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_requests(server, stream):
+    server.worker.max_events = 1
+    body = {"prompt": ["x", "y"], "max_tokens": 20, "stream": stream}
+    before = len(server.worker.aborted)
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.3)
+    server.call(server.worker.until(lambda: len(server.worker.aborted) >= before + 2))
+    server.worker.max_events = None
+    assert len(server.router.link.in_flight) == 0
+    ids = {r.request_id for r in server.worker.submitted[-2:]}
+    assert set(server.worker.aborted[-2:]) == ids
+
+
+def test_a_slow_client_gets_everything_and_holds_nobody_up(server):
+    """While one client does not read, others are served; then it gets its whole answer."""
+    with httpx.Client(base_url=server.url, timeout=20) as slow, httpx.Client(base_url=server.url, timeout=20) as quick:
+        body = {"prompt": "x", "max_tokens": 26, "stream": True}
+        with slow.stream("POST", "/v1/completions", json=body) as response:
+            for _ in range(5):
+                assert quick.post("/v1/completions", json={"prompt": "y", "max_tokens": 2}).status_code == 200
+            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+    assert text == "abcdefghijklmnopqrstuvwxyz"
+
+
+async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
+    """The reader must not take "everything has arrived" for "everything was read"."""
+    body, sent = json.dumps({"prompt": "x", "max_tokens": 5, "stream": True}).encode(), []
+    never = asyncio.Event()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive():
+        if (message := next(messages, None)) is None:
+            await never.wait()
+        return message
+
+    async def slow_send(message):
+        if message["type"] == "http.response.start":
+            while len(api.router.link.in_flight):
+                await asyncio.sleep(0)
+        sent.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [],
+    }
+    await build_api(api.router)(scope, receive, slow_send)
+    assert b"".join(sent).count(b'"text"') == 5
+    assert b"".join(sent).endswith(b"data: [DONE]\n\n")
+
+
+def test_a_server_without_keys_or_limits_starts_and_ends():
+    with http_server(served_model_name="other") as own:
+        assert httpx.get(f"{own.url}/v1/models").json()["data"][0]["id"] == "other"
+
+
+def test_text_that_trails_its_tokens_is_kept():
+    """The detokeniser holds back text that may become part of a stop string or of a character."""
+    in_flight, answer = RequestsInFlight(), Answer([request()])
+    in_flight.add(answer)
+    held = replace(event(0, 2), text="t")
+    rest = replace(event(2, 3), text="he", text_offset=1)
+    in_flight.dispatch([held, rest, rest])
+    assert "".join(e.text for _, e in asyncio.run(answer.next())) == "the"
