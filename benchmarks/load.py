@@ -27,6 +27,8 @@ from load_answers import BrokenAnswer, Percentiles, Summary, read_answer, summar
 from load_client import Load, LoadClient, RawAnswer
 from load_requests import Workload
 
+TABLE_WIDTH = 140
+
 
 def main(
     url: Annotated[str, typer.Argument(help="The server, with or without /v1.")],
@@ -63,7 +65,7 @@ def main(
         client = LoadClient(base_url=url, api=api, api_key=api_key or None, timeout_s=timeout_s)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.") from None
-    console = Console(stderr=json_path == "-")
+    console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else TABLE_WIDTH)
     loads = read_loads(concurrency, rate)
     try:
         workload, summaries = asyncio.run(measure(client, workload, loads, requests, warmup, console))
