@@ -1,0 +1,108 @@
+"""Hit search against brute force, and prompt outcomes that always add up."""
+
+from __future__ import annotations
+
+import pytest
+from cache_model import MIXES, slow_hit, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_worker.kvcache import outcome
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.hit import find_hit, hit_limit
+from transom_worker.kvcache.index import PrefixIndex
+from transom_worker.kvcache.outcome import classify
+from transom_worker.kvcache.retention import Retention
+
+UNITS = 24
+DIGESTS = [bytes([i]) for i in range(UNITS)]
+
+
+def presence() -> st.SearchStrategy[set[bytes]]:
+    """Any set of units, or one with few gaps."""
+    gaps = st.sets(st.sampled_from(DIGESTS), max_size=3).map(lambda gone: set(DIGESTS) - gone)
+    return st.one_of(st.sets(st.sampled_from(DIGESTS)), gaps)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(MIXES), st.data(), st.sampled_from([1, 2, 4, 16]), st.integers(0, UNITS + 3))
+def test_hit_search_equals_brute_force(mix: tuple[str, ...], data: st.DataObject, block_size: int, limit: int) -> None:
+    specs = [spec(name, block_size=block_size) for name in mix]
+    found = [data.draw(presence()) for _ in specs]
+    hit = find_hit([Retention(s) for s in specs], found, DIGESTS, limit)
+    assert hit.num_units == slow_hit(specs, found, DIGESTS, limit)
+    assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "need"), [(128, 16, 8), (1024, 16, 64), (128, 64, 2), (8, 4, 2), (128, 8, 16)]
+)
+def test_blocks_that_a_window_hit_needs(window: int, block_size: int, need: int) -> None:
+    group = GroupSpec(name="w", kind=GroupKind.WINDOW, layers=(), block_size=block_size, window=window)
+    digests = [i.to_bytes(2, "big") for i in range(300)]
+    for present, expected in ((need, 200), (need - 1, 0)):
+        found = set(digests[200 - present : 200])
+        assert find_hit([Retention(group)], [found], digests, 300).num_units == expected
+
+
+def test_at_least_one_token_is_computed() -> None:
+    assert [hit_limit(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
+
+
+def index_with(full: set[int], window: set[int], gone: set[int]) -> PrefixIndex:
+    index = PrefixIndex(2, remembered=100)
+    for unit in gone:
+        index.add(0, DIGESTS[unit], 0)
+        index.remove(0, DIGESTS[unit])
+    for group, units in ((0, full), (1, window)):
+        for unit in units:
+            index.add(group, DIGESTS[unit], unit)
+    return index
+
+
+def outcomes(index: PrefixIndex, num_tokens: int, num_prompt_tokens: int | None = None) -> dict[str, int]:
+    retentions = [Retention(spec("full")), Retention(spec("window"))]
+    hit = find_hit(retentions, index.groups, DIGESTS, hit_limit(num_tokens, 4))
+    prompt = num_tokens if num_prompt_tokens is None else num_prompt_tokens
+    return classify(hit, DIGESTS, index, num_tokens=num_tokens, num_prompt_tokens=prompt, block_size=4)
+
+
+def test_outcomes_name_the_reason() -> None:
+    index = index_with(full=set(range(6)), window={0, 1, 2}, gone={6, 7})
+    # 3 units hit, 3 more are only in the full group, 2 are gone, 1 is new, and 2 tokens fill no unit
+    assert outcomes(index, 9 * 4 + 2) == {
+        outcome.HIT: 12,
+        outcome.WINDOW_EVICTED: 12,
+        outcome.FULL_EVICTED: 8,
+        outcome.NEVER_SEEN: 4,
+        outcome.BELOW_ALIGNMENT: 2,
+    }
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_unit() -> None:
+    index = index_with(full=set(range(6)), window=set(range(6)), gone=set())
+    assert outcomes(index, 24) == {outcome.HIT: 20, outcome.LAST_TOKEN: 4}
+
+
+@given(
+    st.sets(st.integers(0, UNITS - 1)),
+    st.sets(st.integers(0, UNITS - 1)),
+    st.sets(st.integers(0, UNITS - 1)),
+    st.integers(1, UNITS * 4),
+    st.integers(0, 30),
+)
+def test_outcomes_sum_to_the_prompt(
+    full: set[int], window: set[int], gone: set[int], num_prompt_tokens: int, num_resumed: int
+) -> None:
+    num_tokens = min(num_prompt_tokens + num_resumed, UNITS * 4)
+    parts = outcomes(index_with(full, window, gone - full - window), num_tokens, num_prompt_tokens)
+    assert sum(parts.values()) == num_prompt_tokens
+    assert all(tokens > 0 for tokens in parts.values())
+
+
+def test_the_memory_of_evictions_is_bounded() -> None:
+    index = PrefixIndex(1, remembered=2)
+    for unit in range(3):
+        index.add(0, DIGESTS[unit], unit)
+        index.remove(0, DIGESTS[unit])
+    assert [index.num_seen(DIGESTS, unit, unit + 1) for unit in range(3)] == [0, 1, 1]
