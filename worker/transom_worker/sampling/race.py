@@ -20,8 +20,9 @@ SLACK = 1e-9  # rounding of two logarithms
 def noisy_argmax(logits_NV: torch.Tensor, keys_N1: torch.Tensor) -> torch.Tensor:
     """argmax over V of `logits_NV` + gumbel(`keys_N1`, id), int64 [N]; the lowest id of equals."""
     num_rows, vocab_size = logits_NV.shape
-    padded_NV = functional.pad(logits_NV, (0, -vocab_size % BLOCK), value=-torch.inf)
-    blocks_NB64 = padded_NV.view(num_rows, -1, BLOCK)
+    missing = -vocab_size % BLOCK
+    padded_NV = functional.pad(logits_NV, (0, missing), value=-torch.inf) if missing else logits_NV
+    blocks_NB64 = padded_NV.reshape(num_rows, -1, BLOCK)
     minimum_NB, place_NB = block_minimum(keys_N1, torch.arange(blocks_NB64.shape[1], device=logits_NV.device))
     noise_NB = minimum_NB.log().neg_()
     best_NB = blocks_NB64.amax(-1) + noise_NB

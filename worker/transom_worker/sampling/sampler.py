@@ -131,9 +131,8 @@ def _logprobs(
     if not wanted:
         return []
     rows = [row for row, _ in wanted]
-    found = token_logprobs(
-        logits_SV[torch.tensor(rows, device=logits_SV.device)], [chosen[row] for row in rows], [k for _, k in wanted]
-    )
+    part = logits_SV if len(rows) == len(states) else logits_SV[torch.tensor(rows, device=logits_SV.device)]
+    found = token_logprobs(part, [chosen[row] for row in rows], [k for _, k in wanted])
     result: list[TokenLogprobs | None] = [None] * len(states)
     for row, logprobs in zip(rows, found, strict=True):
         result[row] = logprobs
