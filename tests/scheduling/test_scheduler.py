@@ -6,6 +6,8 @@ import pytest
 from driver import MIXES, Driver, layout, request
 
 from transom_worker.contract import SamplingParams
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.step import NO_ID
 
 
@@ -118,8 +120,6 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
         driver.add(request(name, [ord(name)] * 30, 24))
     driver.run()
     assert driver.scheduler.preemptions["recompute"] > 0
-    again = [plan_start for plan_start in driver.executor.inputs["c"]]
-    assert len(again) == 53
     stats = driver.scheduler.stats()
     assert sum(stats.outcome_tokens.values()) == 90  # counted at first admission alone
 
@@ -202,10 +202,38 @@ def test_resumed_output_is_prefilled_and_positions_go_on() -> None:
     assert [output.position for output in driver.outputs["a"]] == [3, 4, 5, 6, 7]
 
 
-def test_a_hit_spread_over_too_many_pages_starts_again_alone() -> None:
-    """A tiny pool whose cached blocks lie scattered must not block its only request."""
-    driver = Driver(layout(["window", "chunk"], num_pages=7), max_num_batched_tokens=16)
-    for i in range(12):
-        driver.add(request(f"r{i}", [i % 3] * (5 + 3 * i), 9))
+@pytest.mark.parametrize("fails_from", [0, 20])
+def test_the_last_resort_is_an_empty_cache(fails_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where scattered blocks leave no room for the only sequence, it starts again alone, and finishes."""
+    driver = roomy()
+    driver.add(request("before", range(30), 2))
     driver.run()
-    assert len(driver.finished) == 12
+    extend = KvCache.extend
+
+    def scattered(cache: KvCache, blocks: SequenceBlocks, end: int, *, reserve: int = 0) -> bool:
+        return (not blocks.publishes or end <= fails_from) and extend(cache, blocks, end, reserve=reserve)
+
+    monkeypatch.setattr(KvCache, "extend", scattered)
+    driver.add(request("a", range(12), 20))
+    driver.add(request("b", range(5), 3))
+    driver.run()
+    assert sorted(driver.finished) == ["a", "b", "before"]
+    assert len(driver.tokens["a"]) == 20
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_failed_step_takes_its_requests_and_no_more(steps_in_flight: int) -> None:
+    driver = roomy(steps_in_flight=steps_in_flight, max_num_seqs=2)
+    for name in "abc":
+        driver.add(request(name, range(12), 30))
+    driver.step()
+    while driver.schedule() is not None:
+        pass
+    driver.abort("b")
+    assert driver.scheduler.fail_in_flight() == ["a"]
+    assert driver.scheduler.num_in_flight == 0
+    assert driver.scheduler.stats().groups[0].active_blocks == 0
+    plan = driver.scheduler.schedule()
+    assert plan is not None
+    assert {0, 1} <= set(plan.finished)
+    assert [new.request_id for new in plan.new_sequences] == ["c"]

@@ -1,8 +1,4 @@
-"""Continuous batching: each step, which sequences compute how many tokens, and what a result means for them.
-
-The oldest running sequence always makes progress: memory that it lacks is taken from the worst (priority, arrival), by recompute;
-alone and still short (its blocks lie scattered over too many pages), it starts again in an empty cache.
-"""
+"""Continuous batching: each step, which sequences compute how many tokens, and what a result means for them."""
 
 from __future__ import annotations
 
@@ -13,15 +9,14 @@ from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.errors import Overloaded, RequestError
 from transom_worker.kvcache.events import KvEvent
-from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.hit import Hit
+from transom_worker.kvcache.hashing import chain_root
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import check_supported, length_limit
 from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.placement import Placement
 from transom_worker.scheduling.plan_builder import PlanBuilder
-from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence, State
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -51,17 +46,11 @@ class Scheduler:
         self.config = config
         self.max_model_len = max_model_len
         self.cache = KvCache(layout, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
-        self.preemptions = {"recompute": 0}
+        self._placement = Placement(self.cache)
         self._by_request: dict[str, Sequence] = {}
-        self._running = OrderedQueue()
-        self._waiting = OrderedQueue()
         self._in_flight: deque[_InFlight] = deque()
-        self._finished_ids: list[int] = []  # ranks have not been told yet
         self._num_arrived = 0
-        self._next_seq_id = 0
         self._next_step = 0
-        self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
-        self._blocked_at: int | None = None  # `cache.num_releases` when the first waiting one did not fit
 
     @property
     def has_work(self) -> bool:
@@ -71,17 +60,22 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._running)
+        return len(self._placement.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue, preempted ones with them."""
-        return len(self._waiting)
+        return len(self._placement.waiting)
 
     @property
     def num_in_flight(self) -> int:
         """Plans without a result."""
         return len(self._in_flight)
+
+    @property
+    def preemptions(self) -> dict[str, int]:
+        """Preemptions since start, by mode."""
+        return {"recompute": self._placement.num_preemptions}
 
     @property
     def capacity_tokens(self) -> int:
@@ -111,10 +105,10 @@ class Scheduler:
         limit = length_limit(request, self.cache, max_model_len=self.max_model_len)
         if request.request_id in self._by_request:
             raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
-        ahead = len(self._waiting) + len(self._running) - self.config.max_num_seqs
+        ahead = len(self._placement.waiting) + len(self._placement.running) - self.config.max_num_seqs
         if ahead >= self.config.max_waiting:
             raise Overloaded(
-                f"{len(self._waiting)} requests are waiting and the limit is {self.config.max_waiting}; try again later."
+                f"{len(self._placement.waiting)} requests are waiting and the limit is {self.config.max_waiting}; try again later."
             )
         self._num_arrived += 1
         ranked = (request.priority, request.arrival_s) if self.config.policy == "priority" else (0, 0.0)
@@ -127,24 +121,14 @@ class Scheduler:
             token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
         )
         self._by_request[request.request_id] = sequence
-        self._waiting.add(sequence)
-        self._blocked_at = None
+        self._placement.enqueue(sequence)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, wherever it stands; whether there was one. Blocks of a step in flight go when it has answered."""
         sequence = self._by_request.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
-            self._blocked_at = None
-        else:
-            if sequence.num_in_flight and sequence.state is State.RUNNING:
-                self._num_held += 1
-            self._running.remove(sequence)
-            if not sequence.num_in_flight:
-                self._release(sequence)
-        sequence.state = State.DONE
+        self._placement.drop(sequence)
         return True
 
     def finish(self, request_id: str) -> None:
@@ -163,8 +147,8 @@ class Scheduler:
             self._schedule_waiting(builder, budget)
         if not builder.rows:
             return None
-        plan = builder.finish(self._finished_ids, self.cache)
-        self._finished_ids = []
+        plan = builder.finish(self._placement.finished_ids, self.cache)
+        self._placement.finished_ids = []
         self._next_step += 1
         self._in_flight.append(_InFlight(plan, builder.rows))
         return plan
@@ -188,28 +172,41 @@ class Scheduler:
                 self.cache.advance(blocks, sequence.token_ids, processed)
             else:
                 blocks.processed = processed
-            if sequence.state is State.DONE:
-                if not sequence.num_in_flight:
-                    self._num_held -= 1
-                    self._release(sequence)
-            else:
+            if sequence.state is not State.DONE:
                 if result.prompt_logprobs and row in result.prompt_logprobs:
                     _collect_prompt_logprobs(sequence, result.prompt_logprobs[row])
                 if samples:
                     logprobs = result.logprobs[sample] if result.logprobs else None
                     outputs.append(_take_token(sequence, result.sampled_ids[sample], logprobs))
-                if sequence.state is State.LEAVING and not sequence.num_in_flight:
-                    self._num_held -= 1
-                    self._preempt(sequence)
+            if sequence.state is not State.RUNNING and not sequence.num_in_flight:
+                self._placement.settle(sequence)
             sample += samples
         return outputs
+
+    def fail_in_flight(self) -> list[str]:
+        """A step raised: forget all unanswered plans and drop their requests; returns the ids of those, for an error."""
+        failed = []
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            self._placement.finished_ids += step.plan.finished  # ranks may not have seen them
+            for sequence in step.rows:
+                sequence.num_in_flight -= 1
+                if sequence.num_in_flight:
+                    continue
+                was_done = sequence.state is State.DONE
+                if sequence.state is not State.RUNNING:
+                    self._placement.settle(sequence)
+                if not was_done:
+                    self.abort(sequence.request.request_id)
+                    failed.append(sequence.request.request_id)
+        return failed
 
     def _schedule_running(self, builder: PlanBuilder) -> tuple[int, bool]:
         """Rows for running sequences, the first in order first; the budget left, and whether one was preempted."""
         budget = self.config.max_num_batched_tokens
-        before = self.preemptions["recompute"]
-        num_after = len(self._running)
-        for sequence in list(self._running):
+        before = self._placement.num_preemptions
+        num_after = len(self._placement.running)
+        for sequence in list(self._placement.running):
             num_after -= 1
             if budget <= 0:
                 break
@@ -221,125 +218,24 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None
             if sequence.scheduled + count > blocks.capacity_tokens:
-                count = self._make_room(sequence, count)
+                count = self._placement.make_room(sequence, count, steps_in_flight=len(self._in_flight))
                 if not count:
                     continue
             builder.add_row(sequence, blocks, count)
             budget -= count
-        return budget, self.preemptions["recompute"] > before
-
-    def _make_room(self, sequence: Sequence, count: int) -> int:
-        """Tokens, up to `count`, that `sequence` has blocks for now; 0 if it must wait or was preempted itself."""
-        while True:
-            fitting = self._extend(sequence, count)
-            if fitting or self._num_held:  # else what a step in flight holds comes free first
-                return fitting
-            victim = self._running.last
-            if victim is sequence and len(self._running) == 1:
-                if not self._in_flight:
-                    self._restart_alone(sequence)
-                return 0
-            if victim.num_in_flight:
-                victim.state = State.LEAVING
-                self._num_held += 1
-                return 0
-            self._preempt(victim)
-            if victim is sequence:
-                return 0
-
-    def _extend(self, sequence: Sequence, count: int) -> int:
-        """Blocks for `count` more tokens, or for as many as fit by halving; 0 if not even for one."""
-        blocks = sequence.blocks
-        assert blocks is not None
-        while count and not self.cache.extend(blocks, sequence.scheduled + count):
-            count //= 2
-        return count
+        return budget, self._placement.num_preemptions > before
 
     def _schedule_waiting(self, builder: PlanBuilder, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
-            sequence = self._waiting.first
-            busy = len(self._running) > 0 or self._num_held > 0
-            if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
+        placement = self._placement
+        while placement.waiting and budget > 0 and len(placement.running) < self.config.max_num_seqs:
+            admitted = placement.admit_next(budget)
+            if admitted is None:
                 return
-            if busy and (sequence.alone or any(other.alone for other in self._running)):
-                return
-            if busy and self._blocked_at == self.cache.num_releases:
-                return
-            count = self._admit(sequence, budget, busy)
-            if not count:
-                self._blocked_at = self.cache.num_releases
-                return
+            sequence, count = admitted
             assert sequence.blocks is not None
             builder.introduce(sequence)
             builder.add_row(sequence, sequence.blocks, count)
             budget -= count
-
-    def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
-        """Tokens that a waiting sequence starts with, 0 if its first chunk does not fit beside those that run."""
-        hit = None
-        if self.cache.enable_prefix_caching:
-            extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
-            if not sequence.alone and not sequence.wants_prompt_logprobs:
-                hit = self.cache.find(sequence.chain, len(sequence.token_ids))
-        num_units = hit.num_units if hit else 0
-        blocks = self.cache.begin(sequence.chain, sequence.root, num_units=num_units, publishes=not sequence.alone)
-        sequence.blocks, sequence.scheduled = blocks, blocks.processed
-        count = min(sequence.num_ready, budget)
-        if busy:
-            # one block for each that runs stays within reach, or they would soon preempt it
-            fits = self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self._running))
-            count = count if fits else 0
-        else:
-            count = self._extend(sequence, count)
-        if not count:
-            self.cache.release(blocks)
-            sequence.leave()
-            return self._admit_alone(sequence, budget) if not busy and not sequence.alone else 0
-        self._count_admission(sequence, hit)
-        self._waiting.remove(sequence)
-        self._running.add(sequence)
-        sequence.state = State.RUNNING
-        sequence.seq_id = self._next_seq_id
-        self._next_seq_id += 1
-        return count
-
-    def _admit_alone(self, sequence: Sequence, budget: int) -> int:
-        """Nothing runs and still no room: the hit's blocks lie scattered over too many pages."""
-        sequence.alone = True
-        self.cache.drop_cached()
-        return self._admit(sequence, budget, busy=False)
-
-    def _count_admission(self, sequence: Sequence, hit: Hit | None) -> None:
-        if sequence.admitted:
-            return
-        sequence.admitted = True
-        if hit is not None:
-            sequence.num_cached_tokens = min(hit.num_units * self.cache.block_size, sequence.num_prompt_tokens)
-        self.cache.count_outcome(
-            hit,
-            sequence.chain,
-            num_tokens=len(sequence.token_ids),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-        )
-
-    def _restart_alone(self, sequence: Sequence) -> None:
-        self._preempt(sequence)
-        sequence.alone = True
-        self.cache.drop_cached()
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; what it published stays cached, the rest is computed again."""
-        self.preemptions["recompute"] += 1
-        self._running.remove(sequence)
-        self._release(sequence)
-        sequence.leave()
-        self._waiting.add(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.blocks is not None
-        self.cache.release(sequence.blocks)
-        sequence.blocks = None
-        self._finished_ids.append(sequence.seq_id)
 
 
 def _collect_prompt_logprobs(sequence: Sequence, logprobs: list[TokenLogprobs]) -> None:

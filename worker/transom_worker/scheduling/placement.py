@@ -1,0 +1,159 @@
+"""Who holds blocks: lets waiting sequences in, makes room for running ones, and takes memory back.
+
+The oldest running sequence always makes progress: memory that it lacks is taken from the worst (priority, arrival), by recompute;
+alone and still short (its blocks lie scattered over too many pages), it starts again in an empty cache.
+"""
+
+from __future__ import annotations
+
+from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.hit import Hit
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.scheduling.queue import OrderedQueue
+from transom_worker.scheduling.sequence import Sequence, State
+
+
+class Placement:
+    """The two queues and the cache. Blocks of a sequence that a step in flight computes stay until that step has answered."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self.cache = cache
+        self.running = OrderedQueue()
+        self.waiting = OrderedQueue()
+        self.num_preemptions = 0
+        self.finished_ids: list[int] = []  # ranks have not been told yet
+        self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
+        self._next_seq_id = 0
+        self._blocked_at: int | None = None  # `cache.num_releases` when the first waiting one did not fit
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a new sequence wait for its turn."""
+        self.waiting.add(sequence)
+        self._blocked_at = None
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a sequence, wherever it stands."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+            self._blocked_at = None
+        else:
+            if sequence.num_in_flight and sequence.state is State.RUNNING:
+                self._num_held += 1
+            self.running.remove(sequence)
+            if not sequence.num_in_flight:
+                self._release(sequence)
+        sequence.state = State.DONE
+
+    def settle(self, sequence: Sequence) -> None:
+        """No step in flight computes this LEAVING or DONE sequence any more: its blocks come free."""
+        self._num_held -= 1
+        if sequence.state is State.LEAVING:
+            self._preempt(sequence)
+        else:
+            self._release(sequence)
+
+    def make_room(self, sequence: Sequence, count: int, *, steps_in_flight: int) -> int:
+        """Tokens, up to `count`, that a running sequence has blocks for now; 0 if it must wait or was preempted itself."""
+        while True:
+            fitting = self._extend(sequence, count)
+            if fitting or self._num_held:  # else what a step in flight holds comes free first
+                return fitting
+            victim = self.running.last
+            if victim is sequence and len(self.running) == 1:
+                if not steps_in_flight:
+                    self._preempt(sequence)
+                    sequence.alone = True
+                    self.cache.drop_cached()
+                return 0
+            if victim.num_in_flight:
+                victim.state = State.LEAVING
+                self._num_held += 1
+                return 0
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+
+    def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
+        """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait."""
+        sequence = self.waiting.first
+        busy = len(self.running) > 0 or self._num_held > 0
+        if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
+            return None
+        if busy and (self._blocked_at == self.cache.num_releases or self._someone_is_alone(sequence)):
+            return None
+        count = self._admit(sequence, budget, busy)
+        if not count and not busy and not sequence.alone:
+            # nothing runs and still no room: the hit's blocks lie scattered over too many pages
+            sequence.alone = True
+            self.cache.drop_cached()
+            count = self._admit(sequence, budget, busy)
+        if not count:
+            self._blocked_at = self.cache.num_releases
+            return None
+        return sequence, count
+
+    def _someone_is_alone(self, candidate: Sequence) -> bool:
+        return candidate.alone or (len(self.running) == 1 and self.running.first.alone)
+
+    def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
+        hit = self._find_hit(sequence)
+        num_units = hit.num_units if hit else 0
+        blocks = self.cache.begin(sequence.chain, sequence.root, num_units=num_units, publishes=not sequence.alone)
+        sequence.blocks, sequence.scheduled = blocks, blocks.processed
+        count = min(sequence.num_ready, budget)
+        if not busy:
+            count = self._extend(sequence, count)
+        # one block for each that runs stays within reach, or they would soon preempt it
+        elif not self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running)):
+            count = 0
+        if not count:
+            self.cache.release(blocks)
+            sequence.leave()
+            return 0
+        self._count_outcome(sequence, hit)
+        self.waiting.remove(sequence)
+        self.running.add(sequence)
+        sequence.state = State.RUNNING
+        sequence.seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        return count
+
+    def _find_hit(self, sequence: Sequence) -> Hit | None:
+        """None where the sequence reads no cache."""
+        if not self.cache.enable_prefix_caching:
+            return None
+        extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
+        if sequence.alone or sequence.wants_prompt_logprobs:
+            return None
+        return self.cache.find(sequence.chain, len(sequence.token_ids))
+
+    def _extend(self, sequence: Sequence, count: int) -> int:
+        """Blocks for `count` more tokens, or for as many as fit by halving; 0 if not even for one."""
+        blocks = sequence.blocks
+        assert blocks is not None
+        while count and not self.cache.extend(blocks, sequence.scheduled + count):
+            count //= 2
+        return count
+
+    def _count_outcome(self, sequence: Sequence, hit: Hit | None) -> None:
+        if sequence.admitted:
+            return
+        sequence.admitted = True
+        num_prompt = sequence.num_prompt_tokens
+        if hit is not None:
+            sequence.num_cached_tokens = min(hit.num_units * self.cache.block_size, num_prompt)
+        self.cache.count_outcome(hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; what it published stays cached, the rest is computed again."""
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.leave()
+        self.waiting.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.blocks is not None
+        self.cache.release(sequence.blocks)
+        sequence.blocks = None
+        self.finished_ids.append(sequence.seq_id)
