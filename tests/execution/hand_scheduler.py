@@ -100,6 +100,31 @@ class HandScheduler:
             sequence.last_row = rows.get(seq_id, NO_ID)
         return plan
 
+    def repair(self, seq_id: int, tokens: list[int], full_blocks: dict[int, int], s: int, n: int) -> StepPlan:
+        """Start a sequence whose full group (0) is cached up to `n`, replaying its window group (1) from `s`."""
+        sequence = self.add(seq_id, tokens)
+        plan = self.plan({})
+        size = self.specs[1].block_size
+        sequence.num_computed = n
+        sequence.blocks[0] = dict(full_blocks)
+        sequence.blocks[1] = dict(enumerate(self.pool.take(1, -(-n // size) - s // size), start=s // size))
+        for group in (0, 1):
+            self.put_table(plan, sequence, group)
+        plan.seq_ids, plan.start, plan.count, plan.sample = [seq_id], [s], [n - s], [0]
+        plan.input_id, plan.input_row, plan.logits_from = [NO_ID], [NO_ID], [n]
+        plan.attend_from, plan.write_from = [[0], [s]], [[n], [s]]
+        return plan
+
+    def put_table(self, plan: StepPlan, sequence: HandSequence, group: int) -> None:
+        """A delta that gives an empty table all the blocks that the sequence holds."""
+        held = sequence.blocks[group]
+        plan.delta_seq.append(sequence.new.seq_id)
+        plan.delta_group.append(group)
+        plan.delta_dropped.append(0)
+        plan.delta_first_block.append(min(held))
+        plan.delta_blocks += held.values()
+        plan.delta_offset.append(len(plan.delta_blocks))
+
     def received(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
         """Remember sampled ids; returns them by sequence."""
         sampling = [seq_id for seq_id, sample in zip(plan.seq_ids, plan.sample, strict=True) if sample]

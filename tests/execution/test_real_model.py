@@ -81,6 +81,22 @@ def test_windows_equal_transformers(checkpoint: Path, case: HybridCase, hybrid_k
     executor.shutdown()
 
 
+def test_window_repair_equals_a_cold_run(checkpoint: Path) -> None:
+    """Layers S S F S, W = 17, blocks of 8: at n = 64 live windows start at 48; two window layers lie below layer 3."""
+    case = CASES["pattern"]
+    executor, hand = start(checkpoint, case)
+    hand.add(0, prompt(80)[:64])
+    executor.submit(hand.plan({0: 64}))
+    executor.receive()
+    for seq_id, s in ((1, 48 - 2 * 16), (2, 48)):
+        executor.submit(hand.repair(seq_id, prompt(80), hand.sequences[0].blocks[0], s=s, n=64))
+        assert executor.receive().sampled_ids == []
+    exact = run(executor, hand, {1: [16]}, ahead=False)[1]
+    assert_greedy(exact, checkpoint, prompt(80), case)
+    with pytest.raises(AssertionError):  # a replay that starts too late is not exact: the test would notice
+        assert_greedy(run(executor, hand, {2: [16]}, ahead=False)[2], checkpoint, prompt(80), case)
+
+
 def test_prompt_logprobs_equal_transformers(checkpoint: Path) -> None:
     case = CASES["sinks"]
     executor, hand = start(checkpoint, case)

@@ -138,26 +138,10 @@ def test_window_repair_by_hand() -> None:
     before = _block_bytes(runner, full_blocks)
     # Window layers 0 and 2 with W = 6: the live range at n = 24 starts in the block of 19, which starts at 16.
     # Layer 2 needs layer 0 exact from 16 - 5 on, and what layer 0 writes is exact from s on: s = 16 - 5 = 11.
-    s, n = 11, 24
-    sequence = hand.add(1, tokens)
-    plan = hand.plan({})
-    sequence.num_computed = s
-    sequence.blocks[0] = full_blocks
-    sequence.blocks[1] = {block: hand.pool.take(1, 1)[0] for block in range(s // 4, n // 4)}
-    for group in (0, 1):
-        plan.delta_seq.append(1)
-        plan.delta_group.append(group)
-        plan.delta_dropped.append(0)
-        plan.delta_first_block.append(min(sequence.blocks[group]))
-        plan.delta_blocks += sequence.blocks[group].values()
-        plan.delta_offset.append(len(plan.delta_blocks))
-    plan.seq_ids, plan.start, plan.count, plan.sample = [1], [s], [n - s], [0]
-    plan.input_id, plan.input_row, plan.logits_from = [-1], [-1], [n]
-    plan.attend_from, plan.write_from = [[0], [s]], [[n], [s]]
+    plan = hand.repair(1, tokens, full_blocks, s=11, n=24)
     result = runner.execute(plan)
     assert result.sampled_ids == []
     assert _block_bytes(runner, full_blocks) == before
-    sequence.num_computed = n
     assert decode(runner, hand, {1: [6]}, 10)[1] == model.continue_greedily(tokens, 10)
 
 
@@ -184,12 +168,7 @@ def test_block_copies_before_the_forward_pass() -> None:
         plan.copy_target += copy
         plan.copy_source_tier += [0, 0]
         plan.copy_target_tier += [0, 0]
-        plan.delta_seq.append(1)
-        plan.delta_group.append(group)
-        plan.delta_dropped.append(0)
-        plan.delta_first_block.append(0)
-        plan.delta_blocks += sequence.blocks[group].values()
-        plan.delta_offset.append(len(plan.delta_blocks))
+        hand.put_table(plan, sequence, group)
     sequence.num_computed = 10
     assert runner.execute(plan).num_copies_done == 4
     found = decode(runner, hand, {1: [4]}, 6)[1]

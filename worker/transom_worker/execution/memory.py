@@ -73,10 +73,11 @@ def available_cpu_bytes() -> int:
 
 
 def _meminfo_available() -> int:
-    for line in MEMINFO.read_text().splitlines():
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
+    for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError(f"{MEMINFO} has no MemAvailable; give --kv-cache-memory-bytes.")
+    raise ConfigError(f"{MEMINFO} does not say how much memory is available; give --kv-cache-memory-bytes.")
 
 
 def _cuda_room(utilization: float, device: torch.device, profile: Callable[[], None]) -> int:

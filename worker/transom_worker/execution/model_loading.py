@@ -102,10 +102,17 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Threads of this process's CPU operators: as set, else OMP_NUM_THREADS, else every core it may run on."""
-    if num_threads is None and "OMP_NUM_THREADS" in os.environ:
-        return
-    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+    """Threads of this process's CPU operators; None: every core that it may run on.
+
+    OMP_NUM_THREADS does not count: Ray sets it to an actor's share of CPUs, usually 1.
+    """
+    torch.set_num_threads(num_threads or num_usable_cores())
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _id_list(config: Mapping[str, Any], key: str) -> tuple[int, ...]:

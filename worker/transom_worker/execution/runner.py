@@ -5,6 +5,7 @@ Legend: B scheduled sequences, R rows with logits, S sampling rows, V vocabulary
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
@@ -26,6 +27,8 @@ from transom_worker.sampling.sampler import Sampled, Sampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
 
 WARM_UP_TOKENS = 16
+
+logger = logging.getLogger("transom.worker")
 
 
 class ModelRunner:
@@ -179,7 +182,10 @@ class ModelRunner:
             most_useful_bytes=useful,
             profile=lambda: self._profile(small),
         )
-        return cache_setup.make_layout(groups, pool_bytes)
+        layout = cache_setup.make_layout(groups, pool_bytes)
+        waste = cache_setup.geometry_waste(layout)
+        logger.info("KV pages of %d bytes: at most %.1f %% lost at their edges", layout.page_bytes, 100 * waste)
+        return layout
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
         groups = cache_setup.group_of_layer(self._groups)
