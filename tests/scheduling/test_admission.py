@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driver import Driver, layout, request
+from scheduler_driver import Driver, layout, request
 
 from transom_worker.contract import KvPolicy, Request
 from transom_worker.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driver import MIXES, Driver, layout, request
+from scheduler_driver import MIXES, Driver, layout, request
 
 from transom_worker.contract import SamplingParams
 from transom_worker.kvcache.manager import KvCache
@@ -36,17 +36,17 @@ def test_long_prompts_are_chunked_beside_decoding_sequences() -> None:
     assert (plan.start, plan.count) == ([4, 15], [1, 15])
 
 
-def test_an_older_long_prompt_leaves_a_token_for_those_behind_it() -> None:
-    driver = roomy(max_num_batched_tokens=16)
-    driver.add(request("long", range(90), 2))
-    driver.add(request("short", range(3), 20))
+def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
+    driver = roomy(max_num_batched_tokens=16, policy="priority")
+    driver.add(request("short", range(3), 20, priority=1))
+    driver.step()
+    driver.add(request("long", range(80), 2, priority=0))
     driver.step()
     plan = driver.schedule()
     assert plan is not None
-    assert plan.count == [16]  # the short one waits for a first seat...
+    assert plan.count == [15, 1]
     driver.receive()
     driver.run()
-    assert driver.finished == ["long", "short"]
 
 
 def test_two_steps_in_flight_take_the_token_from_the_row_before() -> None:

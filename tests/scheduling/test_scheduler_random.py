@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from driver import BLOCK, MIXES, Driver, layout, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_driver import BLOCK, MIXES, Driver, layout, request
 
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.manager import KvCache
