@@ -35,6 +35,7 @@ class WorkerLink:
         self.client = client
         self.in_flight = RequestsInFlight()
         self.limits: ModelLimits | None = None  # known while the stream is open
+        self.info: dict[str, Any] = {}  # the worker's last answer
         self._router_id = router_id
         self._tasks: set[asyncio.Task[Any]] = set()
         self._submits: set[asyncio.Task[list[ErrorInfo | None]]] = set()
@@ -116,7 +117,7 @@ class WorkerLink:
                 self.in_flight.dispatch(events)
 
     async def _opened(self, lost: list[str]) -> None:
-        info = await self.client.info()
+        self.info = info = await self.client.info()
         if lost:
             await self.client.abort(self._router_id, lost)
         self.limits = ModelLimits(max_model_len=int(info["max_model_len"]), vocab_size=int(info["vocab_size"]))

@@ -64,7 +64,15 @@ def _add_server_routes(api: FastAPI, router: Router) -> None:
     @api.get("/", summary="What is here")
     async def index() -> dict[str, Any]:
         paths = sorted(path for path in api.openapi()["paths"] if path != "/")
-        return {"name": "transom", "version": __version__, "model": name, "paths": paths, "docs": "/docs"}
+        worker = router.link.info
+        return {
+            "name": "transom",
+            "version": __version__,
+            "model": name,
+            "worker": worker,
+            "paths": paths,
+            "docs": "/docs",
+        }
 
     @api.get("/health", summary="200 when requests can be served")
     async def health() -> Response:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from transom_cluster.process_tree import end_processes, processes_below
 from transom_cluster.progress import Progress
 from transom_worker.config import Settings
 
+logger = logging.getLogger("transom.cli")
+
 APP_NAME = "transom"
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing large goes through it
 POLL_S = 0.1
 
 _ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",  # on loopback; Ray's default writes a token file into the home folder
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -56,9 +60,14 @@ class LocalRay:
         progress.stage("starting Ray")
         for name, value in (_ENVIRONMENT | (_HAPROXY_ENVIRONMENT if self._settings.haproxy else {})).items():
             os.environ.setdefault(name, value)
-        self._start_ray()
+        if "RAY_AUTH_MODE" not in os.environ:
+            # Ray's own ports listen on every interface. A token of this run's keeps others out, and leaves no file behind.
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        with _as_start_failure("Ray"):
+            self._start_ray()
         progress.stage("starting Serve")
-        self._start_serve(given)
+        with _as_start_failure("Serve"):
+            self._start_serve(given)
         progress.stage("loading the model and warming up")
         self._wait_for_app()
 
@@ -68,16 +77,6 @@ class LocalRay:
 
         while ray.is_initialized():
             time.sleep(3600)
-
-    def describe_worker(self) -> list[str]:
-        """What the worker says about its memory, for people."""
-        from ray import serve
-
-        info = serve.get_deployment_handle("Worker", APP_NAME).info.remote().result(timeout_s=30)
-        return [
-            f"Device {info['device']}: weights {info['weight_bytes'] / 2**20:,.0f} MiB, "
-            f"KV cache {info['kv_bytes'] / 2**20:,.0f} MiB, up to {info['max_model_len']:,} tokens a sequence."
-        ]
 
     def stop(self) -> None:
         """End every process that was started here; takes seconds at most. Idempotent."""
@@ -148,6 +147,17 @@ def port_problem(host: str, port: int) -> str | None:
         except OSError as error:
             return f"Port {port} on {host} cannot be used ({error.strerror}); choose another with --port."
     return None
+
+
+@contextlib.contextmanager
+def _as_start_failure(what: str) -> Iterator[None]:
+    """Ray's errors carry whole log files; people need their first line."""
+    try:
+        yield
+    except Exception as error:
+        logger.debug("%s did not start.", what, exc_info=error)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartFailed(f"{what} could not be started: {lines[0]}") from error
 
 
 def _free_port(host: str) -> int:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE_S = 3.0
+GRACE_S = 1.0
 POLL_S = 0.02
 
 

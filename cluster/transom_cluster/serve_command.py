@@ -32,8 +32,8 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
             _check_early(settings)
             cluster.start(given, progress)
             progress.stage("first answer")
-            _wait_until_it_answers(cluster, settings.server_config())
-        _print_welcome(cluster, settings, time.perf_counter() - begin_s)
+            worker = _wait_until_it_answers(cluster, settings.server_config())
+        _print_welcome(cluster, settings, worker, time.perf_counter() - begin_s)
         is_serving = True
         cluster.wait()
     except KeyboardInterrupt:
@@ -64,8 +64,8 @@ def _check_early(settings: Settings) -> None:
     Tokenizer.load(resolve_model(settings.model))
 
 
-def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> None:
-    """Wait for /health, then for one token.
+def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> dict[str, Any]:
+    """Wait for /health, then for one token; what the worker says about itself.
 
     Raises:
         StartFailed: no answer in time, or an error.
@@ -78,8 +78,10 @@ def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> None:
                 raise StartFailed(f"The server did not become healthy within {READY_TIMEOUT_S:.0f} s.")
             time.sleep(0.05)
         response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
-    if response.status_code != 200:
-        raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
+        if response.status_code != 200:
+            raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
+        worker: dict[str, Any] = client.get("/").json()["worker"]
+    return worker
 
 
 def _is_healthy(client: httpx.Client) -> bool:
@@ -89,14 +91,15 @@ def _is_healthy(client: httpx.Client) -> bool:
         return False
 
 
-def _print_welcome(cluster: LocalRay, settings: Settings, start_s: float) -> None:
+def _print_welcome(cluster: LocalRay, settings: Settings, worker: dict[str, Any], start_s: float) -> None:
     config = settings.server_config()
     url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if config.api_keys else ""
     url_flag = "" if url.endswith(":8000") else f" --url {url}"
     message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     for line in (
         f"Transom serves {config.served_model_name} at {url} after {start_s:.1f} s.",
-        *cluster.describe_worker(),
+        f"Device {worker['device']}: weights {worker['weight_bytes'] / 2**20:,.0f} MiB, "
+        f"KV cache {worker['kv_bytes'] / 2**20:,.0f} MiB, up to {worker['max_model_len']:,} tokens a sequence.",
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{message}'",
         f"  transom chat{url_flag}",

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from conftest import http_server, make_router, running_api
 from hypothesis import given
 from hypothesis import strategies as st
 from stub_worker import StubWorker
 
+from conftest import http_server, make_router, running_api
 from transom_cluster import dispatcher
 from transom_cluster.ingress import build_api
 from transom_cluster.requests_in_flight import Answer, RequestsInFlight

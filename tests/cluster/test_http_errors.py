@@ -7,9 +7,9 @@ import json
 
 import httpx
 import pytest
-from conftest import running_api
 from stub_worker import MAX_MODEL_LEN, StubWorker
 
+from conftest import running_api
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed
 

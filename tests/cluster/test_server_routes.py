@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from conftest import running_api
 from prometheus_client.parser import text_string_to_metric_families
 from stub_worker import MAX_MODEL_LEN, StubWorker
 
+from conftest import running_api
 from transom_cluster import __version__
 from transom_cluster.metrics_page import merge_pages
 
