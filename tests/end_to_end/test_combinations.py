@@ -16,11 +16,12 @@ from tiny_checkpoints import HybridCase, reference_greedy
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 47, 48, 49, 63, 65, 100, 200)
+# Model, and a pool in KiB so tight that the longest request just fits and eight at once must be preempted.
 MODELS = {
-    "full": HybridCase(),
-    "SF": HybridCase(window=24, pattern="SF"),
-    "SSF with sinks": HybridCase(window=17, sinks=5, pattern="SSF"),
-    "windows only": HybridCase(window=16, pattern="S"),
+    "full": (HybridCase(), 300),
+    "SF": (HybridCase(window=24, pattern="SF"), 190),
+    "SSF with sinks": (HybridCase(window=17, sinks=5, pattern="SSF"), 190),
+    "windows only": (HybridCase(window=16, pattern="S"), 120),
 }
 SWITCHES = list(itertools.product([True, False], [16, 64, 1024], [1, 2], ["roomy", "tight"]))
 
@@ -37,7 +38,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
     return {
-        name: [reference_greedy(tiny_model, p, NUM_TOKENS, case) for p in prompts()] for name, case in MODELS.items()
+        name: [reference_greedy(tiny_model, p, NUM_TOKENS, case) for p in prompts()] for name, (case, _) in MODELS.items()
     }
 
 
@@ -46,7 +47,7 @@ def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
 def test_every_combination_is_exact(
     tiny_model: Path, expected: dict[str, list[list[int]]], name: str, hybrid: bool
 ) -> None:
-    case = MODELS[name]
+    case, tight_kib = MODELS[name]
     want = expected[name]
     preemptions = hits = 0
     for caching, chunk, in_flight, pool in SWITCHES if hybrid else SWITCHES[::3]:
@@ -60,7 +61,7 @@ def test_every_combination_is_exact(
             block_size=8,
             max_model_len=256,
             max_num_seqs=8,
-            kv_cache_memory_bytes=pool_bytes(pool),
+            kv_cache_memory_bytes=8 << 20 if pool == "roomy" else (tight_kib if hybrid else 300) << 10,
         )
         fresh = [make_request(f"r{i}", p, max_tokens=NUM_TOKENS) for i, p in enumerate(prompts())]
         resumed = [
@@ -77,8 +78,3 @@ def test_every_combination_is_exact(
         engine.shutdown()
     assert preemptions > 0
     assert hits > 0
-
-
-def pool_bytes(pool: str) -> int:
-    """Roomy: everything fits. Tight: the longest request just fits, so that eight at once must be preempted."""
-    return {"roomy": 8 << 20, "tight": 700 << 10}[pool]

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -113,11 +113,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or many, through the model's chat template."""
-        many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        prompts = [
-            {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text}
-            for prompt in (self.engine.tokenizer.apply_chat_template(list(m)) for m in many)
-        ]
+        single = not messages or isinstance(messages[0], Mapping)
+        many = cast("Sequence[Messages]", [messages] if single else messages)
+        rendered = [self.engine.tokenizer.apply_chat_template([dict(m) for m in one]) for one in many]
+        prompts = [{"prompt_token_ids": prompt.token_ids, "prompt": prompt.text} for prompt in rendered]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
