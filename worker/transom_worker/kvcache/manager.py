@@ -6,7 +6,7 @@ those outside `live` freed) and `release`d. Blocks are freed by processed tokens
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -25,6 +25,7 @@ from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats, GroupStats
 
 REMEMBERED_EVICTIONS = 65_536
+MAX_UNREAD_EVENTS = 65_536
 DEVICE_TIER = 0
 
 
@@ -61,7 +62,7 @@ class KvCache:
         self._allocator = BlockAllocator(self.arena, self.pools, self._evict)
         self._tick = 0
         self._version = 0
-        self._events: list[KvEvent] = []
+        self._events: deque[KvEvent] = deque(maxlen=MAX_UNREAD_EVENTS)
         self._copies: list[BlockCopy] = []
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
         self._outcome: Counter[str] = Counter()
@@ -213,8 +214,9 @@ class KvCache:
         self.num_releases += 1
 
     def take_events(self) -> list[KvEvent]:
-        """Events since the last call, in order."""
-        events, self._events = self._events, []
+        """Events since the last call, in order; of too many unread ones the oldest are gone, which their versions show."""
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def take_copies(self) -> list[BlockCopy]:
