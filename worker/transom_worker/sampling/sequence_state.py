@@ -28,13 +28,17 @@ class SequenceState:
         self.counts = TokenCounts(token_ids, num_prompt_tokens) if self.has_penalties else None
         self._enders = sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
         self.has_filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self.changes_logits = bool(self.has_penalties or params.logit_bias or params.min_tokens)
 
     @property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits."""
         params = self.params
         return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the next token's logits need more than temperature and filters."""
+        return bool(self.counts is not None or self.params.logit_bias or self.banned)
 
     @property
     def banned(self) -> list[int]:
