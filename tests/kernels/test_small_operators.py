@@ -1,0 +1,128 @@
+"""kv_write, rotary, rms_norm, gated_silu and block_copy against their references and what they mean."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_case import Shape, empty_caches
+
+from transom_kernels.block_copy import block_copy
+from transom_kernels.block_copy.reference import block_copy_reference
+from transom_kernels.gated_mlp import gated_silu
+from transom_kernels.gated_mlp.reference import gated_silu_reference
+from transom_kernels.kv_write import kv_write
+from transom_kernels.kv_write.reference import kv_write_reference
+from transom_kernels.rms_norm import rms_norm
+from transom_kernels.rms_norm.reference import rms_norm_reference
+from transom_kernels.rotary import rotary
+from transom_kernels.rotary.reference import rotary_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 9), st.integers(0, 20), st.booleans(), st.booleans(), st.sampled_from([None, 4])
+)
+def test_kv_write_touches_its_slots_alone(kv_heads, block_size, tokens, head_major, fused, v_size):
+    shape = Shape(kv_heads=kv_heads, size=6, v_size=v_size, block_size=block_size, head_major=head_major)
+    ids = tokens // block_size + 2
+    wanted, got = empty_caches(shape, ids), empty_caches(shape, ids)
+    slots = torch.randperm(ids * block_size)[:tokens]
+    row = torch.randn(tokens, 3 + 2 * kv_heads, 6)
+    k, v = row[:, 3 : 3 + kv_heads], row[:, 3 + kv_heads :, : v_size or 6]
+    if not fused:
+        k = k.clone()
+    scratch = {}
+    kv_write_reference(k, v, *wanted, slots)
+    for _ in range(2):
+        kv_write(k, v, *got, slots, scratch)
+        torch.testing.assert_close(got, wanted, equal_nan=True, rtol=0, atol=0)
+
+
+def test_kv_write_masked_tokens_may_share_a_slot():
+    k_cache, v_cache = empty_caches(Shape(kv_heads=1, size=2), 2)
+    kv_write(torch.ones(5, 1, 2), torch.ones(5, 1, 2), k_cache, v_cache, torch.full((5,), 7))
+    assert k_cache[1, 3].eq(1).all()
+    assert k_cache[0].isnan().all()
+
+
+def test_kv_write_refuses_what_does_not_fit():
+    k_cache, v_cache = empty_caches(Shape(kv_heads=2, size=4), 2)
+    k, slots = torch.zeros(3, 2, 4), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="heads and widths"):
+        kv_write(k[:, :1], k, k_cache, v_cache, slots)
+    with pytest.raises(ValueError, match="float16"):
+        kv_write(k.half(), k, k_cache, v_cache, slots)
+    with pytest.raises(ValueError, match="2 slots"):
+        kv_write(k, k, k_cache, v_cache, slots[:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "table_heads"), [(1, 1, 1), (5, 3, 1), (7, 4, 4)])
+def test_rotary(dtype, tokens, heads, table_heads):
+    x = torch.randn(tokens, heads, 10).to(dtype)
+    cos, sin = (torch.randn(tokens, table_heads, 10).to(dtype) for _ in range(2))
+    wanted = rotary_reference(x.float(), cos.float(), sin.float())
+    before = x.clone()
+    torch.testing.assert_close(rotary(x, cos, sin).float(), wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
+    assert x.equal(before)
+
+
+def test_rotary_turns_pairs_and_passes_others():
+    angle = torch.tensor(0.3)
+    cos = torch.stack([angle.cos(), torch.ones(())])[None, :, None].expand(1, 2, 4)
+    sin = torch.stack([angle.sin(), torch.zeros(())])[None, :, None] * torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    x = torch.randn(1, 2, 4)
+    turned = torch.view_as_real(torch.complex(x[0, 0, :2], x[0, 0, 2:]) * torch.exp(1j * angle)).T.flatten()
+    torch.testing.assert_close(rotary(x, cos, sin), torch.stack([turned, x[0, 1]])[None])
+
+
+def test_rotary_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="odd"):
+        rotary(torch.zeros(1, 1, 3), torch.zeros(1, 1, 3), torch.zeros(1, 1, 3))
+    with pytest.raises(ValueError, match="needs tables"):
+        rotary(torch.zeros(2, 1, 4), torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65])
+def test_rms_norm(dtype, rows):
+    x, weight, residual = (torch.randn(*dims).to(dtype) for dims in ((rows, 33), (33,), (rows, 33)))
+    out, same = rms_norm(x, weight, 1e-5)
+    assert same is x
+    torch.testing.assert_close(out, rms_norm_reference(x, weight, 1e-5), atol=LIMIT[dtype], rtol=LIMIT[dtype])
+    out, total = rms_norm(x, weight, 1e-5, residual)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(out, rms_norm_reference(total, weight, 1e-5), atol=LIMIT[dtype], rtol=LIMIT[dtype])
+
+
+def test_rms_norm_of_zeros_and_wrong_width():
+    assert rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-5)[0].eq(0).all()
+    with pytest.raises(ValueError, match="does not fit"):
+        rms_norm(torch.zeros(2, 4), torch.ones(3), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_gated_silu(dtype, rows):
+    x = torch.randn(rows, 14).to(dtype)
+    torch.testing.assert_close(gated_silu(x), gated_silu_reference(x), atol=LIMIT[dtype], rtol=LIMIT[dtype])
+    with pytest.raises(ValueError, match="width 13"):
+        gated_silu(x[:, :13])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_block_copy_is_as_one_after_the_other(pairs):
+    wanted = torch.randint(0, 255, (6, 40), dtype=torch.uint8)
+    got = wanted.clone()
+    block_copy_reference(wanted[:, :32], pairs)
+    block_copy(got[:, :32], pairs)
+    assert got.equal(wanted)
+
+
+def test_block_copy_refuses_foreign_ids():
+    with pytest.raises(ValueError, match="copy 0 -> 6"):
+        block_copy(torch.zeros(6, 4), [(0, 6)])

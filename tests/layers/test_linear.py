@@ -1,0 +1,94 @@
+"""Every linear layer against a plain product."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_worker.errors import ConfigError
+from transom_worker.layers.int8 import Int8Weight, packs_int8
+from transom_worker.layers.linear import Int8Linear, PackedLinear, PlainLinear, make_linear
+from transom_worker.layers.packed import PackedWeight
+
+SHAPES = [(1, 1, 1), (1, 16, 32), (3, 17, 5), (33, 64, 48), (130, 96, 7)]
+needs_packing = pytest.mark.skipif(not PackedWeight.available(), reason="this torch or CPU packs no weights")
+
+
+def operands(m, k, n, dtype):
+    torch.manual_seed(m + k + n)
+    return torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_matches_a_plain_product(shape, dtype, biased):
+    x, weight, bias = operands(*shape, dtype)
+    layer = make_linear(weight, bias if biased else None)
+    wanted = x.float() @ weight.float().T + (bias.float() if biased else 0)
+    limit = 1e-4 if dtype == torch.float32 else 0.02 * shape[1] ** 0.5
+    torch.testing.assert_close(layer(x).float(), wanted, atol=limit, rtol=0.01)
+    residual = torch.randn(shape[0], shape[2]).to(dtype)
+    before = residual.clone()
+    torch.testing.assert_close(layer.add_to(residual, x).float(), wanted + residual.float(), atol=limit, rtol=0.01)
+    assert residual.equal(before)
+
+
+@needs_packing
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_post_operations(shape):
+    x, weight, bias = operands(*shape, torch.bfloat16)
+    packed = PackedWeight(weight, bias)
+    wanted = x.float() @ weight.float().T + bias.float()
+    limit = 0.02 * shape[1] ** 0.5
+    torch.testing.assert_close(
+        packed.apply(x, "swish").float(), torch.nn.functional.silu(wanted), atol=limit, rtol=0.02
+    )
+    other = torch.randn(shape[0], shape[2]).bfloat16()
+    torch.testing.assert_close(packed.combine(x, other, "mul").float(), wanted * other.float(), atol=limit, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("shape", [(1, 64, 48), (4, 576, 96), (33, 64, 16)], ids=str)
+def test_int8_error_is_that_of_rounding(shape, dtype, packs, monkeypatch):
+    if packs and not packs_int8():
+        pytest.skip("no packed int8 here")
+    monkeypatch.setattr("transom_worker.layers.int8.packs_int8", lambda: packs)
+    x, weight, bias = operands(*shape, dtype)
+    x[0] = 0
+    wanted = x.float() @ weight.float().T + bias.float()
+    got = Int8Linear(weight, bias)(x)
+    assert got.dtype == dtype
+    error = (got.float() - wanted).norm() / wanted.norm()
+    assert error < 0.03
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9), st.floats(1e-6, 1e6))
+def test_int8_scales_with_its_rows(rows, factor):
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 32), Int8Weight(torch.randn(16, 32))
+    torch.testing.assert_close(weight.apply(x * factor), weight.apply(x) * factor, rtol=0.02, atol=0.05 * factor)
+
+
+def test_no_rows_give_no_rows():
+    for layer in (PlainLinear, PackedLinear, Int8Linear):
+        if layer is PackedLinear and not PackedWeight.available():
+            continue
+        x, weight, _ = operands(1, 16, 8, torch.bfloat16)
+        assert layer(weight, None)(x[:0]).shape == (0, 8)
+
+
+def test_int8_is_refused_where_it_cannot_run():
+    with pytest.raises(ConfigError, match="float16"):
+        make_linear(torch.zeros(4, 4, dtype=torch.float16), quantization="int8")
+    with pytest.raises(ConfigError, match="on meta"):
+        make_linear(torch.zeros(4, 4, device="meta"), quantization="int8")
+
+
+def test_weight_bytes():
+    weight = torch.zeros(8, 16)
+    assert make_linear(weight).weight_bytes == 8 * 16 * 4
+    assert make_linear(weight.bfloat16()).weight_bytes == 8 * 16 * 2
+    assert make_linear(weight, quantization="int8").weight_bytes == 8 * 16 + 8 * 4
