@@ -38,7 +38,8 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
     return {
-        name: [reference_greedy(tiny_model, p, NUM_TOKENS, case) for p in prompts()] for name, (case, _) in MODELS.items()
+        name: [reference_greedy(tiny_model, p, NUM_TOKENS, case) for p in prompts()]
+        for name, (case, _) in MODELS.items()
     }
 
 
