@@ -1,5 +1,5 @@
 """Rotary position embedding, half-split."""
 
-from transom_kernels.rotary.op import rotary
+from transom_kernels.rotary.op import rotary_
 
-__all__ = ["rotary"]
+__all__ = ["rotary_"]

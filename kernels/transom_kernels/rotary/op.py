@@ -1,4 +1,4 @@
-"""`rotary`: rotate pairs (i, i + D/2) of each head.
+"""`rotary_`: rotate pairs (i, i + D/2) of each head.
 
 Legend: T tokens, H heads, D head width.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 
 
-def rotary(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotated copy of `x` [T, H, D].
+def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
+    """Rotate `x` [T, H, D], which may be strided, in place.
 
-    `cos` and `signed_sin` are [T, 1 or H, D] in x's dtype; `signed_sin` is the sine with its first half negated. Rows with
-    cosine 1 and sine 0 pass through, so that values can ride along with queries and keys.
+    `cos` and `signed_sin` are [T, 1 or H, D] in x's dtype; `signed_sin` is the sine with its first half negated.
 
     Raises:
         ValueError: an odd width or tables that do not fit.
@@ -25,5 +24,5 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torc
             f"x {tuple(x.shape)} needs tables [{x.shape[0]}, 1 or {x.shape[1]}, {width}]; "
             f"got {tuple(cos.shape)} and {tuple(signed_sin.shape)}."
         )
-    swapped = x.roll(width // 2, dims=-1)
-    return swapped.mul_(signed_sin).addcmul_(x, cos)
+    swapped = x.roll(width // 2, dims=-1).mul_(signed_sin)
+    torch.addcmul(swapped, x, cos, out=x)

@@ -1,4 +1,4 @@
-"""Half-split rotation, half by half: the specification of `rotary`."""
+"""Half-split rotation, half by half: the specification of `rotary_`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def rotary_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """See `op.rotary`."""
+    """See `op.rotary_`; returns the rotated copy."""
     first, second = x.chunk(2, dim=-1)
     cos_first, cos_second = cos.chunk(2, dim=-1)
     sin_first, sin_second = signed_sin.chunk(2, dim=-1)

@@ -12,7 +12,7 @@ import torch
 from transom_kernels.kv_write import kv_write
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.rotary import rotary
+from transom_kernels.rotary import rotary_
 from transom_worker.layers.forward_batch import LayerCache
 from transom_worker.layers.linear import Linear
 from transom_worker.layers.rope import RotaryTables
@@ -49,7 +49,7 @@ class Attention:
         shape = self._shape
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         qkv = self._qkv(x_TN).view(-1, heads + 2 * kv_heads, shape.head_size)
-        qkv = rotary(qkv, tables.cos, tables.signed_sin)
+        rotary_(qkv[:, : heads + kv_heads], tables.cos, tables.signed_sin)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         kv_write(k, v, cache.k, cache.v, batch.slots, batch.scratch)
         seen = paged_attention(

@@ -50,8 +50,6 @@ class Llama:
         self._rotary = RotaryEmbedding(
             head_size=first.head_size,
             theta=architecture.rope_theta,
-            num_rotated=first.num_heads + first.num_kv_heads,
-            num_passed=first.num_kv_heads,
             dtype=dtype,
             device=device,
         )
@@ -64,8 +62,11 @@ class Llama:
         x_TN = self._embedding(batch.token_ids)
         tables = self._rotary(batch.positions)
         for i, layer in enumerate(self._layers):
-            x_TN = layer(x_TN, tables, batch.caches[i], batch.groups[batch.group_of_layer[i]])
-        return self._head(self._norm(x_TN.index_select(0, batch.logit_rows)))
+            x_TN = layer.attend(x_TN, tables, batch.caches[i], batch.groups[batch.group_of_layer[i]])
+            if i == len(self._layers) - 1:  # nobody reads the other rows from here on
+                x_TN = x_TN.index_select(0, batch.logit_rows)
+            x_TN = layer.feed_forward(x_TN)
+        return self._head(self._norm(x_TN))
 
 
 class LlamaLayer:
@@ -100,9 +101,12 @@ class LlamaLayer:
         parts = (self._attention, self._mlp, self._attention_norm, self._mlp_norm)
         self.weight_bytes = sum(part.weight_bytes for part in parts)
 
-    def __call__(self, x_TN: torch.Tensor, tables: RotaryTables, cache: LayerCache, batch: PagedBatch) -> torch.Tensor:
-        """[T, N]."""
-        x_TN = self._attention.add_to(x_TN, self._attention_norm(x_TN), tables, cache, batch)
+    def attend(self, x_TN: torch.Tensor, tables: RotaryTables, cache: LayerCache, batch: PagedBatch) -> torch.Tensor:
+        """`x + attention(norm(x))`, [T, N]."""
+        return self._attention.add_to(x_TN, self._attention_norm(x_TN), tables, cache, batch)
+
+    def feed_forward(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """`x + mlp(norm(x))`, [T, N]."""
         return self._mlp.add_to(x_TN, self._mlp_norm(x_TN))
 
 
