@@ -9,11 +9,13 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from dataclasses import replace
 
 from transom_worker.config import EngineConfig
 from transom_worker.contract import CONTRACT_VERSION, ErrorInfo, OutputEvent, Request, Usage
-from transom_worker.errors import EngineDead, RequestError, RequestTimeout
+from transom_worker.errors import ConfigError, EngineDead, RequestError, RequestTimeout
 from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
+from transom_worker.kvcache.events import KvEvent
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.metrics import EngineMetrics, RequestTimes
 from transom_worker.model_files import resolve_model
@@ -36,15 +38,16 @@ class Engine:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._executor = executor
-        self.info: ExecutorInfo = executor.start()
-        self._eos_token_ids = frozenset(self.info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+        info = executor.start()
+        self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._scheduler = Scheduler(
             config.scheduler,
-            self.info.layout,
+            info.layout,
             block_size=config.cache.block_size,
-            max_model_len=self.info.max_model_len,
+            max_model_len=info.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
+        self.info: ExecutorInfo = replace(info, max_model_len=self._fit_length(info.max_model_len))
         self._answers: dict[str, _Running] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._num_in_flight = 0
@@ -58,6 +61,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return bool(self._answers or self._ready or self._num_in_flight)
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """What became findable or was evicted since the last call; feeds a router's mirror of the prefix index."""
+        return self._scheduler.take_events()
 
     def stats(self) -> CacheStats:
         """The cache's state now; only from the engine's thread, or when idle."""
@@ -235,6 +242,25 @@ class Engine:
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 wrong = next(i for i in ids if not 0 <= i < vocab_size)
                 raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
+
+    def _fit_length(self, max_model_len: int) -> int:
+        """The longest sequence that both the model and the pool can hold.
+
+        Raises:
+            ConfigError: the length was asked for and the pool is too small for it.
+        """
+        capacity = self._scheduler.capacity_tokens
+        if capacity >= max_model_len:
+            return max_model_len
+        if self.config.model.max_model_len is not None or capacity < 2:
+            self._executor.shutdown()
+            raise ConfigError(
+                f"The KV pool holds {capacity} tokens of one sequence, and the model's length is {max_model_len}; "
+                f"give a larger --kv-cache-memory-bytes, or --max-model-len {max(2, capacity)} at most."
+            )
+        logger.warning("The KV pool holds %d tokens of one sequence: that is the length limit now.", capacity)
+        self._scheduler.max_model_len = capacity
+        return capacity
 
     def _publish_stats(self) -> None:
         self._stats_at_s = time.perf_counter()

@@ -7,6 +7,7 @@ each group to that router's queue with a single wake-up of the event loop.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -27,6 +28,8 @@ class WorkerReplica:
     def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
         begin_s = time.perf_counter()
         self.engine = build_engine(config, model_name=model_name, worker=worker)
+        gc.collect()
+        gc.freeze()  # what loading made stays for good; collecting it again would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s
         self._thread = EngineThread(self.engine, self._deliver)
         self._loop: asyncio.AbstractEventLoop | None = None

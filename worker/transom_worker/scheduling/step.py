@@ -57,8 +57,9 @@ class StepPlan:
     the last one may be new: `input_id[b]` gives it, or `input_row[b]` says that it is what row `input_row[b]` of the step
     before sampled (an index into that step's B); both NO_ID when the rank knows them all.
 
-    Per group `g`: no key below `attend_from[g][b]` is read by this sequence's queries in this step, and no key or value
-    below position `write_from[g][b]` is written (both 0 or `start` in the ordinary case; raised by window repair).
+    Per group `g`: no key below `attend_from[g][b]`, pinned sink tokens apart, is read by this sequence's queries in this step,
+    and no key or value below position `write_from[g][b]` is written (0 and `start` in the ordinary case; raised by window
+    repair).
 
     Logits are wanted for positions `[logits_from[b], start[b] + count[b])`: none when equal to the end, the last row alone
     for a sampling sequence, more for prompt log-probabilities. `sample[b]` is 1 when the last row samples a token.
@@ -95,7 +96,7 @@ class StepPlan:
     copy_source_tier: list[int] = field(default_factory=list)  # [C]
     copy_target_tier: list[int] = field(default_factory=list)  # [C]
 
-    grammar_mask: bytes | None = None  # [S, ceil(V / 8)] bits, 1 = allowed; sampling rows in order
+    grammar_mask: bytes | None = None  # [S, ceil(V / 8)] bits, lowest first, 1 = allowed; sampling rows in order
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,92 @@
+"""Offline use in the shape that vLLM's users know."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from transom_worker import LLM, SamplingParams
+from transom_worker.errors import ConfigError, RequestError
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model), dtype="float32", kv_cache_memory_bytes="8MiB", num_threads=1, seed=3) as llm:
+        yield llm
+
+
+def test_one_prompt_or_many_in_order(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in ("one", "two words", "three")]
+    together = llm.generate(["one", "two words", {"prompt_token_ids": alone[2].prompt_token_ids}], params)
+    assert [out.outputs[0].token_ids for out in together] == [out.outputs[0].token_ids for out in alone]
+    assert [out.prompt for out in together] == ["one", "two words", None]
+    assert all(out.outputs[0].finish_reason == "length" for out in together)
+    tokenizer = llm.get_tokenizer()
+    assert all(out.outputs[0].text == tokenizer.decode(out.outputs[0].token_ids) for out in together)
+
+
+def test_choices_seeds_and_parameters_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(n=3, max_tokens=5, seed=1, ignore_eos=True), SamplingParams(max_tokens=2, ignore_eos=True)]
+    first, second = llm.generate(["abc", "abc"], params, use_tqdm=False)
+    again, _ = llm.generate(["abc", "abc"], params, use_tqdm=False)
+    texts = [choice.token_ids for choice in first.outputs]
+    assert [choice.index for choice in first.outputs] == [0, 1, 2]
+    assert [choice.token_ids for choice in again.outputs] == texts
+    assert len({tuple(ids) for ids in texts}) == 3
+    assert len(second.outputs[0].token_ids) == 2
+
+
+def test_logprobs_by_step_and_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (out,) = llm.generate({"prompt_token_ids": [9, 8, 7]}, params, use_tqdm=False)
+    choice = out.outputs[0]
+    assert choice.logprobs is not None
+    for token_id, step in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert step[token_id].rank == 1
+        assert step[token_id].logprob == max(entry.logprob for entry in step.values())
+        assert len(step) == 2
+    assert out.prompt_logprobs is not None
+    assert out.prompt_logprobs[0] is None
+    assert all(token in step for token, step in zip([8, 7], out.prompt_logprobs[1:], strict=True) if step)
+
+
+def test_the_cache_is_reported(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(100, 150))}
+    params = SamplingParams(max_tokens=1)
+    assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
+    assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 48
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    conversation = [{"role": "user", "content": "Hi"}]
+    (one,) = llm.chat(conversation, params, use_tqdm=False)
+    two = llm.chat([conversation, conversation], params, use_tqdm=False)
+    assert one.prompt is not None
+    assert "<|im_start|>user\nHi" in one.prompt
+    assert [out.outputs[0].token_ids for out in two] == [one.outputs[0].token_ids] * 2
+
+
+def test_wrong_use_is_told(llm: LLM, tiny_model: Path) -> None:
+    with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["a"], [SamplingParams(), SamplingParams()])
+    with pytest.raises(RequestError, match="prompt_token_ids"):
+        llm.generate({"text": "a"})
+    with pytest.raises(ConfigError, match="max_seqs is not a setting"):
+        LLM(str(tiny_model), max_seqs=3)
+    assert llm.generate("still there", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_neither_ray_nor_fastapi_is_imported(tiny_model: Path) -> None:
+    code = (
+        "import sys; from transom_worker import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1)\n"
+        "llm.generate('x', SamplingParams(max_tokens=2), use_tqdm=False); llm.shutdown()\n"
+        "assert not {'ray', 'fastapi', 'transformers', 'uvicorn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
