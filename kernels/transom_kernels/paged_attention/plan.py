@@ -14,6 +14,7 @@ from transom_kernels.paged_attention.rule import MaskRule
 
 PIECE_ROWS = 128  # rows of a dense prompt piece: the mask's waste against the number of calls
 PADDING_BLOCKS = 32  # a tile of its own costs about as much as gathering this many blocks
+TILE_BLOCKS = 2048  # bounds the buffer that a tile is gathered into; larger tiles are no faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +107,13 @@ def _reader(batch: PagedBatch, rule: MaskRule, b: int, row: int, count: int, sta
 
 
 def _bucket(readers: list[Reader]) -> list[tuple[Reader, ...]]:
-    """Group by length so that padding stays below `PADDING_BLOCKS` a tile; inside a tile in order of rows."""
+    """Group by length, within `PADDING_BLOCKS` and `TILE_BLOCKS` a tile; inside a tile in order of rows."""
     buckets: list[list[Reader]] = []
     padding = 0
     for reader in sorted(readers, key=lambda r: -r.num_blocks):
         if buckets:
             padding += buckets[-1][0].num_blocks - reader.num_blocks
-        if not buckets or padding > PADDING_BLOCKS:
+        if not buckets or padding > PADDING_BLOCKS or (len(buckets[-1]) + 1) * buckets[-1][0].num_blocks > TILE_BLOCKS:
             buckets.append([])
             padding = 0
         buckets[-1].append(reader)

@@ -1,0 +1,68 @@
+"""The other layers, each against its formula, and a rank's share."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from transom_worker.layers.embedding import Embedding, Head
+from transom_worker.layers.mlp import GatedMlp
+from transom_worker.layers.rope import RotaryEmbedding
+from transom_worker.parallel import Parallel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_tables_equal_transformers(dtype):
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_theta=100_000.0, max_position_embeddings=9000)
+    positions = torch.tensor([0, 1, 2, 77, 4095, 8191])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), positions[None])
+    ours = RotaryEmbedding(head_size=16, theta=100_000.0, dtype=dtype, device=torch.device("cpu"))(positions)
+    assert ours.cos.dtype == dtype
+    assert ours.cos[:, 0].equal(cos[0])
+    sign = torch.tensor([-1.0] * 8 + [1.0] * 8, dtype=dtype)
+    assert ours.signed_sin[:, 0].equal(sin[0] * sign)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_mlp(dtype, quantization, biased):
+    torch.manual_seed(1)
+    shapes = ((32, 24), (32, 24), (24, 32))
+    weights = [torch.randn(shape).mul(0.2).to(dtype) for shape in shapes]
+    biases = [torch.randn(shape[0]).to(dtype) for shape in shapes] if biased else None
+    x, residual = torch.randn(9, 24).to(dtype), torch.randn(9, 24).to(dtype)
+    got = GatedMlp(weights, biases, quantization=quantization).add_to(residual, x).float()
+    (gate, up, down), wide = (w.float() for w in weights), x.float()
+    b = [bias.float() for bias in biases] if biased else [0.0, 0.0, 0.0]
+    wanted = (F.silu(wide @ gate.T + b[0]) * (wide @ up.T + b[1])) @ down.T + b[2] + residual.float()
+    limit = 1e-5 if dtype == torch.float32 and quantization == "none" else 0.05
+    assert (got - wanted).norm() / wanted.norm() < limit
+
+
+def test_head_gives_float32_and_counts_what_it_holds():
+    table = torch.randn(16, 8)
+    rows = Embedding(table)(torch.tensor([3, 3, 0]))
+    assert rows.equal(table[[3, 3, 0]])
+    tied = Head(table, quantization="none", tied=True)
+    torch.testing.assert_close(tied(rows), rows @ table.T)
+    assert tied.weight_bytes == 0
+    assert Head(table, quantization="none", tied=False).weight_bytes == table.nbytes
+    assert Head(table, quantization="int8", tied=True).weight_bytes > 0
+    assert Head(table.bfloat16(), quantization="none", tied=True)(rows.bfloat16()).dtype == torch.float32
+
+
+@given(st.integers(1, 9), st.integers(0, 40))
+def test_shares_cover_all_units_once_and_evenly(size, units):
+    shares = [range(units)[Parallel(rank=rank, size=size).share(units)] for rank in range(size)]
+    assert [unit for share in shares for unit in share] == list(range(units))
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_rank_outside_its_group_is_refused():
+    with pytest.raises(ValueError, match="rank is 2 of 2"):
+        Parallel(rank=2, size=2)
