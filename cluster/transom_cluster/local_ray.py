@@ -65,6 +65,7 @@ class LocalRay:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with _as_start_failure("Ray"):
             self._start_ray()
+        self._check_device()
         progress.stage("starting Serve")
         with _as_start_failure("Serve"):
             self._start_serve(given)
@@ -104,6 +105,13 @@ class LocalRay:
             _temp_dir=self._folder,
             _system_config={"prestart_worker_first_driver": False},
         )
+
+    def _check_device(self) -> None:
+        """A worker that asks for what is not there would wait for ever."""
+        import ray
+
+        if self._settings.device == "cuda" and ray.cluster_resources().get("GPU", 0) < 1:
+            raise StartFailed("--device cuda, but Ray finds no GPU on this machine; use --device auto or cpu.")
 
     def _start_serve(self, given: dict[str, Any]) -> None:
         from ray import serve
