@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine_driver import make_engine, make_request, run
+from engine_driver import Whole, make_engine, make_request, run
 from transom_worker.engine import Engine
 from transom_worker.errors import ConfigError, EngineDead, Overloaded, PromptTooLong, RequestError, RequestTooLarge
+from transom_worker.output import Answer, Progress
 
 
 @pytest.fixture
@@ -27,6 +29,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
         ([1, 2048], {}, "prompt", "Token id 2048 is outside the vocabulary"),
         ([1], {"logit_bias": {5000: 1.0}}, "logit_bias", "5000"),
         ([1], {"stop_token_ids": (4000,)}, "stop_token_ids", "4000"),
+        ([1], {"resumed": [3, -7]}, "resumed_output_ids", "-7"),
     ],
 )
 def test_wrong_requests_are_refused_at_the_door(
@@ -114,6 +117,64 @@ def test_a_failing_step_answers_everybody(engine: Engine, monkeypatch: pytest.Mo
     assert not engine.has_work
     with pytest.raises(EngineDead, match="no memory left"):
         engine.add(make_request("late", [5]))
+
+
+def test_a_failure_while_answering_loses_no_other_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests end in one step; the second one's text fails. The first one's last event still goes out."""
+    push = Answer.push
+
+    def fail(answer: Answer, token_id: int) -> Progress:
+        if answer.request.request_id == "r1":
+            raise UnicodeError("no such text")
+        return push(answer, token_id)
+
+    for i in range(2):
+        engine.add(make_request(f"r{i}", [5, 6, 7], max_tokens=1))
+    monkeypatch.setattr(Answer, "push", fail)
+    events = {event.request_id: event for event in engine.step()}
+    assert events["r0"].finish_reason == "length"
+    assert events["r1"].error is not None
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_an_interrupt_costs_the_requests_in_flight_alone(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, steps_in_flight: int
+) -> None:
+    engine = make_engine(str(tiny_model), max_num_seqs=2, steps_in_flight=steps_in_flight)
+    (alone,) = run(engine, [make_request("alone", list(range(5, 45)))])
+    for i in range(3):
+        engine.add(make_request(f"r{i}", list(range(5, 45))))
+    engine.step()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._executor._runner._model, "forward", interrupt)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    answer = Whole()
+    while engine.has_work:
+        for event in engine.step():
+            assert event.request_id == "r2"  # it was waiting
+            answer.add(event, first_position=0)
+    assert answer.token_ids == alone.token_ids
+    assert run(engine, [make_request("later", list(range(5, 45)))])[0].token_ids == alone.token_ids
+    engine.shutdown()
+
+
+def test_a_deadline_is_its_own_requests_alone(engine: Engine) -> None:
+    """An id that is used again after its first request has ended does not inherit that one's deadline."""
+    soon_s = time.time() + 0.2
+    engine.add(replace(make_request("again", [5], max_tokens=1), deadline_s=soon_s))
+    while engine.has_work:
+        engine.step()
+    engine.add(make_request("again", [5], max_tokens=5))
+    engine._deadlines = [(0.0, request_id) for _, request_id in engine._deadlines]
+    events = [event for _ in range(5) for event in engine.step()]
+    assert [event.error for event in events] == [None] * 5
 
 
 def test_kv_events_tell_what_is_findable(engine: Engine) -> None:

@@ -12,22 +12,25 @@ import time
 from dataclasses import replace
 
 from transom_worker.config import EngineConfig
-from transom_worker.contract import CONTRACT_VERSION, ErrorInfo, OutputEvent, Request, Usage
+from transom_worker.contract import OutputEvent, Request
 from transom_worker.errors import ConfigError, EngineDead, RequestError, RequestTimeout
 from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
 from transom_worker.kvcache.events import KvEvent
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.metrics import EngineMetrics, RequestTimes
+from transom_worker.metrics import EngineMetrics
 from transom_worker.model_files import resolve_model
 from transom_worker.output import Answer
+from transom_worker.running import RunningRequest
+from transom_worker.scheduling.admission import check_request
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.step import StepPlan
 from transom_worker.startup_report import startup_report
 from transom_worker.tokenizer import Tokenizer
 
 logger = logging.getLogger("transom.worker")
 
-IDLE_STATS_PERIOD_S = 0.25
+STATS_PERIOD_S = 0.25
 
 
 class Engine:
@@ -48,7 +51,7 @@ class Engine:
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
         self.info: ExecutorInfo = replace(info, max_model_len=self._fit_length(info.max_model_len))
-        self._answers: dict[str, _Running] = {}
+        self._answers: dict[str, RunningRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._num_in_flight = 0
         self.forward_s = 0.0  # in the ranks' forward passes, since start
@@ -84,29 +87,20 @@ class Engine:
         """
         if self._dead is not None:
             raise EngineDead(f"The worker's engine has ended: {self._dead}")
-        self._check(request)
+        check_request(request, vocab_size=self.info.vocab_size)
+        if request.request_id in self._answers:
+            raise RequestError(f"Request id {request.request_id!r} is already running; ids must be unique.")
         answer = Answer(
             request, self.tokenizer, eos_token_ids=self._eos_token_ids, max_model_len=self.info.max_model_len
         )
-        running = _Running(answer)
+        running = RunningRequest(answer)
         if answer.finished is not None:
-            usage = running.usage()
-            self._ready.append(
-                OutputEvent(
-                    request_id=request.request_id,
-                    position=answer.num_output_tokens,
-                    text_offset=answer.finished.text_offset + len(answer.finished.text),
-                    finish_reason=answer.finished.finish_reason,
-                    stop_reason=answer.finished.stop_reason,
-                    usage=usage,
-                )
-            )
+            self._ready.append(running.end_event(answer.finished))
             return
         self._scheduler.add(request)
         self._answers[request.request_id] = running
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
-        self.metrics.admitted(request)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; no event follows. False if it is not running."""
@@ -122,19 +116,29 @@ class Engine:
         """Refuse requests from now on; `reason` is what they are told."""
         self._dead = self._dead or reason
 
+    def fail(self, reason: Exception) -> list[OutputEvent]:
+        """End the engine: an error event for every request, and `add` refuses from now on."""
+        self.stop(reason)
+        self._num_in_flight = 0
+        return [self._error_event(request_id, reason) for request_id in list(self._answers)]
+
     def step(self) -> list[OutputEvent]:
         """Run until one result has arrived, or nothing can run; return the events of that step.
 
-        A failing step ends the engine: every request gets an error event, and `add` refuses from then on.
+        A failing step ends the engine: every request gets an error event, and `add` refuses from then on. An interrupt
+        (Ctrl-C in offline use) passes through and costs the requests in flight alone.
         """
         events, self._ready = self._ready, []
         events += self._expire()
+        if self._dead is not None:
+            return events
         try:
-            events += self._step()
+            self._step(events)
         except Exception as error:  # whatever an executor raises ends this engine, never its requests' answers
-            self.stop(error)
-            self._num_in_flight = 0
-            events += [self._error_event(request_id, error) for request_id in list(self._answers)]
+            events += self.fail(error)
+        except BaseException:
+            self._drop_in_flight()
+            raise
         return events
 
     @property
@@ -146,7 +150,8 @@ class Engine:
         """Free the executor's memory and processes; idempotent."""
         self._executor.shutdown()
 
-    def _step(self) -> list[OutputEvent]:
+    def _step(self, events: list[OutputEvent]) -> None:
+        """One step; its events are added one by one, so that none is lost when a later one fails."""
         begin_s = time.perf_counter()
         while self._num_in_flight < self.config.scheduler.steps_in_flight:
             plan = self._scheduler.schedule()
@@ -154,10 +159,10 @@ class Engine:
                 break
             self._executor.submit(plan)
             self._num_in_flight += 1
-            self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
+            self._scheduled(plan)
         if not self._num_in_flight:
             self._publish_stats()
-            return []
+            return
         scheduled_s = time.perf_counter()
         result = self._executor.receive()
         received_s = time.perf_counter()
@@ -165,7 +170,9 @@ class Engine:
         self.forward_s += result.timings.forward_s
         outputs = self._scheduler.receive(result)
         now_s = time.time()
-        events = [self._advance(output, now_s) for output in outputs if output.request_id in self._answers]
+        for output in outputs:
+            if output.request_id in self._answers:
+                events.append(self._advance(output, now_s))
         end_s = time.perf_counter()
         self.metrics.stepped(
             result.timings,
@@ -173,41 +180,42 @@ class Engine:
             wait_s=received_s - scheduled_s,
             output_s=end_s - received_s,
         )
-        if end_s - self._stats_at_s > IDLE_STATS_PERIOD_S or not self._answers:
+        if end_s - self._stats_at_s > STATS_PERIOD_S or not self._answers:
             self._publish_stats()
-        return events
+
+    def _scheduled(self, plan: StepPlan) -> None:
+        """Count a plan, and the requests that it computes for the first time."""
+        self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
+        for new in plan.new_sequences:
+            times = self._answers[new.request_id].times
+            if not times.scheduled_s:
+                self.metrics.admitted(times, num_prompt_tokens=new.num_prompt_tokens)
+
+    def _drop_in_flight(self) -> None:
+        """A step was interrupted: forget all plans in flight, with the requests that they computed."""
+        self._num_in_flight = 0
+        for request_id in self._scheduler.fail_in_flight():
+            self.metrics.finished(self._answers.pop(request_id).times, "abort")
+        self._publish_stats()
 
     def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
         running = self._answers[output.request_id]
-        progress = running.answer.push(output.token_id)
-        first = running.num_cached_tokens is None
-        if first:
-            running.num_cached_tokens = output.num_cached_tokens
+        event = running.token_event(output)
         self.metrics.token(running.times, now_s)
-        if progress.finish_reason is not None:
+        if event.finish_reason is not None:
             self._scheduler.finish(output.request_id)
             del self._answers[output.request_id]
-            self.metrics.finished(running.times, progress.finish_reason)
-        return OutputEvent(
-            request_id=output.request_id,
-            position=output.position,
-            token_ids=(output.token_id,),
-            text=progress.text,
-            text_offset=progress.text_offset,
-            logprobs=None if output.logprobs is None else (output.logprobs,),
-            prompt_logprobs=output.prompt_logprobs,
-            finish_reason=progress.finish_reason,
-            stop_reason=progress.stop_reason,
-            usage=running.usage() if first or progress.finish_reason else None,
-        )
+            self.metrics.finished(running.times, event.finish_reason)
+        return event
 
     def _expire(self) -> list[OutputEvent]:
         """Error events of requests whose deadline has passed."""
         events: list[OutputEvent] = []
         now_s = time.time()
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._deadlines)
-            if request_id in self._answers:
+            deadline_s, request_id = heapq.heappop(self._deadlines)
+            running = self._answers.get(request_id)
+            if running is not None and running.request.deadline_s == deadline_s:
                 self._scheduler.abort(request_id)
                 events.append(self._error_event(request_id, RequestTimeout("The request's deadline has passed.")))
         return events
@@ -215,33 +223,7 @@ class Engine:
     def _error_event(self, request_id: str, error: Exception) -> OutputEvent:
         running = self._answers.pop(request_id)
         self.metrics.finished(running.times, "error")
-        return OutputEvent(
-            request_id=request_id,
-            position=running.answer.num_output_tokens,
-            finish_reason="error",
-            usage=running.usage(),
-            error=ErrorInfo.of(error),
-        )
-
-    def _check(self, request: Request) -> None:
-        if request.version != CONTRACT_VERSION:
-            raise RequestError(
-                f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}."
-            )
-        if request.request_id in self._answers:
-            raise RequestError(f"Request id {request.request_id!r} is already running; ids must be unique.")
-        if not request.prompt_token_ids:
-            raise RequestError("The prompt is empty; it needs at least one token.", param="prompt")
-        vocab_size = self.info.vocab_size
-        for name, ids in (
-            ("prompt", request.prompt_token_ids),
-            ("prompt", request.resumed_output_ids),
-            ("logit_bias", tuple(request.params.logit_bias)),
-            ("stop_token_ids", request.params.stop_token_ids),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-                wrong = next(i for i in ids if not 0 <= i < vocab_size)
-                raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
+        return running.error_event(error)
 
     def _fit_length(self, max_model_len: int) -> int:
         """The longest sequence that both the model and the pool can hold.
@@ -270,22 +252,6 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             preemptions=scheduler.preemptions,
-        )
-
-
-class _Running:
-    """One admitted request: its answer and its times."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-        self.times = RequestTimes(arrival_s=answer.request.arrival_s or time.time())
-        self.num_cached_tokens: int | None = None
-
-    def usage(self) -> Usage:
-        return Usage(
-            num_prompt_tokens=self.answer.request.num_prompt_tokens,
-            num_output_tokens=self.answer.num_output_tokens,
-            num_cached_tokens=self.num_cached_tokens or 0,
         )
 
 

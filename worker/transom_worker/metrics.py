@@ -7,7 +7,7 @@ scrapes, so a step pays nothing for them. The engine's thread writes, any thread
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,23 +15,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:  # types alone: this module depends on the metrics client and nothing else
-    from transom_worker.contract import Request
     from transom_worker.kvcache.stats import CacheStats, GroupStats
     from transom_worker.scheduling.step import StepTimings
 
 TIME_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_TIME_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 STEP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+STEP_PARTS = ("schedule", "wait", "output", "prepare", "copy", "forward", "sample")
 TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class RequestTimes:
-    """When things happened to one request, in seconds since the epoch."""
+    """When things happened to one request, in seconds since the epoch; 0 before they do."""
 
-    __slots__ = ("arrival_s", "first_token_s", "last_token_s")
+    __slots__ = ("arrival_s", "first_token_s", "last_token_s", "scheduled_s")
 
     def __init__(self, arrival_s: float) -> None:
         self.arrival_s = arrival_s
+        self.scheduled_s = 0.0
         self.first_token_s = 0.0
         self.last_token_s = 0.0
 
@@ -42,44 +43,34 @@ class EngineMetrics:
     def __init__(self, *, model: str = "", worker: str = "0") -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model": model, "worker": worker}
-        names = ("model", "worker")
-        values = (model, worker)
-
-        def counter(name: str, text: str, *extra: str) -> Counter:
-            return Counter(name, text, (*names, *extra), registry=self.registry)
-
-        def histogram(name: str, text: str, buckets: Iterable[float], *extra: str) -> Histogram:
-            return Histogram(name, text, (*names, *extra), buckets=tuple(buckets), registry=self.registry)
-
-        self._requests = counter("transom_requests", "Requests by how they ended.", "finish_reason")
-        self._prompt_tokens = counter("transom_prompt_tokens", "Prompt tokens of admitted requests.").labels(*values)
-        self._output_tokens = counter("transom_output_tokens", "Tokens generated.").labels(*values)
-        self._computed_tokens = counter("transom_computed_tokens", "Tokens computed in steps.").labels(*values)
-        self._request_s = histogram(
+        self._requests = self._counters("transom_requests", "Requests by how they ended.", "finish_reason")
+        self._prompt_tokens = self._counter("transom_prompt_tokens", "Prompt tokens of admitted requests.")
+        self._output_tokens = self._counter("transom_output_tokens", "Tokens generated.")
+        self._computed_tokens = self._counter("transom_computed_tokens", "Tokens computed in steps.")
+        self._request_s = self._histograms(
             "transom_request_seconds", "From arrival to the last token.", TIME_BUCKETS_S, "finish_reason"
         )
-        self._first_token_s = histogram(
-            "transom_first_token_seconds", "From arrival to the first token.", TIME_BUCKETS_S
-        ).labels(*values)
-        self._inter_token_s = histogram(
+        self._queue_s = self._request_histogram("transom_queue_seconds", "From arrival to the request's first step.")
+        self._prefill_s = self._request_histogram(
+            "transom_prefill_seconds", "From the request's first step to its first token."
+        )
+        self._first_token_s = self._request_histogram("transom_first_token_seconds", "From arrival to the first token.")
+        self._decode_s = self._request_histogram("transom_decode_seconds", "From the first token to the last.")
+        self._inter_token_s = self._histogram(
             "transom_inter_token_seconds", "Between two tokens of one request.", TOKEN_TIME_BUCKETS_S
-        ).labels(*values)
-        self._decode_s = histogram(
-            "transom_decode_seconds", "From the first token to the last.", TIME_BUCKETS_S
-        ).labels(*values)
-        self._step_s = histogram("transom_step_seconds", "One step, by part.", STEP_BUCKETS_S, "part")
-        self._step_parts = {
-            part: self._step_s.labels(*values, part)
-            for part in ("schedule", "wait", "output", "prepare", "copy", "forward", "sample")
-        }
-        self._step_tokens = histogram("transom_step_tokens", "Tokens in one step.", TOKEN_BUCKETS).labels(*values)
-        self._step_seqs = histogram("transom_step_sequences", "Sequences in one step.", TOKEN_BUCKETS).labels(*values)
+        )
+        steps = self._histograms("transom_step_seconds", "One step, by part.", STEP_BUCKETS_S, "part")
+        self._step_parts = {part: steps.labels(*self._labels.values(), part) for part in STEP_PARTS}
+        self._step_tokens = self._histogram("transom_step_tokens", "Tokens in one step.", TOKEN_BUCKETS)
+        self._step_seqs = self._histogram("transom_step_sequences", "Sequences in one step.", TOKEN_BUCKETS)
         self._collector = _StateCollector(self._labels)
         self.registry.register(self._collector)
 
-    def admitted(self, request: Request) -> None:
-        """A request entered the queue."""
-        self._prompt_tokens.inc(request.num_prompt_tokens)
+    def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
+        """A request left the queue for the first time: its prompt tokens are counted with their prefix outcomes."""
+        times.scheduled_s = time.time()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._queue_s.observe(max(0.0, times.scheduled_s - times.arrival_s))
 
     def scheduled(self, *, num_tokens: int, num_seqs: int) -> None:
         """A plan went to the ranks."""
@@ -102,10 +93,11 @@ class EngineMetrics:
         """A request got a token."""
         self._output_tokens.inc()
         if times.first_token_s:
-            self._inter_token_s.observe(now_s - times.last_token_s)
+            self._inter_token_s.observe(max(0.0, now_s - times.last_token_s))
         else:
             times.first_token_s = now_s
             self._first_token_s.observe(max(0.0, now_s - times.arrival_s))
+            self._prefill_s.observe(max(0.0, now_s - times.scheduled_s))
         times.last_token_s = now_s
 
     def finished(self, times: RequestTimes, finish_reason: str) -> None:
@@ -114,7 +106,7 @@ class EngineMetrics:
         self._requests.labels(*labels).inc()
         self._request_s.labels(*labels).observe(max(0.0, time.time() - times.arrival_s))
         if times.first_token_s:
-            self._decode_s.observe(times.last_token_s - times.first_token_s)
+            self._decode_s.observe(max(0.0, times.last_token_s - times.first_token_s))
 
     def publish(self, stats: CacheStats, *, num_running: int, num_waiting: int, preemptions: dict[str, int]) -> None:
         """Replace what a scrape reads of cache and queue. The engine's thread calls this a few times a second."""
@@ -123,6 +115,21 @@ class EngineMetrics:
     def text(self) -> bytes:
         """The page in Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def _counters(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, (*self._labels, *labels), registry=self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._counters(name, text).labels(*self._labels.values())
+
+    def _histograms(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, text, (*self._labels, *labels), buckets=buckets, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._histograms(name, text, buckets).labels(*self._labels.values())
+
+    def _request_histogram(self, name: str, text: str) -> Histogram:
+        return self._histogram(name, text, TIME_BUCKETS_S)
 
 
 class _StateCollector(Collector):

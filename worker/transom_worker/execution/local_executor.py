@@ -44,10 +44,12 @@ class LocalExecutor(Executor):
         plan = self._plans.popleft()
         try:
             return self._runner.execute(plan)
-        except Exception as error:
+        except BaseException as error:
             for dropped in (plan, *self._plans):
                 self._runner.abandon(dropped)
             self._plans.clear()
+            if not isinstance(error, Exception):  # an interrupt is for whoever runs the engine
+                raise
             raise StepFailed(f"Step {plan.step_id} failed: {type(error).__name__}: {error}") from error
 
     def shutdown(self) -> None:

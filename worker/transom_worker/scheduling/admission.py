@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transom_worker.contract import Request
+from transom_worker.contract import CONTRACT_VERSION, Request
 from transom_worker.errors import PromptTooLong, RequestError, RequestTooLarge
 from transom_worker.kvcache.manager import KvCache
 
@@ -11,6 +11,25 @@ UNSUPPORTED = {
     "grammar": "grammars",
     "adapter": "adapters",
 }
+
+
+def check_request(request: Request, *, vocab_size: int) -> None:
+    """Raises RequestError for a request of another contract version, without a prompt, or with ids outside the vocabulary."""
+    if request.version != CONTRACT_VERSION:
+        raise RequestError(
+            f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}. Update the older side."
+        )
+    if not request.prompt_token_ids:
+        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("resumed_output_ids", request.resumed_output_ids),
+        ("logit_bias", tuple(request.params.logit_bias)),
+        ("stop_token_ids", request.params.stop_token_ids),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
 
 
 def check_supported(request: Request) -> None:

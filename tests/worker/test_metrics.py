@@ -1,0 +1,79 @@
+"""What a worker's Prometheus page says after known requests: every count adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine_driver import make_engine, make_request, run
+from transom_worker.engine import Engine
+
+Page = dict[str, list[tuple[dict[str, str], float]]]
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), max_num_seqs=1)
+    yield engine
+    engine.shutdown()
+
+
+def page(engine: Engine) -> Page:
+    samples: Page = {}
+    for family in text_string_to_metric_families(engine.metrics.text().decode()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples
+
+
+def total(engine: Engine, name: str, **labels: str) -> float:
+    return sum(value for found, value in page(engine).get(name, []) if labels.items() <= found.items())
+
+
+def test_counts_of_finished_requests(engine: Engine) -> None:
+    run(engine, [make_request(f"r{i}", list(range(5, 45)), max_tokens=6) for i in range(3)])
+    assert total(engine, "transom_requests_total", finish_reason="length") == 3
+    assert total(engine, "transom_prompt_tokens_total") == 120
+    assert total(engine, "transom_output_tokens_total") == 18
+    for name in ("request", "queue", "prefill", "first_token", "decode"):
+        assert total(engine, f"transom_{name}_seconds_count") == 3, name
+    assert total(engine, "transom_inter_token_seconds_count") == 15
+    assert total(engine, "transom_prefix_tokens_total", outcome="hit") == 64  # two blocks of 16, twice
+    assert total(engine, "transom_requests_running") == total(engine, "transom_requests_waiting") == 0
+
+
+def test_queue_and_prefill_make_the_first_token_time(engine: Engine) -> None:
+    run(engine, [make_request(f"r{i}", [5, 6, 7], max_tokens=4) for i in range(3)])
+    parts = total(engine, "transom_queue_seconds_sum") + total(engine, "transom_prefill_seconds_sum")
+    assert parts == pytest.approx(total(engine, "transom_first_token_seconds_sum"), abs=1e-3)
+
+
+def test_outcomes_sum_to_the_prompt_tokens_whatever_happens(engine: Engine) -> None:
+    """A request that leaves before its first step has no outcome, and no prompt tokens; a resumed one has its own alone."""
+    engine.add(make_request("runs", list(range(5, 45)), max_tokens=3))
+    engine.add(make_request("waits", list(range(5, 55)), max_tokens=3))
+    engine.step()
+    engine.abort("waits")
+    while engine.has_work:
+        engine.step()
+    run(engine, [make_request("resumed", list(range(5, 40)), resumed=[9] * 20, max_tokens=30)])
+    assert total(engine, "transom_prompt_tokens_total") == 40 + 35
+    assert total(engine, "transom_prefix_tokens_total") == 40 + 35
+    assert total(engine, "transom_output_tokens_total") == 3 + 10
+    assert total(engine, "transom_requests_total", finish_reason="abort") == 1
+    assert total(engine, "transom_queue_seconds_count") == 2
+
+
+def test_preempted_requests_count_once(tiny_model: Path) -> None:
+    engine = make_engine(
+        str(tiny_model), kv_cache_memory_bytes=300 << 10, block_size=8, max_model_len=256, max_num_seqs=8
+    )
+    run(engine, [make_request(f"r{i}", [40 + i] * 60, max_tokens=24) for i in range(8)])
+    assert engine.num_preemptions > 0
+    assert total(engine, "transom_preemptions_total", mode="recompute") == engine.num_preemptions
+    assert total(engine, "transom_prompt_tokens_total") == total(engine, "transom_prefix_tokens_total") == 480
+    assert total(engine, "transom_queue_seconds_count") == total(engine, "transom_prefill_seconds_count") == 8
+    engine.shutdown()
