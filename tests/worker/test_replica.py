@@ -101,6 +101,40 @@ async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerRep
     assert active_blocks(replica) == 0
 
 
+async def test_an_id_in_use_is_refused_and_the_running_one_goes_on(replica: WorkerReplica) -> None:
+    streams = {router: replica.open_stream(router) for router in ("a", "b")}
+    for stream in streams.values():
+        await anext(stream)
+    assert await replica.submit("a", [request("same", max_tokens=50)]) == [None]
+    for router in ("a", "b"):
+        fine, error = await replica.submit(router, [request("fine"), request("same")])
+        assert fine is None
+        assert error is not None
+        assert error.param == "request_id"
+    twice = await replica.submit("b", [request("twice"), request("twice")])
+    assert all(error is not None for error in twice)
+    events = (await collect(streams["a"], {"same"}))["same"]
+    assert [event.position for event in events] == list(range(50))
+    for stream in streams.values():
+        await stream.aclose()
+    assert replica._routers == {}
+
+
+async def test_a_cancelled_submission_leaves_nothing_behind(replica: WorkerReplica) -> None:
+    stream = replica.open_stream("r")
+    await anext(stream)
+    leaving = asyncio.create_task(replica.submit("r", [request("left", max_tokens=400)]))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert replica._routers == {}
+    assert await replica.submit("r", [request("last", max_tokens=1)]) == [None]
+    await collect(stream, {"last"})
+    await stream.aclose()
+    assert active_blocks(replica) == 0
+
+
 async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
     old = replica.open_stream("r")
     await anext(old)

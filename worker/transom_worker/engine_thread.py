@@ -5,6 +5,7 @@ Commands (add, abort) wait in an inbox that the engine's thread empties between 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from concurrent.futures import Future
 from transom_worker.contract import ErrorInfo, OutputEvent, Request
 from transom_worker.engine import Engine
 from transom_worker.errors import EngineDead, TransomError
+
+logger = logging.getLogger("transom.worker")
 
 Deliver = Callable[[list[OutputEvent]], None]
 
@@ -26,12 +29,17 @@ class EngineThread:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._ended = False  # from here on nobody but the caller of `_post` empties the inbox
         self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: list[Request]) -> Future[list[ErrorInfo | None]]:
-        """Admit all of `requests` or none: one entry each, None where admission found nothing wrong."""
+        """Admit all of `requests` or none: one entry each, None where admission found nothing wrong.
+
+        The future cannot be cancelled: who no longer waits for it must `abort`.
+        """
         future: Future[list[ErrorInfo | None]] = Future()
+        future.set_running_or_notify_cancel()
         self._post(lambda: future.set_result(self._add_all(requests)))
         return future
 
@@ -59,10 +67,23 @@ class EngineThread:
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
         self._wake.set()
-        if not self._thread.is_alive():
+        if self._ended:
             self._drain()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+            reason = EngineDead("The worker is shutting down.")
+        except Exception as error:  # a bug, but nobody may wait for ever because of it
+            logger.exception("The engine's thread failed.")
+            reason = EngineDead(f"The engine's thread failed: {type(error).__name__}: {error}")
+        events = self._engine.fail(reason)
+        self._ended = True
+        self._drain()
+        if events:
+            self._deliver(events)
+
+    def _loop(self) -> None:
         while not self._stopping:
             self._drain()
             if self._engine.has_work:
@@ -72,8 +93,6 @@ class EngineThread:
             else:
                 self._wake.wait()
                 self._wake.clear()
-        self._engine.stop(EngineDead("The worker is shutting down."))
-        self._drain()  # nobody who waits for an admission may wait for ever
 
     def _drain(self) -> None:
         while True:
@@ -89,7 +108,9 @@ class EngineThread:
             try:
                 self._engine.add(request)
                 results.append(None)
-            except TransomError as error:
+            except Exception as error:  # whatever a request sets off at the door is that request's error
+                if not isinstance(error, TransomError):
+                    logger.exception("A request could not be admitted.")
                 results.append(ErrorInfo.of(error))
         if any(results):
             for request, result in zip(requests, results, strict=True):

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request
 from transom_worker.engine import build_engine
 from transom_worker.engine_thread import EngineThread
-from transom_worker.errors import EngineDead
+from transom_worker.errors import EngineDead, RequestError
 
 logger = logging.getLogger("transom.worker")
 
@@ -71,14 +72,21 @@ class WorkerReplica:
             return [ErrorInfo.of(EngineDead("The router's event stream is not open; open it and try again."))] * len(
                 requests
             )
-        for request in requests:
-            self._routers[request.request_id] = router_id  # before admission: events may come before its answer
-        results = await asyncio.wrap_future(self._thread.submit(requests))
+        request_ids = [request.request_id for request in requests]
+        if taken := {one for one, count in Counter(request_ids).items() if count > 1 or one in self._routers}:
+            return [_in_use(one) if one in taken else None for one in request_ids]
+        for request_id in request_ids:
+            self._routers[request_id] = router_id  # before admission: events may come before its answer
+        try:
+            results = await asyncio.wrap_future(self._thread.submit(requests))
+        except asyncio.CancelledError:  # whoever asked has left
+            await self.abort(router_id, request_ids)
+            raise
         if any(results):
-            for request in requests:
-                self._routers.pop(request.request_id, None)
+            for request_id in request_ids:
+                self._routers.pop(request_id, None)
         elif router_id not in self._queues:  # the router left while its requests were admitted
-            await self.abort(router_id, [request.request_id for request in requests])
+            await self.abort(router_id, request_ids)
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
@@ -134,3 +142,9 @@ class WorkerReplica:
             queue = self._queues.get(router_id)
             if queue is not None:
                 queue.put_nowait(batch)
+
+
+def _in_use(request_id: str) -> ErrorInfo:
+    return ErrorInfo.of(
+        RequestError(f"Request id {request_id!r} is already in use; ids must be unique.", param="request_id")
+    )
