@@ -104,6 +104,32 @@ def test_min_tokens_forbids_ends_until_reached() -> None:
     assert chosen == [9, 9, EOS]
 
 
+def test_an_ignored_end_is_not_forbidden() -> None:
+    sampler = Sampler(eos_token_ids=(EOS,))
+    add(sampler, 0, [1], 1, SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True))
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, EOS] = 9.0
+    assert sampler.sample(logits, [0]).token_ids == [EOS]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": -1}])
+@pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-5])
+def test_tiny_temperatures_take_the_most_likely(temperature: float, filters: dict[str, float]) -> None:
+    sampler = Sampler()
+    add(sampler, 0, [1], 1, SamplingParams(temperature=temperature, **filters))  # type: ignore[arg-type]
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 10
+    assert sampler.sample(logits, [0]).token_ids == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_any_seed_of_64_bits_samples(seed: int) -> None:
+    sampler = Sampler()
+    for seq_id, params in enumerate((SamplingParams(), SamplingParams(top_k=50))):
+        sampler.add(seq_id, token_ids=[1], num_prompt_tokens=1, params=params, seed=seed)
+    logits = torch.zeros(2, VOCABULARY)
+    assert sampler.sample(logits, [0, 1]).token_ids == sampler.sample(logits, [0, 1]).token_ids
+
+
 def test_grammar_mask_allows_by_bit() -> None:
     sampler = Sampler()
     for seq_id, kind in enumerate(["greedy", "plain", "top_k"]):

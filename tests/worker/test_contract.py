@@ -30,12 +30,34 @@ from transom_worker.contract import ErrorInfo, Request, SamplingParams
         ("logprobs", 21),
         ("logit_bias", {1: 101.0}),
         ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"hello": 1.0}),
+        ("logit_bias", [7]),
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("top_k", 0.5),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("temperature", None),
+        ("temperature", "hot"),
+        ("stop", (5,)),
+        ("stop", 5),
+        ("stop_token_ids", ("5",)),
     ],
 )
 def test_wrong_parameters_name_themselves(field: str, value: object) -> None:
     with pytest.raises(errors.RequestError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.param == field
+
+
+def test_what_is_the_same_is_read_the_same() -> None:
+    one = SamplingParams(stop="end", stop_token_ids=[7], logit_bias={"3": 1})  # type: ignore[arg-type, dict-item]
+    assert one == SamplingParams(stop=("end",), stop_token_ids=(7,), logit_bias={3: 1.0})
+    unset = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert unset == SamplingParams()
+    assert SamplingParams(seed=-(2**63)).seed == -(2**63)
+    assert SamplingParams(seed=2**64 - 1).seed == 2**64 - 1
+    assert SamplingParams(top_k=-1) != SamplingParams(top_k=0)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ any worker: `resumed_output_ids` are the tokens that the client side already has
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Literal
 
 from transom_worker import errors
@@ -21,13 +22,34 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+LEAST_TEMPERATURE = 1e-5
+
+# Fields of SamplingParams and what they may be; None: unbounded.
+_INTEGERS: dict[str, tuple[int | None, int | None]] = {
+    "n": (1, 128),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),  # and at most max_tokens
+    "top_k": (-1, None),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_MAY_BE_UNSET = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen and when an answer ends.
 
-    Filters apply in this order: logit bias, penalties, temperature, top_k, top_p, min_p. `temperature` 0 is greedy.
+    Filters apply in this order: logit bias, penalties, temperature, top_k, top_p, min_p. `temperature` 0 (or under 1e-5) is greedy.
     `n` is expanded into `n` requests before the engine sees them. `max_tokens` None means up to the model's length.
 
     Raises:
@@ -55,45 +77,25 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
-        _check_range("n", self.n, 1, 128)
-        if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, None)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0)
+        object.__setattr__(self, "stop", _read_stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _read_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_UNSET:
+                continue
+            if not isinstance(value, Integral):
+                raise RequestError(f"{name} is {value!r}; it must be a whole number.", param=name)
+            _check_range(name, int(value), low, self.max_tokens if name == "min_tokens" else high)
+        for name, (least, most) in _NUMBERS.items():
+            _check_range(name, getattr(self, name), least, most)
         if self.top_p == 0.0:
             raise RequestError("top_p is 0.0; it must be above 0 and at most 1.", param="top_p")
-        _check_range("top_k", self.top_k, -1, None)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed.",
-                param="stop",
-            )
-        if any(not s for s in self.stop):
-            raise RequestError("stop holds an empty string; leave it out.", param="stop")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_range(name, value, 0, MAX_LOGPROBS)
-        for token_id, bias in self.logit_bias.items():
-            _check_range("logit_bias", token_id, 0, None)
-            _check_range("logit_bias", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without noise."""
-        return self.temperature == 0.0
+        """Whether the most likely token is taken, without noise: at 0, and where dividing by the temperature overflows."""
+        return self.temperature < LEAST_TEMPERATURE
 
     def single(self) -> SamplingParams:
         """The same parameters for one choice."""
@@ -217,10 +219,43 @@ class OutputEvent:
     error: ErrorInfo | None = None
 
 
+def _read_stops(given: object) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if stops in ((), (None,)):
+        return ()
+    if len(stops) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed.", param="stop")
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise RequestError(f"stop holds {stop!r}; give strings, and ids as stop_token_ids.", param="stop")
+        if not stop:
+            raise RequestError("stop holds an empty string; leave it out.", param="stop")
+    return stops
+
+
+def _read_token_ids(given: object) -> tuple[int, ...]:
+    ids = tuple(given) if isinstance(given, Iterable) else () if given is None else (given,)
+    wrong = next((i for i in ids if not isinstance(i, Integral)), None)
+    if wrong is not None:
+        raise RequestError(f"stop_token_ids holds {wrong!r}; give token ids.", param="stop_token_ids")
+    return ids
+
+
+def _read_bias(given: Mapping[int, float] | None) -> dict[int, float]:
+    try:
+        biases = {int(token_id): float(bias) for token_id, bias in (given or {}).items()}
+    except (TypeError, ValueError, AttributeError):
+        raise RequestError(f"logit_bias is {given!r}; give a bias by token id.", param="logit_bias") from None
+    for token_id, bias in biases.items():
+        _check_range("logit_bias", token_id, 0, None)
+        _check_range("logit_bias", bias, -100.0, 100.0)
+    return biases
+
+
 def _check_range(name: str, value: float, low: float | None, high: float | None) -> None:
     """Raise RequestError unless low <= value <= high (None: unbounded)."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RequestError(f"{name} is {value}; it must be a finite number.", param=name)
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}; it must be a finite number.", param=name)
     if (low is not None and value < low) or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
         raise RequestError(f"{name} is {value}; it must be {allowed}.", param=name)

@@ -26,7 +26,8 @@ class SequenceState:
         self.output_position = len(token_ids) - num_prompt_tokens
         self._seed, self._choice_index = seed, choice_index
         self.counts = TokenCounts(token_ids, num_prompt_tokens) if self.has_penalties else None
-        self._enders = sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+        ends = () if params.ignore_eos else eos_token_ids
+        self._enders = sorted({*ends, *params.stop_token_ids}) if params.min_tokens else []
         self.has_filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
     @property
