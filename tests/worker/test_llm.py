@@ -77,9 +77,26 @@ def test_wrong_use_is_told(llm: LLM, tiny_model: Path) -> None:
         llm.generate(["a"], [SamplingParams(), SamplingParams()])
     with pytest.raises(RequestError, match="prompt_token_ids"):
         llm.generate({"text": "a"})
+    with pytest.raises(RequestError, match=r"A prompt is 5; .*prompt_token_ids"):
+        llm.generate([5, 6])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="max_seqs is not a setting"):
         LLM(str(tiny_model), max_seqs=3)
     assert llm.generate("still there", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_small_queue_keeps_the_batch_full(tiny_model: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1, max_num_seqs=4, max_waiting=0) as llm:
+        scheduled, most = llm.engine.metrics.scheduled, 0
+
+        def watch(*, num_tokens: int, num_seqs: int) -> None:
+            nonlocal most
+            most = max(most, num_seqs)
+            scheduled(num_tokens=num_tokens, num_seqs=num_seqs)
+
+        llm.engine.metrics.scheduled = watch  # type: ignore[method-assign]
+        assert all(out.outputs[0].finish_reason == "length" for out in llm.generate(["a"] * 9, params, use_tqdm=False))
+        assert most == 4
 
 
 def test_neither_ray_nor_fastapi_is_imported(tiny_model: Path) -> None:

@@ -141,8 +141,11 @@ class LLM:
             text: str | None = prompt
             token_ids = self.engine.tokenizer.encode(prompt)
         else:
-            if "prompt_token_ids" not in prompt:
-                raise RequestError("A prompt must be a string or have 'prompt_token_ids'.", param="prompt")
+            if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
+                raise RequestError(
+                    f"A prompt is {prompt!r}; give a string, or token ids as {{'prompt_token_ids': [...]}}.",
+                    param="prompt",
+                )
             text = prompt.get("prompt")
             token_ids = [int(i) for i in prompt["prompt_token_ids"]]
         return RequestOutput(
@@ -169,9 +172,10 @@ class LLM:
         return secrets.randbits(63) if self._seed is None else self._seed + int(output.request_id)
 
     def _run(self, requests: list[Request], outputs: list[RequestOutput], *, use_tqdm: bool) -> None:
-        """Feed the queue as it takes them and run to the end; a wrong request ends all of them."""
+        """Feed the engine as it takes them and run to the end; a wrong request ends all of them."""
         targets = {f"{out.request_id}-{choice.index}": (out, choice) for out in outputs for choice in out.outputs}
-        limit = max(1, self.engine.config.scheduler.max_waiting)
+        scheduler = self.engine.config.scheduler
+        limit = scheduler.max_num_seqs + scheduler.max_waiting
         waiting = iter(requests)
         running: set[str] = set()
         try:
