@@ -244,7 +244,7 @@ def _read_token_ids(given: object) -> tuple[int, ...]:
 def _read_bias(given: Mapping[int, float] | None) -> dict[int, float]:
     try:
         biases = {int(token_id): float(bias) for token_id, bias in (given or {}).items()}
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         raise RequestError(f"logit_bias is {given!r}; give a bias by token id.", param="logit_bias") from None
     for token_id, bias in biases.items():
         _check_range("logit_bias", token_id, 0, None)
@@ -254,7 +254,7 @@ def _read_bias(given: Mapping[int, float] | None) -> dict[int, float]:
 
 def _check_range(name: str, value: float, low: float | None, high: float | None) -> None:
     """Raise RequestError unless low <= value <= high (None: unbounded)."""
-    if not isinstance(value, Real) or not math.isfinite(value):
+    if not isinstance(value, Real) or not (isinstance(value, Integral) or math.isfinite(value)):
         raise RequestError(f"{name} is {value!r}; it must be a finite number.", param=name)
     if (low is not None and value < low) or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
