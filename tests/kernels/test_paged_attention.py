@@ -4,13 +4,20 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import Case, Sequence, Shape, make_case
 
-from transom_kernels.paged_attention import paged_attention
+from transom_kernels.paged_attention import dense, paged_attention
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
+
+
+@pytest.fixture(params=["products", "flash"], autouse=True)
+def decode_path(request, monkeypatch):
+    """Both ways to decode, whichever this CPU would take."""
+    monkeypatch.setattr(dense, "flash_decodes", lambda dtype: request.param == "flash")
+
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -165,7 +172,7 @@ def test_no_hybrid_cache_keeps_more_than_the_mask_reads():
     check(case, brute=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_shapes(data):
     draw = data.draw

@@ -17,7 +17,7 @@ from transom_kernels.paged_attention.columns import span_ids
 from transom_kernels.paged_attention.gather import BlockSet, gather_kv
 from transom_kernels.paged_attention.plan import CausalChunk
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,9 +56,9 @@ def attend_causal(
     k, v = gather_kv(k_cache, v_cache, tile.wanted)
     k, v = k[None], v[None]
     rows = q[tile.rows].transpose(0, 1)[None]
-    out, lse = _flash(rows, k[:, :, tile.chunk], v[:, :, tile.chunk], 0.0, True, scale=scale)
+    out, lse = flash(rows, k[:, :, tile.chunk], v[:, :, tile.chunk], 0.0, True, scale=scale)
     if tile.context.stop > tile.context.start:
-        before, before_lse = _flash(rows, k[:, :, tile.context], v[:, :, tile.context], 0.0, False, scale=scale)
+        before, before_lse = flash(rows, k[:, :, tile.context], v[:, :, tile.context], 0.0, False, scale=scale)
         share = torch.sigmoid(lse - before_lse)[..., None]
         out = torch.lerp(before, out, share.to(out.dtype))
         lse = torch.logaddexp(lse, before_lse)

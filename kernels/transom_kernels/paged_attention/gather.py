@@ -26,13 +26,16 @@ class BlockSet:
 
 
 def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, wanted: BlockSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [n * KVH, L, D] and V [n * KVH, L, Dv], blanked keys zero. Valid until the next gather on this thread."""
+    """K [n * KVH, L, D] and V [n * KVH, L, Dv], blanked keys zero. Valid until the next gather on this thread.
+
+    A sequence's K and V come out next to each other, so that the core that gathers a sequence has both in its cache when it
+    attends to them.
+    """
     delta = int(v_cache.storage_offset()) - int(k_cache.storage_offset())
     if _side_by_side(k_cache, v_cache, delta):
         both = _gather(k_cache, wanted, delta, slot=0)
-        half = both.shape[0] // 2
-        return both[:half], both[half:]
-    return _gather(k_cache, wanted, 0, slot=0), _gather(v_cache, wanted, 0, slot=1)
+        return both[:, 0], both[:, 1]
+    return _gather(k_cache, wanted, 0, slot=0)[:, 0], _gather(v_cache, wanted, 0, slot=1)[:, 0]
 
 
 def _side_by_side(k_cache: torch.Tensor, v_cache: torch.Tensor, delta: int) -> bool:
@@ -60,24 +63,24 @@ def _gather(cache: torch.Tensor, wanted: BlockSet, delta: int, *, slot: int) -> 
     torch.index_select(items, 0, index, out=out)
     if blank is not None:
         out.view(-1, width).index_fill_(0, blank, 0.0)
-    return out.view(-1, wanted.blocks.shape[1] * size, width)
+    return out.view(wanted.blocks.shape[0] * heads, 2 if delta else 1, wanted.blocks.shape[1] * size, width)
 
 
 def _index(
     wanted: BlockSet, unit: int, block: int, head: int, delta: int, heads: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Items in the order [K then V, sequence, head, block], and the blanked keys' rows in the result."""
-    n, num_blocks = wanted.blocks.shape
+    """Items in the order [sequence, head, K then V, block], and the blanked keys' rows in the result."""
+    num_blocks = wanted.blocks.shape[1]
     device = wanted.blocks.device
     parts = torch.arange(2 if delta else 1, device=device)
     head_items = torch.arange(heads, device=device) * (head // unit)
-    index = wanted.blocks[None, :, None, :] * (block // unit) + head_items[None, None, :, None]
-    index = index + (parts * (delta // unit))[:, None, None, None]
+    index = wanted.blocks[:, None, None, :] * (block // unit) + head_items[:, None, None]
+    index = index + (parts * (delta // unit))[:, None]
     if wanted.blank is None:
         return index.reshape(-1), None
     length = num_blocks * size
     sequence, place = wanted.blank // length, wanted.blank % length
-    matrix = (parts[:, None, None] * n + sequence) * heads + torch.arange(heads, device=device)[:, None]
+    matrix = (sequence * heads + torch.arange(heads, device=device)[:, None]) * len(parts) + parts[:, None, None]
     return index.reshape(-1), (matrix * length + place).reshape(-1)
 
 

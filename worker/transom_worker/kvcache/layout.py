@@ -16,7 +16,7 @@ BLOCK_ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTensors:
-    """One layer's part of a block: K is [block_size, num_kv_heads, k_size] at `k_offset` bytes, V likewise.
+    """One layer's part of a block: K is [num_kv_heads, block_size, k_size] at `k_offset` bytes, V likewise.
 
     `v_offset` equals `k_offset` where one tensor serves as both. `dtype` is torch's name of it, such as "bfloat16".
     """
