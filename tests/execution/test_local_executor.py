@@ -68,3 +68,10 @@ def test_max_model_len_is_bounded_by_the_model() -> None:
 def test_a_pool_too_small_for_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot hold one block"):
         start(pool_bytes=500)
+
+
+def test_a_pool_larger_than_the_memory_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"KV pool of \d+ bytes cannot be allocated on cpu .* smaller --kv-cache-memory"
+    ):
+        start(pool_bytes=1 << 50)

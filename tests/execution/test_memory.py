@@ -31,18 +31,26 @@ def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("limit", "use", "expected"), [("max", 5, 4_096_000), ("1000000", 400_000, 600_000), ("9", 50, 0)]
+    ("limit", "use", "cache", "expected"),
+    [
+        ("max", 5, 0, 4_096_000),
+        ("1000000", 400_000, None, 600_000),
+        ("1000000", 900_000, 300_000, 400_000),
+        ("9", 50, 0, 0),
+    ],
 )
 def test_a_control_group_lowers_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, use: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, use: int, cache: int | None, expected: int
 ) -> None:
+    """File cache counts as the group's use, but goes when memory is wanted."""
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
     (tmp_path / "limit").write_text(limit + "\n")
     (tmp_path / "use").write_text(f"{use}\n")
+    if cache is not None:
+        (tmp_path / "memory.stat").write_text(f"anon 7\nactive_file 9\ninactive_file {cache}\n")
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(
-        memory, "CGROUPS", ((tmp_path / "none", tmp_path / "none"), (tmp_path / "limit", tmp_path / "use"))
-    )
+    here = memory.ControlGroup(tmp_path, "limit", "use", "inactive_file")
+    monkeypatch.setattr(memory, "CGROUPS", (here._replace(folder=tmp_path / "none"), here))
     assert memory.available_cpu_bytes() == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,22 @@ from transom_worker.kvcache.layout import GroupLayout
 from transom_worker.models.architecture import Architecture
 
 MEMINFO = Path("/proc/meminfo")
-CGROUPS = (  # limit, use
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+
+
+class ControlGroup(NamedTuple):
+    """Where a version of control groups keeps a process's memory limit and use, and the statistic of cache that it gives back."""
+
+    folder: Path
+    limit: str
+    use: str
+    cache: str
+
+
+CGROUPS = (
+    ControlGroup(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    ControlGroup(
+        Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    ),
 )
 
 
@@ -62,14 +76,23 @@ def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dty
 def available_cpu_bytes() -> int:
     """Memory that this process could still take: the machine's, or what its control group leaves."""
     available = _meminfo_available()
-    for limit_path, use_path in CGROUPS:
+    for group in CGROUPS:
         try:
-            limit, use = limit_path.read_text().strip(), int(use_path.read_text())
+            limit, use = (group.folder / group.limit).read_text().strip(), int((group.folder / group.use).read_text())
         except OSError:
             continue
         if limit != "max":
-            available = min(available, max(0, int(limit) - use))
+            available = min(available, max(0, int(limit) - use + _reclaimable_bytes(group)))
     return available
+
+
+def _reclaimable_bytes(group: ControlGroup) -> int:
+    """File cache that counts as use, such as weights that were just read, and goes as soon as memory is wanted."""
+    try:
+        lines = (group.folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{group.cache} ")), 0)
 
 
 def _meminfo_available() -> int:

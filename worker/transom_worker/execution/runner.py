@@ -12,7 +12,7 @@ import torch
 
 from transom_worker.config import EngineConfig
 from transom_worker.contract import TokenLogprobs
-from transom_worker.errors import StepFailed
+from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution import cache_setup, memory
 from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
@@ -50,7 +50,7 @@ class ModelRunner:
         )
         self._max_model_len = choose_max_model_len(config.model.max_model_len, architecture)
         self._layout = self._make_layout()
-        self._slab = allocate_slab(self._layout, self._loaded.device)
+        self._slab = self._allocate_slab()
         self._builder = self._make_builder(self._layout, self._slab)
         self._store = SequenceStore(self._groups, max_num_seqs=config.scheduler.max_num_seqs)
         self._sampler = Sampler(eos_token_ids=self._loaded.eos_token_ids)
@@ -186,6 +186,15 @@ class ModelRunner:
         waste = cache_setup.geometry_waste(layout)
         logger.info("KV pages of %d bytes: at most %.1f %% lost at their edges", layout.page_bytes, 100 * waste)
         return layout
+
+    def _allocate_slab(self) -> torch.Tensor:
+        try:
+            return allocate_slab(self._layout, self._loaded.device)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+            raise ConfigError(
+                f"A KV pool of {self._layout.pool_bytes} bytes cannot be allocated on {self._loaded.device} ({error}); "
+                "give a smaller --kv-cache-memory-bytes."
+            ) from error
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
         groups = cache_setup.group_of_layer(self._groups)
