@@ -13,7 +13,14 @@ from ray import serve
 
 from transom_cluster.worker_client import ServeWorkerClient
 from transom_worker.config import Settings
+from transom_worker.errors import ConfigError
 
+OUTSIDE_THE_APP = {
+    # setting of Serve's proxies: where it stands when there is no `transom serve` to set it
+    "host": "http_options.host",
+    "port": "http_options.port",
+    "haproxy": "RAY_SERVE_ENABLE_HA_PROXY=1 and RAY_SERVE_THROUGHPUT_OPTIMIZED=1 in Ray's environment",
+}
 ROUTER_CPUS = 0.25
 MAX_ONGOING_REQUESTS = (
     10_000  # admission is the worker's business (max_waiting); Serve's default of 5 would queue unseen
@@ -62,8 +69,11 @@ def build_app(settings: Mapping[str, Any]) -> serve.Application:
     """The application for settings given by name.
 
     Raises:
-        ConfigError: a setting is wrong or not supported yet.
+        ConfigError: a setting is wrong, not supported yet, or not the app's.
     """
+    for name, place in OUTSIDE_THE_APP.items():
+        if name in settings:
+            raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
     checked = Settings.parse(**settings)
     worker = _worker_deployment(checked).bind(
         checked.engine_config(), model_name=checked.server_config().served_model_name
@@ -100,10 +110,13 @@ def _serve_options() -> dict[str, Any]:
 
 def worker_resources(settings: Settings) -> dict[str, Any]:
     """Ray's options for the worker's actor: a GPU, or nearly all cores with their OpenMP threads."""
-    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    num_cores = len(os.sched_getaffinity(0))
+    num_threads = settings.num_threads or num_cores
     on_gpu = settings.device == "cuda" or (settings.device == "auto" and _cluster_has_gpu())
     options: dict[str, Any] = {
-        "num_cpus": 1 if on_gpu else max(0.5, num_threads - 2 * ROUTER_CPUS),
+        "num_cpus": 1
+        if on_gpu
+        else max(0.5, min(num_threads, num_cores) - 2 * ROUTER_CPUS),  # what is not there is never granted
         "runtime_env": {
             "env_vars": {
                 # Ray would set the thread count to num_cpus, and spinning threads starve the router on small machines.

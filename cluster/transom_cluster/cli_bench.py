@@ -33,7 +33,12 @@ def offline(
     from transom_worker.engine import build_engine
     from transom_worker.errors import ConfigError, ModelError
 
-    sizes = tuple(int(size) for size in batches.split(","))
+    try:
+        sizes = tuple(int(size) for size in batches.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{batches!r} is not a list of numbers such as 1,8,32.", param_hint="--batches"
+        ) from None
     try:
         settings = Settings.parse(
             model=model, dtype=dtype, quantization=quantization, device=device, max_num_seqs=max(64, *sizes)

@@ -8,13 +8,14 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from transom_cluster.process_tree import end_processes, processes_below
+from transom_cluster.process_tree import children_of, end_processes, is_running, processes_below
 from transom_cluster.progress import Progress
 from transom_worker.config import Settings
 
@@ -23,6 +24,7 @@ logger = logging.getLogger("transom.cli")
 APP_NAME = "transom"
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing large goes through it
 POLL_S = 0.1
+WATCH_S = 1.0
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -30,7 +32,6 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
-_HAPROXY_ENVIRONMENT = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 
 
 class StartFailed(Exception):
@@ -42,7 +43,7 @@ class LocalRay:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._port = settings.port or _free_port(settings.host)
+        self._port = settings.port  # 0: chosen at the start
         self._folder: str | None = None
 
     @property
@@ -58,12 +59,13 @@ class LocalRay:
             StartFailed: the app could not be deployed; with the reason.
         """
         progress.stage("starting Ray")
-        for name, value in (_ENVIRONMENT | (_HAPROXY_ENVIRONMENT if self._settings.haproxy else {})).items():
+        self._port = self._port or _free_port(self._settings.host)
+        for name, value in (_ENVIRONMENT | (_haproxy_environment() if self._settings.haproxy else {})).items():
             os.environ.setdefault(name, value)
         if "RAY_AUTH_MODE" not in os.environ:
             # Ray's own ports listen on every interface. A token of this run's keeps others out, and leaves no file behind.
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        with _as_start_failure("Ray"):
+        with _as_start_failure("Ray"), _keeping_signal_handlers():
             self._start_ray()
         self._check_device()
         progress.stage("starting Serve")
@@ -73,11 +75,10 @@ class LocalRay:
         self._wait_for_app()
 
     def wait(self) -> None:
-        """Return when Ray has ended by itself, which it should not."""
-        import ray
-
-        while ray.is_initialized():
-            time.sleep(3600)
+        """Return when a process of Ray has ended by itself, which it should not."""
+        daemons = children_of(os.getpid())
+        while all(map(is_running, daemons)):
+            time.sleep(WATCH_S)
 
     def stop(self) -> None:
         """End every process that was started here; takes seconds at most. Idempotent."""
@@ -116,7 +117,7 @@ class LocalRay:
     def _start_serve(self, given: dict[str, Any]) -> None:
         from ray import serve
 
-        from transom_cluster.app import build_app
+        from transom_cluster.app import OUTSIDE_THE_APP, build_app
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(
@@ -125,7 +126,7 @@ class LocalRay:
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         target = serve.RunTarget(
-            target=build_app(given),
+            target=build_app({name: value for name, value in given.items() if name not in OUTSIDE_THE_APP}),
             name=APP_NAME,
             route_prefix="/",
             logging_config={"log_level": "INFO", "enable_access_log": False},
@@ -145,16 +146,17 @@ class LocalRay:
             time.sleep(POLL_S)
 
 
-def port_problem(host: str, port: int) -> str | None:
-    """Why the address cannot be listened on, or None."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return f"Port {port} on {host} cannot be used ({error.strerror}); choose another with --port."
-    return None
+@contextlib.contextmanager
+def _keeping_signal_handlers() -> Iterator[None]:
+    """Ray's start takes SIGTERM: in Python it raises SystemExit, and below Python it dumps a stack. Undo both."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -166,6 +168,16 @@ def _as_start_failure(what: str) -> Iterator[None]:
         logger.debug("%s did not start.", what, exc_info=error)
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise StartFailed(f"{what} could not be started: {lines[0]}") from error
+
+
+def _haproxy_environment() -> dict[str, str]:
+    """HAProxy's own pages get free ports, since a second server on this machine could not start with the usual ones."""
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port("0.0.0.0")),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port("0.0.0.0")),
+    }
 
 
 def _free_port(host: str) -> int:

@@ -23,11 +23,7 @@ class Process:
 
 def processes_below(pid: int) -> list[Process]:
     """All descendants of `pid`."""
-    children: dict[int, list[Process]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and (stat := _stat(int(folder.name))):
-            parent, process = stat
-            children.setdefault(parent, []).append(process)
+    children = _children()
     found: list[Process] = []
     waiting = [pid]
     while waiting:
@@ -37,21 +33,37 @@ def processes_below(pid: int) -> list[Process]:
     return found
 
 
+def children_of(pid: int) -> list[Process]:
+    """The processes that `pid` itself has started."""
+    return _children().get(pid, [])
+
+
 def end_processes(processes: list[Process]) -> None:
     """Give processes that are ending a moment, then kill those that are left."""
     give_up_s = time.monotonic() + GRACE_S
-    while any(map(_is_running, processes)):
+    while any(map(is_running, processes)):
         if time.monotonic() > give_up_s:
-            for process in filter(_is_running, processes):
+            for process in filter(is_running, processes):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process.pid, signal.SIGKILL)
             return
         time.sleep(POLL_S)
 
 
-def _is_running(process: Process) -> bool:
+def is_running(process: Process) -> bool:
+    """Whether it has not ended."""
     stat = _stat(process.pid)
     return stat is not None and stat[1] == process
+
+
+def _children() -> dict[int, list[Process]]:
+    """Every process by its parent."""
+    children: dict[int, list[Process]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (stat := _stat(int(folder.name))):
+            parent, process = stat
+            children.setdefault(parent, []).append(process)
+    return children
 
 
 def _stat(pid: int) -> tuple[int, Process] | None:

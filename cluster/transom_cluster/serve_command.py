@@ -10,39 +10,45 @@ from typing import Any
 import httpx
 import typer
 
-from transom_cluster.local_ray import LocalRay, StartFailed, port_problem
+from transom_cluster.local_ray import LocalRay, StartFailed
 from transom_cluster.progress import Progress
+from transom_cluster.start_checks import check_start
 from transom_worker.config import ServerConfig, Settings
-from transom_worker.errors import ConfigError, TransomError
+from transom_worker.errors import TransomError
 
 START_FAILED = 1
 INTERRUPTED = 130
 READY_TIMEOUT_S = 60.0
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_server(settings: Settings, given: dict[str, Any]) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. `given` are the settings as the app takes them."""
+    """Serve until SIGINT or SIGTERM, which are ignored from then on; the exit code.
+
+    `given` are the settings as the app takes them.
+    """
     begin_s = time.perf_counter()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         signal.signal(number, _interrupt)
-    cluster = LocalRay(settings)
     is_serving = False
+    cluster = LocalRay(settings)
     try:
         with Progress() as progress:
-            _check_early(settings)
+            check_start(settings)
             cluster.start(given, progress)
             progress.stage("first answer")
             worker = _wait_until_it_answers(cluster, settings.server_config())
         _print_welcome(cluster, settings, worker, time.perf_counter() - begin_s)
         is_serving = True
         cluster.wait()
+        typer.echo("transom: a process of Ray has ended unexpectedly; start the server again.", err=True)
     except KeyboardInterrupt:
         return 0 if is_serving else INTERRUPTED
     except (TransomError, StartFailed) as error:
         typer.echo(f"transom: {error}", err=True)
         return START_FAILED
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
         if is_serving:
             typer.echo("\nStopping.")
@@ -52,16 +58,6 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _check_early(settings: Settings) -> None:
-    """What can be known without starting anything: the port, the model's files, the tokenizer."""
-    from transom_worker.model_files import resolve_model
-    from transom_worker.tokenizer import Tokenizer
-
-    if problem := port_problem(settings.host, settings.port):
-        raise ConfigError(problem)
-    Tokenizer.load(resolve_model(settings.model))
 
 
 def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> dict[str, Any]:

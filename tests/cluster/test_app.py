@@ -40,6 +40,12 @@ def test_wrong_settings_are_refused_before_anything_is_deployed():
         app.build_app({"model": "smollm2", "no_such_flag": 1})
 
 
+@pytest.mark.parametrize("name", app.OUTSIDE_THE_APP)
+def test_settings_of_the_proxies_are_not_ignored_in_silence(name):
+    with pytest.raises(ConfigError, match=f"{name} is a setting of Serve's proxies"):
+        app.build_app({"model": "smollm2", name: 1})
+
+
 def test_a_cpu_worker_leaves_room_for_the_router_and_names_its_threads(monkeypatch):
     monkeypatch.setattr(app, "_cluster_has_gpu", lambda: False)
     options = app.worker_resources(Settings.parse(model="m"))
@@ -48,6 +54,7 @@ def test_a_cpu_worker_leaves_room_for_the_router_and_names_its_threads(monkeypat
     assert "num_gpus" not in options
     assert options["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "PASSIVE"}
     assert app.worker_resources(Settings.parse(model="m", num_threads=1))["num_cpus"] == 0.5
+    assert app.worker_resources(Settings.parse(model="m", num_threads=10 * cores))["num_cpus"] <= cores
 
 
 @pytest.mark.parametrize(("device", "in_cluster"), [("cuda", False), ("auto", True)])

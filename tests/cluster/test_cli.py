@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from typer.testing import CliRunner
@@ -12,12 +15,21 @@ from typer.testing import CliRunner
 from transom_cluster import __version__, local_ray, serve_command
 from transom_cluster.chat_repl import ChatFailed, ChatSession, run_chat
 from transom_cluster.cli import app
-from transom_cluster.process_tree import Process, end_processes, processes_below
+from transom_cluster.process_tree import Process, children_of, end_processes, processes_below
 from transom_worker.config import Settings
 
 
 def transom(*arguments: str, **env: str):
     return CliRunner().invoke(app, list(arguments), env=env)
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    """`transom serve` takes the signals of its process for good."""
+    handlers = {number: signal.getsignal(number) for number in serve_command.ENDING}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -93,6 +105,58 @@ def test_what_is_wrong_at_once_is_said_before_anything_starts(monkeypatch):
     assert f"Port {port}" in result.output
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-model-len", "100000"], "8192"),
+        (["--quantization", "int8", "--device", "cuda"], "--quantization int8"),
+        (["--host", "203.0.113.1"], "203.0.113.1"),
+    ],
+)
+def test_settings_that_do_not_suit_model_or_machine_are_refused_before_anything_starts(monkeypatch, flags, said):
+    monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
+    result = transom("serve", "smollm2", "--port", "0", *flags)
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_an_unsupported_model_is_refused_before_anything_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt9"}')
+    (tmp_path / "model.safetensors").touch()
+    result = transom("serve", str(tmp_path), "--port", "0")
+    assert result.exit_code == 1
+    assert "gpt9" in result.output
+
+
+def test_a_broken_list_of_batches_is_a_usage_error():
+    result = transom("bench", "offline", "--batches", "1,many")
+    assert result.exit_code == 2
+    assert "1,many" in result.output
+
+
+def test_rays_signal_handlers_do_not_stay():
+    """Ray makes SIGTERM a SystemExit in Python and a stack dump below it."""
+    before = signal.getsignal(signal.SIGTERM)
+    with local_ray._keeping_signal_handlers():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(KeyboardInterrupt), local_ray._keeping_signal_handlers():
+        sys.exit(15)
+
+
+def test_the_server_ends_when_a_process_of_ray_does(monkeypatch):
+    daemon = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(
+        local_ray, "children_of", lambda _: [p for p in children_of(os.getpid()) if p.pid == daemon.pid]
+    )
+    monkeypatch.setattr(local_ray, "WATCH_S", 0.01)
+    timer = threading.Timer(0.05, daemon.kill)
+    timer.start()
+    local_ray.LocalRay(Settings.parse(model="m")).wait()
+    assert daemon.wait(10) == -signal.SIGKILL
+
+
 def test_a_failed_deployment_is_told_by_its_reason():
     message = "\n".join(
         [
@@ -152,3 +216,40 @@ def test_chat_loop(server, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "stub at" in out
     assert "\nab\n" in out
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(server):
+    """The real command on pipes: an answer that never ends is cut, the next one is whole."""
+    command = [sys.executable, "-m", "transom_cluster.cli", "chat", "--url", server.url, "--max-tokens", "3"]
+    server.worker.max_events = 2
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        num_aborted = len(server.worker.aborted)
+        try:
+            chat.stdin.write(b"one\n")
+            chat.stdin.flush()
+            assert _read_until(chat.stdout, b"> ab").startswith(b"stub at")
+            chat.send_signal(signal.SIGINT)
+            _read_until(chat.stdout, b" [ended]\n> ")
+            server.call(server.worker.until(lambda: len(server.worker.aborted) > num_aborted))
+            server.worker.max_events = None
+            rest, _ = chat.communicate(b"two\n/quit\n", timeout=20)
+        finally:
+            server.worker.max_events = None
+            chat.kill()
+    assert rest == b"abc\n> "
+    assert chat.returncode == 0
+    said = bytes(server.worker.submitted[-1].prompt_token_ids).decode()
+    assert said == "user:one;assistant:ab;user:two;assistant:"
+
+
+def _read_until(stream, end: bytes) -> bytes:
+    """What comes up to and with `end`."""
+    text = b""
+    while not text.endswith(end):
+        byte = stream.read1(1)
+        assert byte, text
+        text += byte
+    return text

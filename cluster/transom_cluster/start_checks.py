@@ -1,0 +1,46 @@
+"""What can be known about a start before anything is started: refused within a second, not after Ray and the weights."""
+
+from __future__ import annotations
+
+import socket
+
+from transom_worker.config import Settings
+from transom_worker.errors import ConfigError
+
+
+def check_start(settings: Settings) -> None:
+    """Look at the address, the model's files, its shape and its tokenizer.
+
+    Raises:
+        ConfigError: a setting does not suit this machine or this model.
+        ModelError: the model is not there, incomplete, or not supported.
+    """
+    from transom_worker.model_files import resolve_model
+    from transom_worker.models.architecture import read_architecture
+    from transom_worker.tokenizer import Tokenizer
+
+    if problem := port_problem(settings.host, settings.port):
+        raise ConfigError(problem)
+    if settings.quantization == "int8" and (settings.device == "cuda" or settings.dtype == "float16"):
+        raise ConfigError(
+            f"--quantization int8 runs on CPUs in bfloat16 or float32, not with --device {settings.device} --dtype "
+            f"{settings.dtype}; leave one of them out."
+        )
+    files = resolve_model(settings.model)
+    longest = read_architecture(files.config).max_position
+    if settings.max_model_len is not None and settings.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len is {settings.max_model_len}; the model reaches {longest} tokens. Give at most {longest}."
+        )
+    Tokenizer.load(files)
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why the address cannot be listened on, or None."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return f"Port {port} on {host} cannot be used ({error.strerror}); choose another with --host or --port."
+    return None
