@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from server import Server, start_server, stop_server
+from server import Server, assert_ended_cleanly, start_server, stop_server
 
 
 @pytest.fixture(scope="session")
@@ -14,4 +14,4 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     server = start_server("smollm2", log, "--dtype", "float32", "--kv-cache-memory-bytes", "512MiB")
     yield server
-    stop_server(server)
+    assert_ended_cleanly(server, stop_server(server))  # Ctrl-C

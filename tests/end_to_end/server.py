@@ -56,15 +56,27 @@ def start_server(model: str, log: Path, *flags: str, timeout_s: float = 120) -> 
     pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
 
 
-def stop_server(server: Server) -> int:
-    """End it as Ctrl-C does; its exit code."""
+def stop_server(server: Server, number: int = signal.SIGINT) -> int:
+    """End it as Ctrl-C does, or with another signal; its exit code."""
     if server.process.poll() is None:
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(number)
     try:
         return server.process.wait(60)
     except subprocess.TimeoutExpired:
         os.killpg(server.process.pid, signal.SIGKILL)
         return server.process.wait()
+
+
+def assert_ended_cleanly(server: Server, code: int) -> None:
+    """Exit code 0, nothing but a word in the log, no process left."""
+    log = server.log.read_text()
+    assert code == 0, log[-4000:]
+    assert log.endswith("Stopping.\n"), log[-4000:]
+    assert "Traceback" not in log
+    left = subprocess.run(["ps", "-eo", "sid=,stat=,pid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=3) for line in left.splitlines()]
+    mine = [row for row in rows if row[0] == str(server.process.pid) and not row[1].startswith("Z")]
+    assert mine == []
 
 
 def metric(url: str, name: str, **labels: str) -> float:
