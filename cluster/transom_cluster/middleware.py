@@ -14,6 +14,7 @@ from transom_cluster.openai.errors import WireError, body_too_large, wrong_api_k
 
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
 CLIENT_LEFT = 499
+MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
 
 class CountRequests:
@@ -53,7 +54,7 @@ class RequireApiKey:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = [key.encode() for key in keys]  # as curl sends them
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
@@ -66,7 +67,7 @@ class RequireApiKey:
 
     def _matches(self, given: str) -> bool:
         """Compared with every key in constant time, so that timing tells nothing."""
-        presented = given.encode()
+        presented = given.encode("latin-1")  # the header's bytes again
         return sum([hmac.compare_digest(presented, key) for key in self._keys]) > 0
 
 
@@ -82,11 +83,15 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
+        if self._is_declared_larger(Headers(scope=scope).get("content-length", "")):
             await send_error(body_too_large(self._max_body_bytes).error, send)
             return
         await self._app(scope, self._counted(receive), send)
+
+    def _is_declared_larger(self, length: str) -> bool:
+        if not length.isdecimal():
+            return False
+        return len(length) > MAX_LENGTH_DIGITS or int(length) > self._max_body_bytes
 
     def _counted(self, receive: Receive) -> Receive:
         num_bytes = 0

@@ -136,6 +136,11 @@ class OpenAiRoutes:
         if (wanted.prompt is None) == (wanted.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
         if wanted.messages is not None:
+            if wanted.add_special_tokens:
+                raise RequestError(
+                    "add_special_tokens is true; special tokens of messages are the chat template's business, leave it out.",
+                    param="add_special_tokens",
+                )
             return await chat_prompt(
                 tokenizer,
                 wanted.messages,

@@ -50,6 +50,8 @@ def problem(response: httpx.Response, status: int) -> dict[str, str | None]:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
         ({"temprature": 1}, "temprature"),
+        ({"top-p": 1}, "top-p"),
+        ({"str": 1}, "str"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -63,6 +65,10 @@ def problem(response: httpx.Response, status: int) -> dict[str, str | None]:
                 ]
             },
             "messages[0].content[1]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "b"}}]}]},
+            "messages[0].content[0]",
         ),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
@@ -98,6 +104,7 @@ async def test_a_wrong_chat_field_is_named(api, fields, param):
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": ["a"] * 513, "n": 2}, "prompt"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
@@ -208,11 +215,14 @@ async def test_body_limit_by_length_and_while_reading():
                 yield b" " * 100
 
         assert problem(await api.client.post("/v1/completions", content=pieces()), 413)
+        for length in ("1025", "9" * 5000):
+            headers = {"content-length": length}
+            assert problem(await api.client.post("/v1/completions", content=b"{}", headers=headers), 413)
         assert (await api.complete()).status_code == 200
 
 
 async def test_api_keys():
-    async with running_api(api_keys=("first", "second")) as api:
+    async with running_api(api_keys=("first", "second", "dritter Schlüssel")) as api:
         for path in ("/health", "/version", "/metrics"):
             assert (await api.client.get(path)).status_code == 200
         for headers in (
@@ -226,8 +236,8 @@ async def test_api_keys():
             assert problem(response, 401)["code"] == "invalid_api_key"
         for path in ("/", "/docs", "/openapi.json", "/tokenize", "/v1/nothing"):
             problem(await api.client.get(path), 401)
-        for key in ("first", "second"):
-            response = await api.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        for key in ("first", "second", "dritter Schlüssel"):
+            response = await api.client.get("/v1/models", headers={b"authorization": f"Bearer {key}".encode()})
             assert response.status_code == 200
 
 

@@ -58,12 +58,12 @@ def _deepest(problems: Sequence[Any]) -> Any:
 
 def _dotted(loc: Sequence[str | int]) -> str:
     """`messages[0].content`, without the names of union alternatives that pydantic puts into the path."""
-    path = ""
-    for part in loc:
+    path = str(loc[0])  # the field, whatever a client has called it
+    for part in loc[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float"):
-            path += f".{part}" if path else part
+            path += f".{part}"
     return path
 
 

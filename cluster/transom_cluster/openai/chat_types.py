@@ -24,6 +24,12 @@ class ContentPart(WireModel):
     refusal: Any = None
     cache_control: Any = None  # a hint of other vendors
 
+    @property
+    def is_text(self) -> bool:
+        """Whether this is text and nothing besides."""
+        others = (self.image_url, self.input_audio, self.video_url, self.file, self.refusal)
+        return self.type == "text" and self.text is not None and others == (None,) * len(others)
+
 
 class ChatMessage(WireModel):
     """One message. Fields that are null-only here come from clients that send an answer back as it was."""
@@ -98,7 +104,7 @@ def _text(message: ChatMessage, path: str) -> str:
             return message.refusal or ""
         raise RequestError(f"{path}.content is missing; send a string.", param=f"{path}.content")
     for i, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
+        if not part.is_text:
             where = f"{path}.content[{i}]"
             raise RequestError(f"{where} has type {part.type!r}; this model takes text parts only.", param=where)
     return "".join(part.text or "" for part in message.content)

@@ -13,7 +13,7 @@ from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_PROMPTS = 1024
+MAX_ANSWERS = 1024  # more could never be admitted together (--max-waiting), and would be told to try again for ever
 
 
 class CompletionRequest(SamplingFields):
@@ -42,8 +42,11 @@ class CompletionRequest(SamplingFields):
             raise RequestError("prompt is an empty list; send at least one prompt.", param="prompt")
         if isinstance(self.prompt[0], int):
             return [self.prompt]
-        if len(self.prompt) > MAX_PROMPTS:
-            raise RequestError(f"prompt has {len(self.prompt)} prompts; at most {MAX_PROMPTS}.", param="prompt")
+        if len(self.prompt) * (self.n or 1) > MAX_ANSWERS:
+            raise RequestError(
+                f"prompt has {len(self.prompt)} prompts and n is {self.n or 1}; at most {MAX_ANSWERS} answers a request.",
+                param="prompt",
+            )
         return self.prompt
 
     def params(self) -> SamplingParams:

@@ -19,6 +19,7 @@ _HARMLESS = frozenset(
         "parallel_tool_calls",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
     }
 )
