@@ -101,7 +101,7 @@ class WorkerLink:
                 error = caught
             finally:
                 was_open, self.limits = self.is_open, None
-                lost = self._fail_all()
+                lost = [*([] if was_open else lost), *self._fail_all()]
             if was_open:
                 logger.warning("The event stream of a worker broke (%d requests): %r", len(lost), error)
                 pause_s = FIRST_PAUSE_S

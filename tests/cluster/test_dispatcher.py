@@ -100,6 +100,28 @@ async def test_a_worker_that_dies_ends_its_streams_with_an_error_event_and_comes
         assert (await api.complete()).status_code == 200
 
 
+async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_third_attempt(monkeypatch):
+    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
+    async with running_api(StubWorker(max_events=1)) as api:
+        waiting = asyncio.create_task(api.complete(max_tokens=5))
+        await api.worker.until(lambda: len(api.worker.submitted) == 1)
+        open_stream, attempts = api.worker.open_stream, []
+
+        async def open_at_third(router_id):
+            attempts.append(router_id)
+            if len(attempts) < 3:
+                raise ConnectionError("not yet")
+            async for events in open_stream(router_id):
+                yield events
+
+        monkeypatch.setattr(api.worker, "open_stream", open_at_third)
+        api.worker.die()
+        assert (await waiting).status_code == 503
+        await api.worker.until(lambda: api.worker.aborted)
+        assert len(attempts) == 3
+        assert api.worker.aborted == [api.worker.submitted[0].request_id]
+
+
 async def test_a_submission_that_hangs_ends_when_the_link_breaks():
     worker = StubWorker()
     async with running_api(worker) as api:
