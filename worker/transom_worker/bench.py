@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.engine import Engine
+from transom_worker.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,14 @@ class OfflineFigures:
 def run_offline(
     engine: Engine, *, batches: tuple[int, ...], prompt_tokens: int, output_tokens: int, repeats: int
 ) -> OfflineFigures:
-    """Measure an idle engine. Raises RequestError when a prompt does not fit it."""
-    bench = _Bench(engine, prompt_tokens=prompt_tokens)
+    """Measure an idle engine. Raises RequestError when a prompt and its answer do not fit it."""
+    longest = engine.info.max_model_len
+    if prompt_tokens + output_tokens >= longest:
+        raise RequestError(
+            f"{prompt_tokens} prompt and {output_tokens} output tokens are measured, and the engine's length is {longest}; "
+            "measure fewer."
+        )
+    bench = Bench(engine, prompt_tokens=prompt_tokens)
     bench.decode(1, 4)  # warm
     prefill_s = min(bench.prefill() for _ in range(repeats))
     decode = tuple(
@@ -58,7 +65,9 @@ def run_offline(
     )
 
 
-class _Bench:
+class Bench:
+    """One idle engine, measured again and again."""
+
     def __init__(self, engine: Engine, *, prompt_tokens: int) -> None:
         self._engine = engine
         self._prompt_tokens = prompt_tokens
@@ -76,7 +85,7 @@ class _Bench:
     def decode(self, batch: int, output_tokens: int) -> DecodeFigure:
         """Run `batch` prompts together and time the steps after the last first token."""
         for _ in range(batch):
-            self._add(output_tokens + batch)  # early ones decode while the last are in prefill
+            self._add(None)  # none may end: early ones decode while the last are in prefill
         started: set[str] = set()
         while len(started) < batch:
             started.update(event.request_id for event in self._engine.step())
@@ -97,7 +106,7 @@ class _Bench:
             outside_forward_ms=1e3 * (spent_s - forward_s) / num_steps,
         )
 
-    def _add(self, max_tokens: int) -> None:
+    def _add(self, max_tokens: int | None) -> None:
         vocab_size = self._engine.info.vocab_size
         self._num_requests += 1
         self._engine.add(

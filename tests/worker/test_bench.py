@@ -1,0 +1,39 @@
+"""`transom bench offline` measures what it says: whole batches, on an engine that is idle again afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_driver import make_engine
+from transom_worker.bench import run_offline
+from transom_worker.engine import Engine
+from transom_worker.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), max_num_batched_tokens=16, max_model_len=256)
+    yield engine
+    engine.shutdown()
+
+
+def test_every_decode_step_has_the_whole_batch(engine: Engine) -> None:
+    """Even where prompts take many steps, so that the first answers are long when the last one begins."""
+    figures = run_offline(engine, batches=(1, 6), prompt_tokens=50, output_tokens=4, repeats=2)
+    assert figures.prefill_tokens_per_s > 0
+    assert [figure.batch for figure in figures.decode] == [1, 6]
+    for figure in figures.decode:
+        assert figure.tokens_per_s * figure.step_ms / 1e3 == pytest.approx(figure.batch)
+        assert 0 < figure.outside_forward_ms < figure.step_ms
+    assert not engine.has_work
+    assert sum(group.active_blocks for group in engine.stats().groups) == 0
+    assert json.loads(json.dumps(figures.as_json()))["decode"][1]["batch"] == 6
+
+
+def test_what_does_not_fit_is_told(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"200 prompt and 100 output tokens .* length is 256"):
+        run_offline(engine, batches=(1,), prompt_tokens=200, output_tokens=100, repeats=1)
