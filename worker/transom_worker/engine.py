@@ -195,7 +195,8 @@ class Engine:
         """A step was interrupted: forget all plans in flight, with the requests that they computed."""
         self._num_in_flight = 0
         for request_id in self._scheduler.fail_in_flight():
-            self.metrics.finished(self._answers.pop(request_id).times, "abort")
+            if running := self._answers.pop(request_id, None):
+                self.metrics.finished(running.times, "abort")
         self._publish_stats()
 
     def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
