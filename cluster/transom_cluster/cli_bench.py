@@ -31,7 +31,7 @@ def offline(
     from transom_worker.bench import run_offline
     from transom_worker.config import Settings
     from transom_worker.engine import build_engine
-    from transom_worker.errors import ConfigError, ModelError
+    from transom_worker.errors import ConfigError, ModelError, RequestError
 
     try:
         sizes = tuple(int(size) for size in batches.split(","))
@@ -44,13 +44,13 @@ def offline(
             model=model, dtype=dtype, quantization=quantization, device=device, max_num_seqs=max(64, *sizes)
         )
         engine = build_engine(settings.engine_config())
-    except (ConfigError, ModelError) as error:
+        figures = run_offline(
+            engine, batches=sizes, prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=repeats
+        )
+        engine.shutdown()
+    except (ConfigError, ModelError, RequestError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    figures = run_offline(
-        engine, batches=sizes, prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=repeats
-    )
-    engine.shutdown()
     if as_json:
         typer.echo(json.dumps({"model": model, "dtype": dtype, "quantization": quantization, **figures.as_json()}))
         return

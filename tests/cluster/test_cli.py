@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -133,6 +134,18 @@ def test_a_broken_list_of_batches_is_a_usage_error():
     result = transom("bench", "offline", "--batches", "1,many")
     assert result.exit_code == 2
     assert "1,many" in result.output
+
+
+def test_offline_figures_as_json(tiny_model, monkeypatch):
+    monkeypatch.setattr("transom_worker.execution.runner.set_threads", lambda _: None)  # for the other tests' sake
+    sizes = ("--batches", "1,2", "--output-tokens", "3", "--repeats", "1", "--json")
+    result = transom("bench", "offline", str(tiny_model), "--prompt-tokens", "20", *sizes)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert [point["batch"] for point in figures["decode"]] == [1, 2]
+    result = transom("bench", "offline", str(tiny_model), "--prompt-tokens", "5000", *sizes)
+    assert result.exit_code == 2
+    assert "5000 prompt" in result.output
 
 
 def test_rays_signal_handlers_do_not_stay():
