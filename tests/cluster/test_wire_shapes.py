@@ -1,0 +1,85 @@
+"""What is sent validates strictly against the official client's own types, and every field that it can send is known here."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import pytest
+from openai.types import Completion, Model
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import completion_create_params as chat_params
+
+from transom_cluster.openai.chat_types import ChatCompletionRequest
+from transom_cluster.openai.completion_types import CompletionRequest
+from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES
+
+CHATS = [{}, {"n": 3}, {"logprobs": True}, {"n": 2, "logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}]
+COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "max_tokens": 0}]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    *lines, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("fields", CHATS, ids=str)
+async def test_chats(api, fields):
+    whole = ChatCompletion.model_validate_json((await api.chat(**fields)).content, strict=True)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    sent = events((await api.chat(**fields, **options)).text)
+    chunks = [ChatCompletionChunk.model_validate_json(json.dumps(event), strict=True) for event in sent]
+    assert chunks[-1].usage == whole.usage
+    for choice in whole.choices:
+        mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+        entries = [entry for c in mine if c.logprobs for entry in c.logprobs.content or ()]
+        assert entries == (choice.logprobs.content if choice.logprobs else [])
+        assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
+
+
+@pytest.mark.parametrize("fields", COMPLETIONS, ids=str)
+async def test_completions(api, fields):
+    whole = Completion.model_validate_json((await api.complete(**fields)).content, strict=True)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events((await api.complete(**fields, **options)).text)
+    assert last["choices"] == []
+    assert last["usage"] == whole.usage.model_dump(exclude_none=True)
+    prompts = fields.get("prompt", ["hi"])
+    num_choices = len(prompts) * fields.get("n", 1)
+    assert whole.usage.prompt_tokens == sum(map(len, prompts))
+    assert whole.usage.completion_tokens == num_choices * fields.get("max_tokens", 3)
+    assert len(whole.choices) == num_choices
+    for choice in whole.choices:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice.index]
+        assert "".join(c["text"] for c in mine) == choice.text
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice.finish_reason]
+
+
+async def test_streamed_log_probabilities_of_an_echo_are_those_of_the_whole(api):
+    fields = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 2}
+    whole = (await api.complete(**fields)).json()["choices"][0]["logprobs"]
+    chunks = events((await api.complete(**fields, stream=True)).text)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert {name: [value for part in parts for value in part[name]] for name in whole} == whole
+    assert whole["token_logprobs"][0] is None  # as OpenAI's: nothing comes before the first token
+
+
+async def test_model_cards(api):
+    listed = (await api.client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [Model.model_validate(card, strict=True).id for card in listed["data"]] == ["stub"]
+
+
+@pytest.mark.parametrize(
+    ("params", "model", "rules"),
+    [(chat_params, ChatCompletionRequest, CHAT_RULES), (completion_params, CompletionRequest, COMPLETION_RULES)],
+    ids=["chat", "completions"],
+)
+def test_every_field_of_the_official_client_is_served_ignored_or_refused_by_name(params, model, rules):
+    kinds = (params.CompletionCreateParamsNonStreaming, params.CompletionCreateParamsStreaming)
+    names = {name for kind in kinds for name in typing.get_type_hints(kind)}
+    assert names - model.model_fields.keys() - rules.ignored - rules.refused.keys() == set()
