@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy of the environment cannot reach these
 HELP = "/reset begins anew, /quit ends. Ctrl-C ends an answer."
 
 
@@ -31,7 +32,9 @@ class ChatSession:
     def __post_init__(self) -> None:
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         timeout = httpx.Timeout(10.0, read=None)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        self.url = self.url.rstrip("/").removesuffix("/v1")  # what OpenAI's clients call the base URL
+        is_near = httpx.URL(self.url).host in LOOPBACK
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not is_near)
         self.reset()
 
     def connect(self) -> str:

@@ -222,6 +222,13 @@ def test_chat_failures_leave_the_conversation_as_it_was(server):
             ChatSession(url=f"http://127.0.0.1:{unused.getsockname()[1]}").connect()
 
 
+def test_chat_takes_the_clients_base_url_and_no_proxy_to_this_machine(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert ChatSession(url=f"{server.url}/v1/").connect() == "stub"
+
+
 def test_chat_loop(server, monkeypatch, capsys):
     lines = iter(["hi", "", "/what", "/reset", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
