@@ -46,9 +46,21 @@ class ReplayExecutor:
         self.inputs: dict[str, dict[int, int]] = {}  # request -> position -> input token
         self._last_row: dict[int, int] = {}  # row of the step before -> sampled id
         self._last_step = -1
+        self._forgotten: set[int] = set()  # named by plans that never ran
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+
+    def fail(self) -> None:
+        """All waiting plans come to nothing; sequences that they end are forgotten, those that they begin never were."""
+        for plan in self.plans:
+            self._last_step = plan.step_id
+            self._forgotten.update(plan.finished, (new.seq_id for new in plan.new_sequences))
+            for seq_id in plan.finished:
+                self.sequences.pop(seq_id, None)
+            for new in plan.new_sequences:
+                self.inputs.setdefault(new.request_id, {})
+        self.plans.clear()
 
     def receive(self) -> StepResult:
         plan = self.plans.popleft()
@@ -70,7 +82,8 @@ class ReplayExecutor:
     def _change(self, plan: StepPlan) -> None:
         assert plan.step_id == self._last_step + 1
         for seq_id in plan.finished:
-            del self.sequences[seq_id]
+            assert seq_id in self.sequences or seq_id in self._forgotten
+            self.sequences.pop(seq_id, None)
         for new in plan.new_sequences:
             assert new.seq_id not in self.sequences
             self.sequences[new.seq_id] = RankSequence(new, list(new.token_ids), [RankTable() for _ in self.specs])

@@ -86,6 +86,12 @@ class Driver:
         for output in self.scheduler.receive(self.executor.receive()):
             self._take(output)
 
+    def fail(self) -> None:
+        """A step raises: its requests, and those of the plans behind it, end here."""
+        self.in_flight.clear()
+        self.executor.fail()
+        self.finished += self.scheduler.fail_in_flight()
+
     def _take(self, output: SequenceOutput) -> None:
         name = output.request_id
         assert name not in self.finished

@@ -46,6 +46,8 @@ def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_req
                 driver.requests.pop(name, None)
         if rng.random() < 0.05 and driver.requests:
             driver.abort(rng.choice(sorted(driver.requests)))
+        if rng.random() < 0.02:
+            driver.fail()
         if rng.random() < 0.5:
             driver.schedule()
         elif driver.in_flight:
