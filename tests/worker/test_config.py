@@ -40,6 +40,7 @@ def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
         ({"tensor_paralel_size": 2}, "tensor_paralel_size is not a setting"),
         ({"port": 70000}, "port is 70000"),
         ({"block_size": 0}, "block_size is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"),  # no prompt could have an answer
         ({"window_pattern": "SXF", "window": 8}, "window-pattern is 'SXF'"),
         ({"sinks": 4}, "need --window"),
         ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes is 'lots'"),

@@ -104,7 +104,7 @@ class Settings(BaseModel):
         "none", description="int8: weights and activations of linear layers, on CPUs."
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="Longest prompt + answer; the model's own limit if unset."
+        None, ge=2, description="Longest prompt + answer; the model's own limit if unset."
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block and per unit of prefix hashing.")
     kv_cache_memory_bytes: int | None = Field(None, ge=1, description="Bytes of the KV pool, or such as 512MiB, 4GiB.")
