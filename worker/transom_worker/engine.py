@@ -112,13 +112,9 @@ class Engine:
         self._publish_stats()
         return True
 
-    def stop(self, reason: Exception) -> None:
-        """Refuse requests from now on; `reason` is what they are told."""
-        self._dead = self._dead or reason
-
     def fail(self, reason: Exception) -> list[OutputEvent]:
-        """End the engine: an error event for every request, and `add` refuses from now on."""
-        self.stop(reason)
+        """End the engine: an error event for every request, and `add` refuses from now on; `reason` is what they are told."""
+        self._dead = self._dead or reason
         self._num_in_flight = 0
         return [self._error_event(request_id, reason) for request_id in list(self._answers)]
 
