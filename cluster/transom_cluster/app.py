@@ -11,6 +11,7 @@ from typing import Any
 
 from ray import serve
 
+from transom_cluster.start_checks import check_api_keys
 from transom_cluster.worker_client import ServeWorkerClient
 from transom_worker.config import Settings
 from transom_worker.errors import ConfigError
@@ -75,6 +76,7 @@ def build_app(settings: Mapping[str, Any]) -> serve.Application:
         if name in settings:
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
     checked = Settings.parse(**settings)
+    check_api_keys(checked)
     worker = _worker_deployment(checked).bind(
         checked.engine_config(), model_name=checked.server_config().served_model_name
     )

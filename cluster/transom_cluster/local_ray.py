@@ -31,6 +31,7 @@ _ENVIRONMENT = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_enable_metrics_collection": "0",  # Ray's own, on a port that everybody reaches; ours are at /metrics
 }
 
 

@@ -19,6 +19,7 @@ def check_start(settings: Settings) -> None:
     from transom_worker.models.architecture import read_architecture
     from transom_worker.tokenizer import Tokenizer
 
+    check_api_keys(settings)
     if problem := port_problem(settings.host, settings.port):
         raise ConfigError(problem)
     if settings.quantization == "int8" and (settings.device == "cuda" or settings.dtype == "float16"):
@@ -33,6 +34,12 @@ def check_start(settings: Settings) -> None:
             f"--max-model-len is {settings.max_model_len}; the model reaches {longest} tokens. Give at most {longest}."
         )
     Tokenizer.load(files)
+
+
+def check_api_keys(settings: Settings) -> None:
+    """Raise ConfigError for a key that is no secret, such as an unset variable's."""
+    if not all(key.strip() for key in settings.api_key):
+        raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
 
 
 def port_problem(host: str, port: int) -> str | None:

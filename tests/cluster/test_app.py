@@ -40,6 +40,11 @@ def test_wrong_settings_are_refused_before_anything_is_deployed():
         app.build_app({"model": "smollm2", "no_such_flag": 1})
 
 
+def test_an_empty_key_is_refused():
+    with pytest.raises(ConfigError, match="--api-key is empty"):
+        app.build_app({"model": "smollm2", "api_key": ["a", " "]})
+
+
 @pytest.mark.parametrize("name", app.OUTSIDE_THE_APP)
 def test_settings_of_the_proxies_are_not_ignored_in_silence(name):
     with pytest.raises(ConfigError, match=f"{name} is a setting of Serve's proxies"):

@@ -112,6 +112,7 @@ def test_what_is_wrong_at_once_is_said_before_anything_starts(monkeypatch):
         (["--max-model-len", "100000"], "8192"),
         (["--quantization", "int8", "--device", "cuda"], "--quantization int8"),
         (["--host", "203.0.113.1"], "203.0.113.1"),
+        (["--api-key", ""], "--api-key is empty"),
     ],
 )
 def test_settings_that_do_not_suit_model_or_machine_are_refused_before_anything_starts(monkeypatch, flags, said):

@@ -230,6 +230,7 @@ async def test_api_keys():
             {"authorization": "Bearer wrong"},
             {"authorization": "Basic first"},
             {"authorization": "é"},
+            {"authorization": "Bearer "},
         ):
             raw = {name: value.encode() for name, value in headers.items()}
             response = await api.client.get("/v1/models", headers=raw)
