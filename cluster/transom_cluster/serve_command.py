@@ -94,8 +94,7 @@ def _print_welcome(cluster: LocalRay, settings: Settings, worker: dict[str, Any]
     message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     for line in (
         f"Transom serves {config.served_model_name} at {url} after {start_s:.1f} s.",
-        f"Device {worker['device']}: weights {worker['weight_bytes'] / 2**20:,.0f} MiB, "
-        f"KV cache {worker['kv_bytes'] / 2**20:,.0f} MiB, up to {worker['max_model_len']:,} tokens a sequence.",
+        *worker["report"].splitlines(),
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{message}'",
         f"  transom chat{url_flag}",

@@ -56,6 +56,7 @@ class Engine:
         self._num_in_flight = 0
         self.forward_s = 0.0  # in the ranks' forward passes, since start
         self._ready: list[OutputEvent] = []
+        self.report = ""  # for people: where the memory went
         self._dead: Exception | None = None
         self._stats_at_s = 0.0
         self._publish_stats()
@@ -261,6 +262,7 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     files = resolve_model(config.model.model)
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
     engine = Engine(config, create_executor(config), Tokenizer.load(files), metrics)
-    for line in startup_report(engine.info, model=files.name).splitlines():
+    engine.report = startup_report(engine.info, model=model_name or files.name)
+    for line in engine.report.splitlines():
         logger.info(line)
     return engine

@@ -15,6 +15,7 @@ from transom_worker.config import Settings
 from transom_worker.contract import FinishReason, OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_worker.engine import Engine, build_engine
 from transom_worker.errors import RequestError, TransomError
+from transom_worker.logs import show_logs
 from transom_worker.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -68,6 +69,7 @@ class LLM:
 
     def __init__(self, model: str, *, dtype: str = "auto", **settings: Any) -> None:
         parsed = Settings.parse(model=model, dtype=dtype, **settings)
+        show_logs()
         self.engine: Engine = build_engine(parsed.engine_config())
         self._seed = parsed.seed
         self._ids = itertools.count()

@@ -19,6 +19,7 @@ from transom_worker.contract import ErrorInfo, OutputEvent, Request
 from transom_worker.engine import build_engine
 from transom_worker.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
+from transom_worker.logs import show_logs
 
 logger = logging.getLogger("transom.worker")
 
@@ -27,6 +28,7 @@ class WorkerReplica:
     """Methods are what `transom_cluster.worker_client` calls; all but the constructor run on Serve's event loop."""
 
     def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
+        show_logs()
         begin_s = time.perf_counter()
         self.engine = build_engine(config, model_name=model_name, worker=worker)
         gc.collect()
@@ -108,6 +110,7 @@ class WorkerReplica:
             "kv_bytes": info.memory.kv_bytes,
             "groups": [group.spec.name for group in info.layout.groups],
             "start_s": self._start_s,
+            "report": self.engine.report,
         }
 
     async def metrics_text(self) -> str:
