@@ -127,7 +127,7 @@ class Settings(BaseModel):
     max_waiting: int = Field(1024, ge=0, description="Waiting requests; more are refused with 503.")
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="priority: lower numbers first.")
     steps_in_flight: int | None = Field(
-        None, ge=1, le=2, description="Plans ahead of results: 1 on CPUs, 2 on GPUs if unset."
+        None, ge=1, le=2, description="Plans ahead of results; if unset 2 with --device cuda, else 1."
     )
     seed: int | None = Field(None, description="Makes unseeded requests repeatable.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker; all cores if unset.")

@@ -87,6 +87,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}, which a {family} model needs.") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"config.json has a value that is no size or number: {error}.") from None
 
 
 def with_windows(architecture: Architecture, *, window: int, sinks: int, pattern: str) -> Architecture:
