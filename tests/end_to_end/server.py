@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -65,6 +66,23 @@ def stop_server(server: Server, number: int = signal.SIGINT) -> int:
     except subprocess.TimeoutExpired:
         os.killpg(server.process.pid, signal.SIGKILL)
         return server.process.wait()
+
+
+def wait_a_moment(server: Server) -> None:
+    """A tenth of a second, or less if the server ends."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.process.wait(0.1)
+
+
+def worker_pid(server: Server) -> int:
+    """The process of the server's only worker replica."""
+    rows = subprocess.run(["ps", "-eo", "sid=,pid=,args="], capture_output=True, text=True, check=True).stdout
+    (pid,) = [
+        int(row.split()[1])
+        for row in rows.splitlines()
+        if row.split()[0] == str(server.process.pid) and "ServeReplica" in row and ":Worker" in row
+    ]
+    return pid
 
 
 def assert_ended_cleanly(server: Server, code: int) -> None:

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from server import Server, assert_ended_cleanly, free_port, metric, start_server, stop_server
+from server import Server, assert_ended_cleanly, free_port, metric, start_server, stop_server, wait_a_moment, worker_pid
 
 pytestmark = pytest.mark.serve
 
@@ -137,8 +138,27 @@ def test_metrics_count_tokens(client: openai.OpenAI, demo_server: Server) -> Non
     assert outcomes == prompt_tokens > 0
 
 
+def check_that_a_killed_worker_is_told_and_replaced(server: Server, url: str) -> None:
+    """The open stream gets an error event at once, and later requests are served again."""
+    headers = {"Authorization": "Bearer sesame"}
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as reply:
+        lines = reply.iter_lines()
+        for _ in range(6):
+            next(lines)
+        os.kill(worker_pid(server), signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert '"error"' in rest[-1]
+    assert "data: [DONE]" not in rest
+    give_up_s = time.monotonic() + 60
+    while httpx.get(f"{server.url}/health").status_code != 200 and time.monotonic() < give_up_s:
+        wait_a_moment(server)
+    again = httpx.post(url, json={**body, "max_tokens": 2, "stream": False}, headers=headers, timeout=60)
+    assert again.status_code == 200
+
+
 def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
-    """A second server beside the first: API key, hybrid windows, HAProxy; SIGTERM ends every process."""
+    """A second server beside the first: API key, hybrid windows, HAProxy, a killed worker; SIGTERM ends every process."""
     server = start_server(
         MODEL,
         tmp_path / "log",
@@ -156,6 +176,7 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
             assert len(list(stream)) >= 2
         about = httpx.get(server.url, headers={"Authorization": "Bearer sesame"}).json()
         assert len(about["worker"]["groups"]) == 2
+        check_that_a_killed_worker_is_told_and_replaced(server, url)
     finally:
         code = stop_server(server, signal.SIGTERM)
     assert_ended_cleanly(server, code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from transom_worker.config import Settings
 from transom_worker.contract import OutputEvent, Request, SamplingParams
 from transom_worker.replica import WorkerReplica
+from transom_worker.scheduling.step import StepResult
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,44 @@ async def test_events_of_each_router_come_on_its_own_stream(replica: WorkerRepli
             assert got[-1].usage.num_output_tokens == 8
         await stream.aclose()
     assert active_blocks(replica) == 0
+
+
+async def test_one_message_carries_a_whole_step(replica: WorkerReplica) -> None:
+    """Three sequences that run together cost one message a step, not one a token."""
+    stream = replica.open_stream("r")
+    await anext(stream)
+    assert await replica.submit("r", [request(f"m{i}", max_tokens=30) for i in range(3)]) == [None] * 3
+    messages = []
+    while sum(event.finish_reason is not None for message in messages for event in message) < 3:
+        messages.append(await anext(stream))
+    assert sum(len(message) for message in messages) == 90
+    assert len(messages) <= 30 + 2  # the prompts may have come in over three steps
+    await stream.aclose()
+
+
+async def test_a_long_step_does_not_block_the_event_loop(
+    replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a step is stuck, everything else that the replica is asked is answered."""
+    entered, release = threading.Event(), threading.Event()
+    receive = replica.engine._executor.receive
+
+    def slow() -> StepResult:
+        entered.set()
+        assert release.wait(60)
+        return receive()
+
+    stream = replica.open_stream("r")
+    await anext(stream)
+    monkeypatch.setattr(replica.engine._executor, "receive", slow)
+    assert await replica.submit("r", [request("slow", max_tokens=2)]) == [None]
+    assert await asyncio.to_thread(entered.wait, 60)
+    assert (await replica.info())["vocab_size"] == 2048
+    assert "transom_requests" in await replica.metrics_text()
+    replica.check_health()
+    release.set()
+    assert len((await collect(stream, {"slow"}))["slow"]) == 2
+    await stream.aclose()
 
 
 async def test_admission_is_all_or_nothing(replica: WorkerReplica) -> None:
