@@ -72,7 +72,6 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
-    seed: int | None = None
     num_threads: int | None = None
 
 
@@ -202,7 +201,6 @@ class Settings(BaseModel):
                 max_waiting=self.max_waiting,
                 steps_in_flight=self.steps_in_flight or (2 if self.device == "cuda" else 1),
             ),
-            seed=self.seed,
             num_threads=self.num_threads,
         )
 
