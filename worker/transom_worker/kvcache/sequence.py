@@ -24,6 +24,7 @@ class BlockTable:
     run: list[int] = field(default_factory=list)
     _appended: list[int] = field(default_factory=list)
     _dropped: int = 0
+    _moved: dict[int, int] = field(default_factory=dict)  # logical -> block, of those that ranks know
 
     @property
     def end_block(self) -> int:
@@ -59,6 +60,24 @@ class BlockTable:
         self.first_block += count
         self._dropped += count
         return fallen
+
+    def replace(self, logical: int, block: int) -> None:
+        """Compaction moved a block that is in the table."""
+        if logical < self.num_pinned:
+            self.pinned[logical] = block
+        else:
+            self.run[logical - self.first_block] = block
+        untold = self.end_block - len(self._appended)
+        if logical >= untold:
+            self._appended[logical - untold] = block
+        else:
+            self._moved[logical] = block
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """(logical, block) of the blocks that moved since the last call and are still in the table."""
+        moves = [(logical, block) for logical, block in self._moved.items() if self.at(logical) is not None]
+        self._moved = {}
+        return moves
 
     def take_delta(self) -> TableDelta | None:
         """What changed since the last call, None if nothing."""

@@ -15,13 +15,15 @@ from transom_worker.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
-    """What one layer's attention reads: everything, or the last `window` tokens (the query included) and the first `sinks`."""
+    """What one layer's attention reads: everything, the last `window` tokens (the query included) and the first `sinks`, or the
+    tokens since the last multiple of `chunk`."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     window: int | None = None
     sinks: int = 0
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

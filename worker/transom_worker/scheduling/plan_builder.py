@@ -90,3 +90,9 @@ class PlanBuilder:
             plan.delta_first_block.append(delta.first_block)
             plan.delta_blocks += delta.appended
             plan.delta_offset.append(len(plan.delta_blocks))
+        for group, table in enumerate(blocks.tables):
+            for logical, block in table.take_moves():
+                plan.moved_seq.append(seq_id)
+                plan.moved_group.append(group)
+                plan.moved_logical.append(logical)
+                plan.moved_block.append(block)

@@ -5,9 +5,10 @@ All arrays are flat lists of plain ints; nothing here knows torch. Legend:
     B  scheduled sequences (batch rows)     G  KV cache groups
     D  block-table deltas                   C  block copies
     S  rows that sample a token             T  tokens computed = sum(count)
+    M  moved blocks
 
 A rank keeps, per sequence: token ids, sampling state and one block table per group. A plan only says what changed. A plan's
-effects apply in this order: finished, new sequences, deltas, block copies, forward pass, sampling.
+effects apply in this order: finished, new sequences, deltas, moves, block copies, forward pass, sampling.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from transom_worker.contract import KvPolicy, SamplingParams, TokenLogprobs
 
-STEP_VERSION = 1
+STEP_VERSION = 2
 
 TIER_DEVICE = 0
 TIER_HOST = 1
@@ -53,6 +54,9 @@ class StepPlan:
     `delta_blocks[delta_offset[d] : delta_offset[d + 1]]` at the table's end; after it the run starts at logical block
     `delta_first_block`. A table starts empty; one delta at most per (sequence, group) and step.
 
+    Moves (compaction). Logical block `moved_logical[m]` of (`moved_seq`, `moved_group`), pinned or in the run as it stands after
+    the deltas, is from now on block `moved_block[m]`; a block copy of this or an earlier plan brings its contents.
+
     Scheduled sequence `b` computes positions `[start[b], start[b] + count[b])`. Its input tokens are those the rank knows;
     the last one may be new: `input_id[b]` gives it, or `input_row[b]` says that it is what row `input_row[b]` of the step
     before sampled (an index into that step's B); both NO_ID when the rank knows them all.
@@ -79,6 +83,11 @@ class StepPlan:
     delta_first_block: list[int] = field(default_factory=list)  # [D]
     delta_offset: list[int] = field(default_factory=lambda: [0])  # [D + 1]
     delta_blocks: list[int] = field(default_factory=list)  # [delta_offset[D]]
+
+    moved_seq: list[int] = field(default_factory=list)  # [M]
+    moved_group: list[int] = field(default_factory=list)  # [M]
+    moved_logical: list[int] = field(default_factory=list)  # [M]
+    moved_block: list[int] = field(default_factory=list)  # [M]
 
     seq_ids: list[int] = field(default_factory=list)  # [B]
     start: list[int] = field(default_factory=list)  # [B]
