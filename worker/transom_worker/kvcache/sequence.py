@@ -63,11 +63,11 @@ class BlockTable:
 
     def replace(self, logical: int, block: int) -> None:
         """Compaction moved a block that is in the table."""
-        if logical < self.num_pinned:
-            self.pinned[logical] = block
-        else:
-            self.run[logical - self.first_block] = block
         untold = self.end_block - len(self._appended)
+        if logical < self.num_pinned:
+            self.pinned[logical] = self._moved[logical] = block
+            return
+        self.run[logical - self.first_block] = block
         if logical >= untold:
             self._appended[logical - untold] = block
         else:
