@@ -1,0 +1,158 @@
+"""`repair_start` against a dependency count over positions and layers, and against the known lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.repair import repair_start
+
+FULL = dict(kind=GroupKind.FULL)
+
+
+def window(size: int) -> dict[str, object]:
+    return dict(kind=GroupKind.WINDOW, window=size)
+
+
+def chunk(size: int) -> dict[str, object]:
+    return dict(kind=GroupKind.CHUNK, chunk=size)
+
+
+def sinks(sinks: int, window: int) -> dict[str, object]:
+    return dict(kind=GroupKind.SINKS_WINDOW, sinks=sinks, window=window)
+
+
+def state(ratio: int, overlap: int) -> dict[str, object]:
+    return dict(kind=GroupKind.COMPRESSOR_STATE, ratio=ratio, overlap=overlap)
+
+
+Layout = Sequence[Sequence[dict[str, object]]]  # per layer, bottom first, the rules of its groups
+
+
+def make_groups(layout: Layout, *, block_size: int) -> list[GroupSpec]:
+    """Layers with an equal rule share a group."""
+    members: dict[tuple[tuple[str, object], ...], list[int]] = {}
+    for layer, rules in enumerate(layout):
+        for rule in rules:
+            members.setdefault(tuple(sorted(rule.items())), []).append(layer)
+    return [
+        GroupSpec(name=str(i), layers=tuple(layers), block_size=block_size, **dict(rule))  # type: ignore[arg-type]
+        for i, (rule, layers) in enumerate(members.items())
+    ]
+
+
+def read_by(spec: GroupSpec, query: int) -> set[int]:
+    """Positions whose keys the layer computes itself and this query reads (its own included)."""
+    if spec.keeps_everything or spec.kind is GroupKind.COMPRESSOR_STATE:
+        return {query}  # entries below n are cached
+    return {t for begin, end in spec.live(query) for t in range(begin, end)} | {query}
+
+
+def cached(spec: GroupSpec, n: int) -> int:
+    """Positions below this one are in the group's pinned blocks."""
+    return min(n, spec.num_pinned_blocks * spec.block_size)
+
+
+def inexact_live(specs: list[GroupSpec], n: int, s: int) -> bool:
+    """Whether a replay of [s, n) leaves a wrong key in a block of `live(n)`: follows each position through the layers.
+
+    Queries see sink tokens and keys from `s` on; whoever sees fewer than it should, or a wrong key, is wrong.
+    """
+    exact = set(range(s, n))  # positions whose input to this layer is right: token ids are
+    for layer in range(1 + max(layer for spec in specs for layer in spec.layers)):
+        outputs = set(exact)
+        for spec in (spec for spec in specs if layer in spec.layers):
+            right = exact | set(range(cached(spec, n)))
+            for query in exact:
+                wanted = read_by(spec, query)
+                hidden = {t for t in wanted if t < s and t >= spec.sinks}
+                if hidden or not wanted <= right:
+                    outputs.discard(query)
+            if not spec.keeps_everything:
+                blocks = {t // spec.block_size for begin, end in spec.live(n) for t in range(begin, end)}
+                needed = {t for t in range(n) if t // spec.block_size in blocks}
+                if not needed <= right:
+                    return True
+        exact = outputs
+    return False
+
+
+LAYOUTS: dict[str, Layout] = {
+    "window": [[window(6)]],
+    "windows and full": [[window(6)], [FULL], [window(6)], [FULL]],
+    "windows of two sizes": [[window(3)], [window(9)], [FULL], [window(5)]],
+    "chunked": [[chunk(12)], [chunk(12)], [FULL], [chunk(12)]],
+    "ragged chunks over windows": [[window(5)], [chunk(10)], [window(4)], [FULL], [chunk(7)]],
+    "sinks": [[sinks(5, 7)], [FULL], [sinks(5, 7)], [window(4)]],
+    "window of one": [[window(1)], [FULL], [window(8)], [window(1)]],
+    "compressor": [[window(6), state(4, 1)], [window(6)], [window(6), state(8, 0)], [window(6), FULL]],
+}
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_replay_from_there_is_exact(layout: Layout, block_size: int) -> None:
+    specs = make_groups(layout, block_size=block_size)
+    for n in range(block_size, 73, block_size):
+        assert not inexact_live(specs, n, repair_start(specs, n)), n
+
+
+@pytest.mark.parametrize("name", ["window", "windows and full", "windows of two sizes", "chunked", "window of one"])
+def test_one_token_fewer_is_wrong(name: str) -> None:
+    specs = make_groups(LAYOUTS[name], block_size=4)
+    for n in (40, 44, 64, 72):
+        s = repair_start(specs, n)
+        assert s == n or inexact_live(specs, n, s + 1), n
+
+
+RULES = st.one_of(
+    st.just(FULL),
+    st.integers(1, 9).map(window),
+    st.integers(1, 14).map(chunk),
+    st.tuples(st.integers(1, 7), st.integers(1, 9)).map(lambda sizes: sinks(*sizes)),
+    st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 1)).map(lambda sizes: state(*sizes)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(RULES, min_size=1, max_size=2), min_size=1, max_size=5), st.sampled_from([1, 4]))
+def test_any_layout_is_exact_and_grows_with_n(layout: Layout, block_size: int) -> None:
+    specs = make_groups(layout, block_size=block_size)
+    starts = [repair_start(specs, n) for n in range(60)]
+    assert starts == sorted(starts)
+    assert all(0 <= s <= n for n, s in enumerate(starts))
+    for n in (3 * block_size, 24, 48):
+        assert not inexact_live(specs, n, starts[n])
+
+
+def test_replay_lengths_of_known_models() -> None:
+    """k * (W - 1) without rounding; chunked-local: n mod C whatever the depth."""
+    n = 20_000
+    gpt_oss_20b = make_groups([[window(128)], [FULL]] * 12, block_size=1)
+    gpt_oss_120b = make_groups([[window(128)], [FULL]] * 18, block_size=1)
+    gemma_3_27b = make_groups([[window(1024)] * 1 if i % 6 != 5 else [FULL] for i in range(62)], block_size=1)
+    compressed = [dict(kind=GroupKind.COMPRESSED, ratio=4), state(4, 1)], [dict(kind=GroupKind.LATENT), state(128, 0)]
+    deepseek_v4_flash = make_groups(
+        [[window(128), *(compressed[i % 2] if i > 1 else ())] for i in range(43)], block_size=1
+    )
+    llama_4_scout = make_groups([[chunk(8192)] if i % 4 != 3 else [FULL] for i in range(48)], block_size=1)
+    assert n - repair_start(gpt_oss_20b, n) == 1_524
+    assert n - repair_start(gpt_oss_120b, n) == 2_286
+    assert n - repair_start(deepseek_v4_flash, n) == 5_461
+    assert repair_start(gemma_3_27b, n) == 0
+    assert 60_000 - repair_start(gemma_3_27b, 60_000) == 53_196
+    assert repair_start(llama_4_scout, n) == 16_384
+    assert repair_start(llama_4_scout, 16_384) == 16_384
+
+
+def test_blocks_round_the_top_window_down_alone() -> None:
+    specs = make_groups([[window(128)], [FULL]] * 12, block_size=16)
+    assert repair_start(specs, 20_000) == (20_000 - 127) // 16 * 16 - 11 * 127
+
+
+def test_without_sliding_groups_nothing_is_replayed() -> None:
+    assert repair_start(make_groups([[FULL], [FULL]], block_size=4), 40) == 40
