@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from cache_model import MIXES, slow_hit, spec
-from hypothesis import given, settings
+from cache_model import MIXES, live_blocks, slow_hit, spec
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from repair_model import COMPRESSED, RULES, Layout, make_groups
 
 from transom_worker.kvcache import outcome
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hit import find_hit, hit_limit
 from transom_worker.kvcache.index import PrefixIndex
 from transom_worker.kvcache.outcome import classify
+from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.retention import Retention
 
 UNITS = 24
@@ -29,9 +31,77 @@ def presence() -> st.SearchStrategy[set[bytes]]:
 def test_hit_search_equals_brute_force(mix: tuple[str, ...], data: st.DataObject, block_size: int, limit: int) -> None:
     specs = [spec(name, block_size=block_size) for name in mix]
     found = [data.draw(presence()) for _ in specs]
-    hit = find_hit([Retention(s) for s in specs], found, DIGESTS, limit)
+    hit = find_hit([Retention(s) for s in specs], found, DIGESTS, limit, window_repair=False)
     assert hit.num_units == slow_hit(specs, found, DIGESTS, limit)
+    assert hit.start == hit.num_units * block_size
     assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
+
+
+def has_blocks(group: GroupSpec, found: set[bytes], end: int, *, unit: int, pinned_only: bool = False) -> bool:
+    """Whether the blocks of `live(end)` are found, each under the digest of its last unit."""
+    units_per_block = group.block_size // unit
+    blocks = live_blocks(group, end)
+    if pinned_only:
+        blocks = {block for block in blocks if block < group.num_pinned_blocks}
+    return all(DIGESTS[(block + 1) * units_per_block - 1] in found for block in blocks)
+
+
+def cheapest(specs: list[GroupSpec], found: list[set[bytes]], limit: int, unit: int) -> tuple[int, int]:
+    """(num_units, start) that leaves least to compute, by trying every boundary; without a repair if that is as good."""
+    pairs = list(zip(specs, found, strict=True))
+    repairable = any(group.keeps_everything for group in specs)
+    choices: list[tuple[int, bool, int]] = []
+    for units in range(min(limit, UNITS) + 1):
+        n = units * unit
+        if all(has_blocks(group, hashes, n, unit=unit) for group, hashes in pairs):
+            choices.append((n, True, units))
+        elif repairable and all(
+            has_blocks(group, hashes, n, unit=unit, pinned_only=not group.keeps_everything) for group, hashes in pairs
+        ):
+            choices.append((repair_start(specs, n) // unit * unit, False, units))
+    start, _, units = max(choices)
+    return units, start
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.lists(st.lists(st.one_of(RULES, COMPRESSED), min_size=1, max_size=2), min_size=1, max_size=4),
+    st.data(),
+    st.sampled_from([2, 4]),
+    st.integers(0, UNITS + 3),
+)
+def test_repairs_are_taken_where_they_are_cheapest(layout: Layout, data: st.DataObject, unit: int, limit: int) -> None:
+    specs = make_groups(layout, block_size=unit)
+    assume(any(group.block_size == unit for group in specs))
+    found = [data.draw(presence()) for _ in specs]
+    hit = find_hit([Retention(s) for s in specs], found, DIGESTS, limit, window_repair=True)
+    assert (hit.num_units, hit.start) == cheapest(specs, found, limit, unit)
+    assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
+
+
+def test_a_repair_is_chosen_by_what_it_saves() -> None:
+    """Windows of 10 over blocks of 4: at 24 tokens two window layers need a replay from 12 - 9 = 3, that is from 0."""
+    full, pair = [{"kind": GroupKind.FULL}], [{"kind": GroupKind.WINDOW, "window": 10}]
+    everything = set(DIGESTS)
+    for layout, reach, window_until, expected in (
+        ([full, pair], 6, 0, (6, 12)),
+        ([full, pair], 6, 3, (3, 12)),  # as good without
+        ([full, pair], 6, 2, (6, 12)),
+        ([full, pair, pair], 6, 0, (0, 0)),  # the whole prompt again
+        ([full, pair, pair], 9, 0, (9, 12)),
+    ):
+        retentions = [Retention(s) for s in make_groups(layout, block_size=4)]
+        found = [everything, set(DIGESTS[:window_until])]
+        hit = find_hit(retentions, found, DIGESTS, reach, window_repair=True)
+        assert (hit.num_units, hit.start) == expected
+
+
+def test_sink_blocks_must_be_there_for_a_repair() -> None:
+    layout = [[{"kind": GroupKind.FULL}], [{"kind": GroupKind.SINKS_WINDOW, "sinks": 5, "window": 7}]]
+    retentions = [Retention(s) for s in make_groups(layout, block_size=4)]
+    for pinned, expected in (({0, 1}, (20, 72)), ({0}, (1, 4)), (set(), (0, 0))):
+        hit = find_hit(retentions, [set(DIGESTS), {DIGESTS[i] for i in pinned}], DIGESTS, 20, window_repair=True)
+        assert (hit.num_units, hit.start, hit.full_reach) == (*expected, 20)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +130,11 @@ def index_with(full: set[int], window: set[int], gone: set[int]) -> PrefixIndex:
     return index
 
 
-def outcomes(index: PrefixIndex, num_tokens: int, num_prompt_tokens: int | None = None) -> dict[str, int]:
+def outcomes(
+    index: PrefixIndex, num_tokens: int, num_prompt_tokens: int | None = None, *, window_repair: bool = False
+) -> dict[str, int]:
     retentions = [Retention(spec("full")), Retention(spec("window"))]
-    hit = find_hit(retentions, index.groups, DIGESTS, hit_limit(num_tokens, 4))
+    hit = find_hit(retentions, index.groups, DIGESTS, hit_limit(num_tokens, 4), window_repair=window_repair)
     prompt = num_tokens if num_prompt_tokens is None else num_prompt_tokens
     return classify(hit, DIGESTS, index, num_tokens=num_tokens, num_prompt_tokens=prompt, block_size=4)
 
@@ -79,6 +151,17 @@ def test_outcomes_name_the_reason() -> None:
     }
 
 
+def test_repaired_tokens_are_told_from_hit_ones() -> None:
+    index = index_with(full=set(range(12)), window={0, 1, 2}, gone=set())
+    # windows of 10: at 48 tokens they begin at 39, in block 9
+    assert outcomes(index, 13 * 4, window_repair=True) == {
+        outcome.HIT: 36,
+        outcome.REPAIRED: 12,
+        outcome.LAST_TOKEN: 4,
+    }
+    assert outcomes(index, 13 * 4, 38, window_repair=True) == {outcome.HIT: 36, outcome.REPAIRED: 2}
+
+
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_unit() -> None:
     index = index_with(full=set(range(6)), window=set(range(6)), gone=set())
     assert outcomes(index, 24) == {outcome.HIT: 20, outcome.LAST_TOKEN: 4}
@@ -90,12 +173,14 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_unit() -> None:
     st.sets(st.integers(0, UNITS - 1)),
     st.integers(1, UNITS * 4),
     st.integers(0, 30),
+    st.booleans(),
 )
 def test_outcomes_sum_to_the_prompt(
-    full: set[int], window: set[int], gone: set[int], num_prompt_tokens: int, num_resumed: int
+    full: set[int], window: set[int], gone: set[int], num_prompt_tokens: int, num_resumed: int, window_repair: bool
 ) -> None:
     num_tokens = min(num_prompt_tokens + num_resumed, UNITS * 4)
-    parts = outcomes(index_with(full, window, gone - full - window), num_tokens, num_prompt_tokens)
+    index = index_with(full, window, gone - full - window)
+    parts = outcomes(index, num_tokens, num_prompt_tokens, window_repair=window_repair)
     assert sum(parts.values()) == num_prompt_tokens
     assert all(tokens > 0 for tokens in parts.values())
 

@@ -8,6 +8,7 @@ from transom_worker.kvcache.hit import Hit
 from transom_worker.kvcache.index import PrefixIndex
 
 HIT = "hit"
+REPAIRED = "repaired"
 NEVER_SEEN = "missed_never_seen"
 FULL_EVICTED = "missed_full_evicted"
 WINDOW_EVICTED = "missed_window_evicted"
@@ -21,14 +22,16 @@ def classify(
 ) -> dict[str, int]:
     """Prompt tokens by outcome for a search over `num_tokens` known tokens (prompt and resumed output).
 
-    `[0, n)` hit; then window_evicted while full groups reach, full_evicted while the chain was ever seen, never_seen; behind the
-    last boundary allowed lie tokens that fill no unit (below_alignment), or one whole unit (last_token).
+    `[0, start)` hit, `[start, n)` repaired; then window_evicted while full groups reach, full_evicted while the chain was ever
+    seen, never_seen; behind the last boundary allowed lie tokens that fill no unit (below_alignment), or one whole unit
+    (last_token).
     """
     seen_end = hit.num_units + index.num_seen(digests, hit.num_units, hit.limit)
     window_end = max(hit.num_units, min(hit.full_reach, seen_end))
     tail = LAST_TOKEN if num_tokens % block_size == 0 else BELOW_ALIGNMENT
     ends = (
-        (HIT, hit.num_units * block_size),
+        (HIT, hit.start),
+        (REPAIRED, hit.num_units * block_size),
         (WINDOW_EVICTED, window_end * block_size),
         (FULL_EVICTED, seen_end * block_size),
         (NEVER_SEEN, hit.limit * block_size),
