@@ -61,12 +61,13 @@ def system_prompt(rng: random.Random) -> list[SimulatedRequest]:
     """Users who share a system prompt and nothing else."""
     space = TokenSpace()
     system = space.take(4_096)
-    return [_request([system, space.take(2_048)], space.take(SHORT_ANSWER_TOKENS)) for _ in range(20)]
+    users = [_request([system, space.take(2_048)], space.take(SHORT_ANSWER_TOKENS)) for _ in range(20)]
+    return _one_by_one(users)
 
 
 def long_answers(rng: random.Random) -> list[SimulatedRequest]:
     """One conversation whose answers are longer than any window."""
-    return _conversation(TokenSpace(), first=1_000, answer=2_000, turn=200, num_turns=8)
+    return _one_by_one(_conversation(TokenSpace(), first=1_000, answer=2_000, turn=200, num_turns=8))
 
 
 def edited_message(rng: random.Random) -> list[SimulatedRequest]:
@@ -74,7 +75,7 @@ def edited_message(rng: random.Random) -> list[SimulatedRequest]:
     space = TokenSpace()
     messages = [space.take(3_000) for _ in range(5)] + [space.take(1_384)]
     kept = [[*messages[:count], space.take(500)] for count in (5, 4, 3, 2, 1)]
-    return [_request(prompt, space.take(SHORT_ANSWER_TOKENS)) for prompt in [messages, *kept]]
+    return _one_by_one([_request(prompt, space.take(SHORT_ANSWER_TOKENS)) for prompt in [messages, *kept]])
 
 
 BUILDERS: dict[str, Callable[[random.Random], list[SimulatedRequest]]] = {
@@ -109,6 +110,10 @@ def _request(messages: Sequence[Run], answer: Run) -> SimulatedRequest:
     """A chat: every message but the last one asked ends a turn inside the prompt."""
     ends = accumulate(message.num_tokens for message in messages[:-1])
     return SimulatedRequest(prompt=tuple(messages), answer=answer, turn_boundaries=tuple(ends))
+
+
+def _one_by_one(requests: Conversation) -> list[SimulatedRequest]:
+    return _interleave([requests], [0] * len(requests))
 
 
 def _interleave(sessions: Sequence[Conversation], order: Iterable[int]) -> list[SimulatedRequest]:
