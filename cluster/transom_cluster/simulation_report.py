@@ -65,7 +65,7 @@ def _costs(report: Report) -> str:
     return (
         f"{counts.requests:,} requests{refused}, {counts.output_tokens:,} output tokens, {counts.steps:,} steps, "
         f"{counts.preemptions:,} preemptions\n"
-        f"blocks evicted: {evictions}; {counts.fragmentation:.2%} of leased memory without a block\n"
+        f"blocks evicted: {evictions}; {counts.fragmentation:.2%} of leased memory in empty blocks\n"
         f"virtual time {counts.virtual_seconds:,.0f} s at {cost['step_s'] * 1e3:g} ms a step and "
         f"{cost['token_s'] * 1e6:g} µs a token; simulated in {counts.seconds:.1f} s, {figures['tokens_per_s']:,.0f} tokens/s"
     )

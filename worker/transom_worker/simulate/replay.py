@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from statistics import fmean
 from time import perf_counter
 
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.errors import RequestError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import Arrivals
-from transom_worker.simulate.fragmentation import FragmentationMeter
 from transom_worker.simulate.report import Counts
 from transom_worker.simulate.stub_executor import StubExecutor
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
@@ -33,7 +33,7 @@ class Replay:
         self._cost = cost
         self._clock = clock
         self._executor = StubExecutor()
-        self._fragmentation = FragmentationMeter()
+        self._fragmentation: list[float] = []  # one sample at each request's end
         self._num_ended = self._num_steps = self._num_output_tokens = 0
 
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Counts:
@@ -47,7 +47,7 @@ class Replay:
             output_tokens=self._num_output_tokens,
             steps=self._num_steps,
             preemptions=sum(self._scheduler.preemptions.values()),
-            fragmentation=self._fragmentation.mean,
+            fragmentation=fmean(self._fragmentation or [0.0]),
             cache=self._scheduler.stats(),
             seconds=perf_counter() - begin_s,
             virtual_seconds=self._clock.now_s,
@@ -95,7 +95,7 @@ class Replay:
         self._num_output_tokens += len(outputs)
         for output in outputs:
             if output.at_limit:
-                self._fragmentation.sample(self._scheduler.stats())
+                self._fragmentation.append(self._scheduler.stats().fragmentation)
                 self._scheduler.finish(output.request_id)
                 self._executor.forget(output.request_id)
                 self._end(int(output.request_id), on_progress)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from transom_worker.kvcache.outcome import HIT
+from transom_worker.kvcache.outcome import HIT, REPAIRED
 from transom_worker.kvcache.stats import CacheStats
 
-REPAIRED = "repaired"
 MISSED = "missed_"
 
 
