@@ -10,6 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_driver import make_engine, make_request, run
 from transom_worker.engine import Engine
+from transom_worker.kvcache.histogram import Histogram
+from transom_worker.kvcache.stats import CacheStats, GroupStats
+from transom_worker.metrics import EngineMetrics
 
 Page = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -21,15 +24,16 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
     engine.shutdown()
 
 
-def page(engine: Engine) -> Page:
+def page(engine: Engine | EngineMetrics) -> Page:
     samples: Page = {}
-    for family in text_string_to_metric_families(engine.metrics.text().decode()):
+    metrics = engine if isinstance(engine, EngineMetrics) else engine.metrics
+    for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
             samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     return samples
 
 
-def total(engine: Engine, name: str, **labels: str) -> float:
+def total(engine: Engine | EngineMetrics, name: str, **labels: str) -> float:
     return sum(value for found, value in page(engine).get(name, []) if labels.items() <= found.items())
 
 
@@ -77,3 +81,45 @@ def test_preempted_requests_count_once(tiny_model: Path) -> None:
     assert total(engine, "transom_prompt_tokens_total") == total(engine, "transom_prefix_tokens_total") == 480
     assert total(engine, "transom_queue_seconds_count") == total(engine, "transom_prefill_seconds_count") == 8
     engine.shutdown()
+
+
+def test_the_cache_tells_its_fragments_its_checkpoints_and_how_long_blocks_stay() -> None:
+    times = Histogram()
+    times.observe(2.0, 5)
+    times.observe(1e6)
+    group = GroupStats(
+        name="full",
+        block_bytes=100,
+        active_blocks=3,
+        cached_blocks=5,
+        empty_blocks=2,
+        held_blocks=4,
+        residency=times.stats(),
+    )
+    metrics = EngineMetrics()
+    stats = CacheStats(
+        num_pages=4,
+        free_pages=2,
+        page_bytes=500,
+        groups=(group,),
+        outcome_tokens={"repaired": 9},
+        waste=0.01,
+        num_checkpoints=6,
+        num_compacted_blocks=7,
+    )
+    metrics.publish(stats, num_running=0, num_waiting=0, preemptions={})
+    assert total(metrics, "transom_kv_fragmentation_ratio") == 0.2
+    assert total(metrics, "transom_kv_waste_ratio") == 0.01
+    assert total(metrics, "transom_kv_checkpoints") == 6
+    assert total(metrics, "transom_kv_compacted_blocks_total") == 7
+    assert total(metrics, "transom_kv_held_blocks", group="full") == 4
+    assert total(metrics, "transom_prefix_tokens_total", outcome="repaired") == 9
+    residency = {
+        labels["le"]: value
+        for labels, value in page(metrics)["transom_kv_residency_seconds_bucket"]
+        if labels["group"] == "full"
+    }
+    assert [residency[bound] for bound in ("1.0", "3.0", "43200.0", "+Inf")] == [0, 5, 5, 6]
+    assert total(metrics, "transom_kv_residency_seconds_count") == 6
+    assert total(metrics, "transom_kv_residency_seconds_sum") == 1_000_010
+    assert total(metrics, "transom_kv_reuse_interval_seconds_count", group="full") == 0

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:  # types alone: this module depends on the metrics client and nothing else
+    from transom_worker.kvcache.histogram import HistogramStats
     from transom_worker.kvcache.stats import CacheStats, GroupStats
     from transom_worker.scheduling.step import StepTimings
 
@@ -152,16 +154,30 @@ class _StateCollector(Collector):
             preemptions.add_metric([*self._values, mode], count)
         yield preemptions
         yield from self._groups(stats)
-        pages = GaugeMetricFamily("transom_kv_pages", "Arena pages by state.", labels=[*self._names, "state"])
-        pages.add_metric([*self._values, "free"], stats.free_pages)
-        pages.add_metric([*self._values, "leased"], stats.num_pages - stats.free_pages)
-        yield pages
+        yield from self._times(stats)
+        yield from self._arena(stats)
         outcomes = CounterMetricFamily(
             "transom_prefix_tokens", "Prompt tokens by outcome of the hit search.", labels=[*self._names, "outcome"]
         )
         for outcome, tokens in stats.outcome_tokens.items():
             outcomes.add_metric([*self._values, outcome], tokens)
         yield outcomes
+
+    def _arena(self, stats: CacheStats) -> Iterator[Metric]:
+        pages = GaugeMetricFamily("transom_kv_pages", "Arena pages by state.", labels=[*self._names, "state"])
+        pages.add_metric([*self._values, "free"], stats.free_pages)
+        pages.add_metric([*self._values, "leased"], stats.num_pages - stats.free_pages)
+        yield pages
+        yield self._gauge(
+            "transom_kv_fragmentation_ratio", "Bytes in empty blocks over those of leased pages.", stats.fragmentation
+        )
+        yield self._gauge("transom_kv_waste_ratio", "Largest share of a page that no block covers.", stats.waste)
+        yield self._gauge("transom_kv_checkpoints", "Checkpoints in the prefix cache.", stats.num_checkpoints)
+        compacted = CounterMetricFamily(
+            "transom_kv_compacted_blocks", "Blocks moved to let an allocation succeed.", labels=self._names
+        )
+        compacted.add_metric(self._values, stats.num_compacted_blocks)
+        yield compacted
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=self._names)
@@ -172,6 +188,9 @@ class _StateCollector(Collector):
         by_state = [*self._names, "group", "state"]
         blocks = GaugeMetricFamily("transom_kv_blocks", "KV blocks by group and state.", labels=by_state)
         sizes = GaugeMetricFamily("transom_kv_bytes", "Bytes of KV blocks by group and state.", labels=by_state)
+        held = GaugeMetricFamily(
+            "transom_kv_held_blocks", "Cached blocks that a checkpoint keeps.", labels=[*self._names, "group"]
+        )
         use = GaugeMetricFamily(
             "transom_kv_utilization_ratio",
             "Bytes of a group's active blocks over the whole pool.",
@@ -185,11 +204,30 @@ class _StateCollector(Collector):
             for state, count in _states(group):
                 blocks.add_metric([*self._values, group.name, state], count)
                 sizes.add_metric([*self._values, group.name, state], count * group.block_bytes)
+            held.add_metric([*self._values, group.name], group.held_blocks)
             use.add_metric([*self._values, group.name], group.active_blocks * group.block_bytes / pool_bytes)
             for reason, count in group.evicted_blocks.items():
                 evicted.add_metric([*self._values, group.name, reason], count)
-        yield from (blocks, sizes, use, evicted)
+        yield from (blocks, sizes, held, use, evicted)
+
+    def _times(self, stats: CacheStats) -> Iterator[Metric]:
+        by_group = [*self._names, "group"]
+        residency = HistogramMetricFamily(
+            "transom_kv_residency_seconds", "From when a block became cached to its eviction.", labels=by_group
+        )
+        reuse = HistogramMetricFamily(
+            "transom_kv_reuse_interval_seconds", "From when a block became cached to its hit.", labels=by_group
+        )
+        for group in stats.groups:
+            for family, times in ((residency, group.residency), (reuse, group.reuse_interval)):
+                family.add_metric([*self._values, group.name], _cumulative(times), sum_value=times.sum_s)
+        yield from (residency, reuse)
 
 
 def _states(group: GroupStats) -> tuple[tuple[str, int], ...]:
     return (("active", group.active_blocks), ("cached", group.cached_blocks), ("empty", group.empty_blocks))
+
+
+def _cumulative(times: HistogramStats) -> list[tuple[str, float]]:
+    bounds = (*map(str, times.bounds_s), "+Inf")
+    return list(zip(bounds, accumulate(times.counts), strict=True))

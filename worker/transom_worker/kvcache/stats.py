@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from transom_worker.kvcache.histogram import HistogramStats
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """One group's blocks by state. `empty` counts free blocks in pages that the group has leased."""
+    """One group's blocks by state, and what became of the cached ones.
+
+    `cached_blocks` are all that can be hit and nobody references; a checkpoint keeps `held_blocks` of them, the others are left
+    behind. `empty_blocks` are free ones in pages that the group has leased.
+    """
 
     name: str
     block_bytes: int
     active_blocks: int
     cached_blocks: int
     empty_blocks: int
+    held_blocks: int = 0
     evicted_blocks: dict[str, int] = field(default_factory=dict)  # by reason, since start
+    residency: HistogramStats = field(default_factory=HistogramStats)  # from cached to evicted
+    reuse_interval: HistogramStats = field(default_factory=HistogramStats)  # from cached to hit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +36,12 @@ class CacheStats:
     page_bytes: int
     groups: tuple[GroupStats, ...]
     outcome_tokens: dict[str, int] = field(default_factory=dict)
+    waste: float = 0.0  # largest share of a page that no block covers, by geometry alone
+    num_checkpoints: int = 0
+    num_compacted_blocks: int = 0  # moved to let an allocation succeed, since start
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the leased pages' bytes that lies in empty blocks."""
+        leased_bytes = (self.num_pages - self.free_pages) * self.page_bytes
+        return sum(group.empty_blocks * group.block_bytes for group in self.groups) / max(1, leased_bytes)

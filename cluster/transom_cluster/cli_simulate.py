@@ -1,0 +1,74 @@
+"""`transom bench simulate`: replay requests through the real scheduler and cache, without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+USAGE_ERROR = 2
+
+
+def simulate(
+    model: Annotated[Path, typer.Option(help="Folder with a config.json, or the file itself; no weights needed.")],
+    memory: Annotated[
+        str,
+        typer.Option(help="KV pool, such as 40GiB; for workloads also a multiple of the sessions' full blocks: 2x."),
+    ],
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON lines with timestamp, input_length, output_length, hash_ids.")
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Instead: sessions, shuffled, poisson, system-prompt, edited-message or long-answers."),
+    ] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="sequential: one request at a time; recorded: at their times, on a virtual clock.")
+    ] = "sequential",
+    host_memory: Annotated[str, typer.Option(help="Host tier; 0, since there is none yet.")] = "0",
+    limit: Annotated[int | None, typer.Option(min=1, help="Replay only so many requests.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per unit of prefix hashing.")] = 16,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per step; 8192 for traces, 2048 for workloads if unset.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 256,
+    seed: Annotated[int, typer.Option(help="Of the shuffled and Poisson orders.")] = 0,
+    step_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each step.")] = 0.008,
+    token_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each token in a step.")] = 0.00002,
+    clairvoyant: Annotated[
+        bool, typer.Option("--clairvoyant", help="Show beside it what caches that know the future could hit.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prefix hits of a trace in a KV pool of so much memory: real scheduler and cache, no model."""
+    from transom_cluster.simulation_report import print_report, simulate_with_progress
+    from transom_worker.errors import ConfigError
+    from transom_worker.simulate.simulation import SimulationConfig
+    from transom_worker.simulate.virtual_time import StepCost
+
+    config = SimulationConfig(
+        model=model,
+        memory=memory,
+        trace=trace,
+        workload=workload,
+        arrivals=arrivals,
+        host_memory=host_memory,
+        limit=limit,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        seed=seed,
+        clairvoyant=clairvoyant,
+        cost=StepCost(step_s=step_seconds, token_s=token_seconds),
+    )
+    try:
+        report = simulate_with_progress(config, quiet=as_json)
+    except ConfigError as error:
+        typer.echo(f"transom: {error}", err=True)
+        raise typer.Exit(USAGE_ERROR) from None
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+    else:
+        print_report(report)

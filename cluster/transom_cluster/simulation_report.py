@@ -1,0 +1,78 @@
+"""A simulation on the terminal: a bar while it runs, a table of what it found."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from transom_worker.simulate.report import Report
+from transom_worker.simulate.simulation import Simulation, SimulationConfig
+
+GIB = 2**30
+
+
+def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
+    """Run it, with a bar on stderr unless `quiet`. Raises ConfigError as `Simulation` does."""
+    simulation = Simulation(config)
+    if quiet:
+        return simulation.run()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(simulation.workload.name, total=len(simulation.workload.requests))
+        return simulation.run(lambda num_ended: progress.update(task, completed=num_ended))
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Prompt tokens by outcome, what other caches would hit, and what it took."""
+    console = console or Console(highlight=False)
+    setup = report.setup
+    console.print(
+        f"[bold]{setup['workload']}[/bold] on [bold]{setup['model']}[/bold]: {report.memory_bytes / GIB:,.2f} GiB of KV, "
+        f"arrivals {setup['arrivals']}, blocks of {setup['block_size']}, {setup['max_num_batched_tokens']:,} tokens a step"
+    )
+    console.print(_outcomes(report))
+    if report.bounds:
+        console.print(_bounds(report))
+    console.print(_costs(report))
+
+
+def _outcomes(report: Report) -> Table:
+    table = _table("prompt tokens", "tokens", "share")
+    rows = {"hit": report.hit_tokens, "repaired": report.repaired_tokens}
+    rows |= {f"missed, {reason.replace('_', ' ')}": n for reason, n in report.missed_tokens.items()}
+    for name, num_tokens in rows.items():
+        table.add_row(name, f"{num_tokens:,}", f"{report.share(num_tokens):.1%}")
+    table.add_section()
+    table.add_row("all", f"{report.prompt_tokens:,}", "")
+    return table
+
+
+def _bounds(report: Report) -> Table:
+    table = _table("what could be hit", "tokens", "share")
+    for name, num_tokens in report.bounds.items():
+        table.add_row(name.replace("_", " "), f"{num_tokens:,}", f"{report.share(num_tokens):.1%}")
+    return table
+
+
+def _costs(report: Report) -> str:
+    counts = report.counts
+    figures = report.as_json()
+    refused = f", {sum(counts.refused.values()):,} refused ({', '.join(counts.refused)})" if counts.refused else ""
+    evictions = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in report.evictions.items()) or "none"
+    cost = report.setup["step_cost"]
+    assert isinstance(cost, dict)
+    return (
+        f"{counts.requests:,} requests{refused}, {counts.output_tokens:,} output tokens, {counts.steps:,} steps, "
+        f"{counts.preemptions:,} preemptions\n"
+        f"blocks evicted: {evictions}; {counts.fragmentation:.2%} of leased memory without a block\n"
+        f"virtual time {counts.virtual_seconds:,.0f} s at {cost['step_s'] * 1e3:g} ms a step and "
+        f"{cost['token_s'] * 1e6:g} µs a token; simulated in {counts.seconds:.1f} s, {figures['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="right" if at else "left")
+    return table

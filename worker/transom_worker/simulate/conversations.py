@@ -1,0 +1,127 @@
+"""Synthetic workloads: conversations whose every prompt repeats what came before, in several orders and shapes.
+
+The sizes are those behind the published figures of other engines, so that hit shares can be set side by side.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from transom_worker.errors import ConfigError
+from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
+
+NUM_SESSIONS = 16
+NUM_TURNS = 8
+FIRST_PROMPT_TOKENS = 4_000
+ANSWER_TOKENS = 400
+TURN_TOKENS = 600
+WORKING_SET_TOKENS = NUM_SESSIONS * 12_000  # "1x": what its sessions come to, in full-attention blocks
+MEAN_PAUSE_S = 60.0  # between one session's turns, with Poisson arrivals
+
+SHORT_ANSWER_TOKENS = 100
+
+Conversation = list[SimulatedRequest]
+
+
+def build_workload(name: str, *, seed: int = 0) -> Workload:
+    """The synthetic workload of that name. Raises ConfigError for an unknown one."""
+    builder = BUILDERS.get(name)
+    if builder is None:
+        raise ConfigError(f"There is no workload {name!r}; take one of {', '.join(BUILDERS)}.")
+    return Workload(name=name, requests=tuple(builder(random.Random(seed))))
+
+
+def round_robin(rng: random.Random) -> list[SimulatedRequest]:
+    """Sessions that take turns: the worst case for plain recency."""
+    return _interleave(_sessions(), list(range(NUM_SESSIONS)) * NUM_TURNS)
+
+
+def shuffled(rng: random.Random) -> list[SimulatedRequest]:
+    """The same sessions; who comes next is drawn."""
+    order = list(range(NUM_SESSIONS)) * NUM_TURNS
+    rng.shuffle(order)
+    return _interleave(_sessions(), order)
+
+
+def poisson(rng: random.Random) -> list[SimulatedRequest]:
+    """The same sessions, each with exponential pauses between its turns; where one answers slowly, its next turn waits."""
+    arrivals = sorted(
+        (arrival_s, session)
+        for session in range(NUM_SESSIONS)
+        for arrival_s in accumulate(rng.expovariate(1 / MEAN_PAUSE_S) for _ in range(NUM_TURNS))
+    )
+    requests = _interleave(_sessions(), [session for _, session in arrivals])
+    return [replace(request, arrival_s=arrival_s) for request, (arrival_s, _) in zip(requests, arrivals, strict=True)]
+
+
+def system_prompt(rng: random.Random) -> list[SimulatedRequest]:
+    """Users who share a system prompt and nothing else."""
+    space = TokenSpace()
+    system = space.take(4_096)
+    users = [_request([system, space.take(2_048)], space.take(SHORT_ANSWER_TOKENS)) for _ in range(20)]
+    return _one_by_one(users)
+
+
+def long_answers(rng: random.Random) -> list[SimulatedRequest]:
+    """One conversation whose answers are longer than any window."""
+    return _one_by_one(_conversation(TokenSpace(), first=1_000, answer=2_000, turn=200, num_turns=8))
+
+
+def edited_message(rng: random.Random) -> list[SimulatedRequest]:
+    """One conversation of messages of 3,000 tokens, sent again and again with an earlier message replaced."""
+    space = TokenSpace()
+    messages = [space.take(3_000) for _ in range(5)] + [space.take(1_384)]
+    kept = [[*messages[:count], space.take(500)] for count in (5, 4, 3, 2, 1)]
+    return _one_by_one([_request(prompt, space.take(SHORT_ANSWER_TOKENS)) for prompt in [messages, *kept]])
+
+
+BUILDERS: dict[str, Callable[[random.Random], list[SimulatedRequest]]] = {
+    "sessions": round_robin,
+    "shuffled": shuffled,
+    "poisson": poisson,
+    "system-prompt": system_prompt,
+    "edited-message": edited_message,
+    "long-answers": long_answers,
+}
+
+
+def _sessions() -> list[Conversation]:
+    space = TokenSpace()
+    return [
+        _conversation(space, first=FIRST_PROMPT_TOKENS, answer=ANSWER_TOKENS, turn=TURN_TOKENS, num_turns=NUM_TURNS)
+        for _ in range(NUM_SESSIONS)
+    ]
+
+
+def _conversation(space: TokenSpace, *, first: int, answer: int, turn: int, num_turns: int) -> Conversation:
+    requests = []
+    messages = [space.take(first)]
+    for _ in range(num_turns):
+        said = space.take(answer)
+        requests.append(_request(messages, said))
+        messages += [said, space.take(turn)]
+    return requests
+
+
+def _request(messages: Sequence[Run], answer: Run) -> SimulatedRequest:
+    """A chat: every message but the last one asked ends a turn inside the prompt."""
+    ends = accumulate(message.num_tokens for message in messages[:-1])
+    return SimulatedRequest(prompt=tuple(messages), answer=answer, turn_boundaries=tuple(ends))
+
+
+def _one_by_one(requests: Conversation) -> list[SimulatedRequest]:
+    return _interleave([requests], [0] * len(requests))
+
+
+def _interleave(sessions: Sequence[Conversation], order: Iterable[int]) -> list[SimulatedRequest]:
+    """Each session's turns in their order, each not before the one before it."""
+    turns = [iter(session) for session in sessions]
+    last: dict[int, int] = {}
+    requests: list[SimulatedRequest] = []
+    for session in order:
+        requests.append(replace(next(turns[session]), after=last.get(session)))
+        last[session] = len(requests) - 1
+    return requests

@@ -1,0 +1,106 @@
+"""The loop of a replay: requests in as they arrive, steps through the real scheduler, tokens out of the stub executor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+
+from transom_worker.contract import Request, SamplingParams
+from transom_worker.errors import RequestError
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.simulate.arrivals import Arrivals
+from transom_worker.simulate.fragmentation import FragmentationMeter
+from transom_worker.simulate.report import Counts
+from transom_worker.simulate.stub_executor import StubExecutor
+from transom_worker.simulate.virtual_time import StepCost, VirtualClock
+from transom_worker.simulate.workload import SimulatedRequest, Workload
+
+OnProgress = Callable[[int], None]  # told the number of requests that have ended
+
+
+class Replay:
+    """Plays the engine for one workload: every request ends at its answer's length, or is refused at the door."""
+
+    def __init__(
+        self, scheduler: Scheduler, workload: Workload, arrivals: Arrivals, *, cost: StepCost, clock: VirtualClock
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self.served: list[int] = []  # in order of arrival
+        self._scheduler = scheduler
+        self._requests = workload.requests
+        self._arrivals = arrivals
+        self._cost = cost
+        self._clock = clock
+        self._executor = StubExecutor()
+        self._fragmentation = FragmentationMeter()
+        self._num_ended = self._num_steps = self._num_output_tokens = 0
+
+    def run(self, on_progress: OnProgress = lambda num_ended: None) -> Counts:
+        """Serve everything."""
+        begin_s = perf_counter()
+        while self._admit_arrivals(on_progress) or self._scheduler.has_work:
+            self._step(on_progress)
+        return Counts(
+            requests=len(self.served),
+            refused=dict(self.refused),
+            output_tokens=self._num_output_tokens,
+            steps=self._num_steps,
+            preemptions=sum(self._scheduler.preemptions.values()),
+            fragmentation=self._fragmentation.mean,
+            cache=self._scheduler.stats(),
+            seconds=perf_counter() - begin_s,
+            virtual_seconds=self._clock.now_s,
+        )
+
+    def _admit_arrivals(self, on_progress: OnProgress) -> bool:
+        """Add what has arrived; whether anything is still to come."""
+        idle = not self._scheduler.has_work
+        next_s = self._arrivals.next_s()
+        if idle and next_s is not None:
+            self._clock.wait_until(next_s)
+        for index in self._arrivals.due(self._clock.now_s, idle=idle):
+            if not self._add(index, self._requests[index]):
+                self._end(index, on_progress)
+        return self._arrivals.next_s() is not None
+
+    def _add(self, index: int, simulated: SimulatedRequest) -> bool:
+        """Whether the scheduler takes it."""
+        name = str(index)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=simulated.prompt_token_ids(),
+            params=SamplingParams(max_tokens=simulated.answer.num_tokens, ignore_eos=True),
+            seed=0,
+            turn_boundaries=simulated.turn_boundaries,
+            arrival_s=self._clock.now_s,
+        )
+        try:
+            self._scheduler.add(request)
+        except RequestError as error:
+            self.refused[type(error).__name__] += 1
+            return False
+        self.served.append(index)
+        self._executor.expect(name, simulated.answer)
+        return True
+
+    def _step(self, on_progress: OnProgress) -> None:
+        plan = self._scheduler.schedule()
+        if plan is None:  # all that is left are refused arrivals, or those that wait for the clock
+            assert not self._scheduler.has_work
+            return
+        self._num_steps += 1
+        self._clock.advance(self._cost.of(plan))
+        outputs = self._scheduler.receive(self._executor.answer(plan))
+        self._num_output_tokens += len(outputs)
+        for output in outputs:
+            if output.at_limit:
+                self._fragmentation.sample(self._scheduler.stats())
+                self._scheduler.finish(output.request_id)
+                self._executor.forget(output.request_id)
+                self._end(int(output.request_id), on_progress)
+
+    def _end(self, index: int, on_progress: OnProgress) -> None:
+        self._arrivals.answered(index, self._clock.now_s)
+        self._num_ended += 1
+        on_progress(self._num_ended)

@@ -1,0 +1,102 @@
+"""What a replay found, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from transom_worker.kvcache.outcome import HIT
+from transom_worker.kvcache.stats import CacheStats
+
+REPAIRED = "repaired"
+MISSED = "missed_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """One replay's raw counts; prompt tokens by outcome come from the cache's own statistics."""
+
+    requests: int
+    refused: dict[str, int]  # by error
+    output_tokens: int
+    steps: int
+    preemptions: int
+    fragmentation: float
+    cache: CacheStats
+    seconds: float  # of this machine
+    virtual_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One replay and its set-up. `bounds` are hit tokens of policies that know more or hold less (see `bounds`)."""
+
+    counts: Counts
+    setup: dict[str, object]
+    memory_bytes: int
+    bounds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> dict[str, int]:
+        """Prompt tokens by outcome."""
+        return self.counts.cache.outcome_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests that were served."""
+        return sum(self.outcome.values())
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens found in the cache."""
+        return self.outcome.get(HIT, 0)
+
+    @property
+    def repaired_tokens(self) -> int:
+        """Prompt tokens that were replayed to restore a window."""
+        return self.outcome.get(REPAIRED, 0)
+
+    @property
+    def missed_tokens(self) -> dict[str, int]:
+        """Prompt tokens that were computed, by reason."""
+        return {name.removeprefix(MISSED): n for name, n in sorted(self.outcome.items()) if name.startswith(MISSED)}
+
+    @property
+    def evictions(self) -> dict[str, int]:
+        """Blocks of all groups that were evicted, by reason."""
+        total: Counter[str] = Counter()
+        for group in self.counts.cache.groups:
+            total.update(group.evicted_blocks)
+        return dict(sorted(total.items()))
+
+    def share(self, num_tokens: int) -> float:
+        """Of the prompt tokens."""
+        return num_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def as_json(self) -> dict[str, object]:
+        """One flat object of plain values."""
+        counts = self.counts
+        num_tokens = self.prompt_tokens + counts.output_tokens
+        report: dict[str, object] = {
+            **self.setup,
+            "memory_bytes": self.memory_bytes,
+            "requests": counts.requests,
+            "refused": counts.refused,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "repaired_tokens": self.repaired_tokens,
+            "missed_tokens": self.missed_tokens,
+            "hit_share": self.share(self.hit_tokens),
+            "repaired_share": self.share(self.repaired_tokens),
+            "output_tokens": counts.output_tokens,
+            "steps": counts.steps,
+            "preemptions": counts.preemptions,
+            "evictions": self.evictions,
+            "fragmentation": counts.fragmentation,
+            "virtual_seconds": counts.virtual_seconds,
+            "seconds": counts.seconds,
+            "tokens_per_s": num_tokens / counts.seconds if counts.seconds else 0.0,
+        }
+        if self.bounds:
+            report["bounds"] = {name: {"hit_tokens": n, "hit_share": self.share(n)} for name, n in self.bounds.items()}
+        return report

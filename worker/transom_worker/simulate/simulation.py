@@ -1,0 +1,125 @@
+"""One simulation from its settings: `transom bench simulate` without its terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from transom_worker.config import SchedulerConfig
+from transom_worker.errors import ConfigError
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.simulate.arrivals import ARRIVALS
+from transom_worker.simulate.bounds import Footprint, hit_bounds
+from transom_worker.simulate.conversations import build_workload
+from transom_worker.simulate.geometry import Geometry, read_geometry
+from transom_worker.simulate.replay import OnProgress, Replay
+from transom_worker.simulate.report import Report
+from transom_worker.simulate.trace import read_trace
+from transom_worker.simulate.virtual_time import StepCost, VirtualClock
+from transom_worker.simulate.workload import Workload
+
+TRACE_BATCHED_TOKENS = 8_192
+SYNTHETIC_BATCHED_TOKENS = 2_048  # as in the figures of other engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """What is replayed (`trace` or `workload`), on which geometry, in how much memory, how requests arrive."""
+
+    model: Path
+    memory: str
+    trace: Path | None = None
+    workload: str | None = None
+    arrivals: str = "sequential"
+    host_memory: str = "0"
+    limit: int | None = None
+    block_size: int = 16
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = 256
+    seed: int = 0
+    clairvoyant: bool = False
+    cost: StepCost = field(default_factory=StepCost)
+
+    @property
+    def batched_tokens(self) -> int:
+        """Tokens computed per step."""
+        default = SYNTHETIC_BATCHED_TOKENS if self.trace is None else TRACE_BATCHED_TOKENS
+        return self.max_num_batched_tokens or default
+
+
+class Simulation:
+    """Everything read and built; `run` replays it once.
+
+    Raises:
+        ConfigError: settings that contradict each other, or files that cannot be read.
+    """
+
+    def __init__(self, config: SimulationConfig) -> None:
+        _check(config)
+        self._config = config
+        self.workload = _workload(config)
+        self.geometry: Geometry = read_geometry(config.model, memory=config.memory, block_size=config.block_size)
+        self._clock = VirtualClock()
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.batched_tokens,
+                max_waiting=len(self.workload.requests),
+            ),
+            self.geometry.layout,
+            block_size=config.block_size,
+            max_model_len=self.geometry.max_model_len,
+            enable_prefix_caching=True,
+        )
+
+    def run(self, on_progress: OnProgress = lambda num_ended: None) -> Report:
+        """Replay, and work out the bounds if they are wanted."""
+        config = self._config
+        arrivals = ARRIVALS[config.arrivals](self.workload)
+        replay = Replay(self.scheduler, self.workload, arrivals, cost=config.cost, clock=self._clock)
+        counts = replay.run(on_progress)
+        bounds: dict[str, int] = {}
+        if config.clairvoyant:
+            served = [self.workload.requests[index] for index in replay.served]
+            bounds = hit_bounds(served, Footprint.of(self.geometry.layout, block_size=config.block_size))
+        return Report(counts=counts, setup=self._setup(), memory_bytes=self.geometry.layout.pool_bytes, bounds=bounds)
+
+    def _setup(self) -> dict[str, object]:
+        config = self._config
+        return {
+            "workload": self.workload.name,
+            "model": self.geometry.name,
+            "memory": config.memory,
+            "arrivals": config.arrivals,
+            "max_model_len": self.geometry.max_model_len,
+            "block_size": config.block_size,
+            "max_num_batched_tokens": config.batched_tokens,
+            "max_num_seqs": config.max_num_seqs,
+            "step_cost": asdict(config.cost),
+        }
+
+
+def simulate(config: SimulationConfig, on_progress: Callable[[int], None] = lambda num_ended: None) -> Report:
+    """Build and run. Raises ConfigError as `Simulation` does."""
+    return Simulation(config).run(on_progress)
+
+
+def _check(config: SimulationConfig) -> None:
+    if (config.trace is None) == (config.workload is None):
+        raise ConfigError("Give either --trace FILE or --workload NAME.")
+    if config.arrivals not in ARRIVALS:
+        raise ConfigError(f"--arrivals is {config.arrivals!r}; take one of {', '.join(ARRIVALS)}.")
+    if config.host_memory.strip().rstrip("kKMGTiBb") not in ("0", "0.0"):
+        raise ConfigError(f"--host-memory is {config.host_memory}; there is no host tier yet, leave it at 0.")
+    if config.trace is not None and config.memory.endswith("x"):
+        raise ConfigError(
+            f"--memory {config.memory} is a multiple of the sessions' working set; for a trace give bytes."
+        )
+
+
+def _workload(config: SimulationConfig) -> Workload:
+    if config.trace is not None:
+        return read_trace(config.trace, limit=config.limit)
+    assert config.workload is not None
+    return build_workload(config.workload, seed=config.seed).first(config.limit)

@@ -1,0 +1,69 @@
+"""What is replayed: requests whose contents are runs of consecutive token ids, so that millions of tokens cost little memory.
+
+Two runs have equal contents where they start at the same token id; a shorter one is a prefix of a longer one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """The token ids `first_token ... first_token + num_tokens - 1`."""
+
+    first_token: int
+    num_tokens: int
+
+    def cut(self, num_tokens: int) -> Run:
+        """Its first tokens."""
+        return Run(self.first_token, min(self.num_tokens, num_tokens))
+
+
+class TokenSpace:
+    """Hands out runs that share no token id."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, num_tokens: int) -> Run:
+        """A run that nobody else has."""
+        run = Run(self._next, num_tokens)
+        self._next += num_tokens
+        return run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRequest:
+    """One request: what is asked, what will be answered, and when it comes.
+
+    It comes at `arrival_s` on the workload's clock, but not before request `after` has been answered (an index into the workload).
+    """
+
+    prompt: tuple[Run, ...]
+    answer: Run
+    turn_boundaries: tuple[int, ...] = ()
+    arrival_s: float = 0.0
+    after: int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return sum(run.num_tokens for run in self.prompt)
+
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as a client would send it."""
+        return tuple(chain.from_iterable(range(first, first + count) for first, count in self.prompt))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests in order of arrival (one at a time: of service)."""
+
+    name: str
+    requests: tuple[SimulatedRequest, ...]
+
+    def first(self, limit: int | None) -> Workload:
+        """Its first `limit` requests; all of them if None."""
+        return self if limit is None else Workload(name=self.name, requests=self.requests[:limit])
