@@ -147,7 +147,11 @@ def check_tree(cache: KvCache) -> None:
         found = cache.index.groups[group]
         by_block = {found[digest]: count for digest, count in counts.items()}
         assert by_block == {block: count for block, count in enumerate(cache.pools[group].holds) if count}
-    locks = Counter(id(blocks.base) for blocks in cache._running.values() if blocks.base is not None and blocks.base.parent is not None)
+    locks = Counter(
+        id(blocks.base)
+        for blocks in cache._running.values()
+        if blocks.base is not None and blocks.base.parent is not None
+    )
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
 
 

@@ -18,8 +18,8 @@ from transom_worker.kvcache.arena import Arena
 from transom_worker.kvcache.block_times import BlockTimes
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import pages_to_clear
-from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.index import PrefixIndex
@@ -150,7 +150,8 @@ class KvCache:
         hit = blocks.hit
         if hit is not None:
             blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
-            if hit.full_reach > hit.num_units or blocks.replay_until:
+            parted = hit.full_reach > hit.num_units or blocks.replay_until > 0
+            if parted and any(retention.keeps_everything for retention in self.retentions):
                 planned[hit.full_reach] = CheckpointKind.FORK
         planned.update(boundaries)
         blocks.planned = sorted(planned.items())

@@ -36,7 +36,7 @@ REFRESH_EVERY = 16  # requests
 class Watch:
     """One checkpoint that a client may return to, from its last use on."""
 
-    __slots__ = ("bucket", "born", "cls", "ended")
+    __slots__ = ("born", "bucket", "cls", "ended")
 
     def __init__(self, cls: CheckpointClass, born: int) -> None:
         self.cls = cls

@@ -30,7 +30,19 @@ class CheckpointKind(StrEnum):
 class Node:
     """A place in the tree. `windows` are the digests held by sliding group, None where they are not held."""
 
-    __slots__ = ("boundary", "children", "digest", "kind", "locks", "memo", "parent", "slot", "turns", "units", "windows")
+    __slots__ = (
+        "boundary",
+        "children",
+        "digest",
+        "kind",
+        "locks",
+        "memo",
+        "parent",
+        "slot",
+        "turns",
+        "units",
+        "windows",
+    )
 
     def __init__(self, boundary: int, digest: bytes, parent: Node | None, kind: CheckpointKind) -> None:
         self.boundary = boundary  # units
