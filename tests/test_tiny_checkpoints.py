@@ -9,7 +9,12 @@ import torch
 
 from tiny_checkpoints import FULL, HybridCase, load_reference, reference_logits, reference_steps, tiny_llama, visible
 
-CASES = [FULL, HybridCase(window=24, pattern="SF"), HybridCase(window=17, sinks=5, pattern="SSF")]
+CASES = [
+    FULL,
+    HybridCase(window=24, pattern="SF"),
+    HybridCase(window=17, sinks=5, pattern="SSF"),
+    HybridCase(window=17, chunk=24, pattern="SCF"),
+]
 MIN_MARGIN = 5e-4  # fp32 rounding moves these logits by at most 7e-5
 
 
@@ -26,6 +31,7 @@ def test_masks_by_hand() -> None:
     assert visible(1, 6, window=2, sinks=1).tolist() == [[True, False, False, False, True, True]]
     assert visible(2, 4, window=None, sinks=3).tolist() == [[True, True, True, False], [True] * 4]
     assert visible(3, 3, window=1, sinks=0).tolist() == torch.eye(3, dtype=torch.bool).tolist()
+    assert visible(2, 4, window=None, sinks=0, chunk=3).tolist() == [[True, True, True, False], [False] * 3 + [True]]
 
 
 def test_without_windows_the_masks_are_the_models_own(folder: Path) -> None:
@@ -54,6 +60,8 @@ def test_greedy_text_is_varied_and_clear(folder: Path, case: HybridCase) -> None
         (HybridCase(window=24, sinks=4), HybridCase(window=24, sinks=3)),
         (HybridCase(window=24, pattern="SF"), HybridCase(window=24, pattern="FS")),
         (HybridCase(window=40), FULL),
+        (HybridCase(chunk=24, pattern="CF"), HybridCase(chunk=25, pattern="CF")),
+        (HybridCase(chunk=24, pattern="CF"), HybridCase(window=24, pattern="SF")),
     ],
     ids=str,
 )

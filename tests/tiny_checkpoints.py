@@ -29,21 +29,24 @@ LOGIT_STD = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridCase:
-    """Which layers of a model are window layers, in the terms of `--window`, `--sinks` and `--window-pattern`."""
+    """Which layers see how far, in the terms of `--window`, `--sinks`, `--chunk` and `--window-pattern`."""
 
-    window: int | None = None  # tokens, the query included; None: every layer is full
+    window: int | None = None  # tokens, the query included; None: no layer has one
     sinks: int = 0
+    chunk: int | None = None
     pattern: str = "S"
 
     def settings(self) -> dict[str, Any]:
         """Keywords for `Settings.parse` and `LLM`."""
-        if self.window is None:
-            return {}
-        return {"window": self.window, "sinks": self.sinks, "window_pattern": self.pattern}
+        return {"window": self.window, "sinks": self.sinks, "chunk": self.chunk, "window_pattern": self.pattern}
 
     def layer_window(self, layer: int) -> int | None:
         """The window of one layer, or None."""
         return self.window if self.pattern[layer % len(self.pattern)] == "S" else None
+
+    def layer_chunk(self, layer: int) -> int | None:
+        """The chunk of one layer, or None."""
+        return self.chunk if self.pattern[layer % len(self.pattern)] == "C" else None
 
 
 FULL = HybridCase()
@@ -163,11 +166,15 @@ def reference_steps(
     return steps
 
 
-def visible(num_queries: int, num_keys: int, *, window: int | None, sinks: int) -> torch.Tensor:
+def visible(
+    num_queries: int, num_keys: int, *, window: int | None, sinks: int, chunk: int | None = None
+) -> torch.Tensor:
     """Which of the keys `[0, num_keys)` each of the last queries sees: bool `[num_queries, num_keys]`."""
     query = torch.arange(num_keys - num_queries, num_keys)[:, None]
     key = torch.arange(num_keys)[None, :]
     causal = key <= query
+    if chunk is not None:
+        return causal & (key >= query - query % chunk)
     return causal if window is None else causal & ((key > query - window) | (key < sinks))
 
 
@@ -179,7 +186,8 @@ def _masks(model: LlamaForCausalLM, case: HybridCase) -> Iterator[None]:
         index, num_queries = layer.self_attn.layer_idx, args[0].shape[1]
         past = kwargs.get("past_key_values")
         num_keys = num_queries + (past.get_seq_length(index) if past is not None else 0)
-        seen = visible(num_queries, num_keys, window=case.layer_window(index), sinks=case.sinks)
+        window, chunk = case.layer_window(index), case.layer_chunk(index)
+        seen = visible(num_queries, num_keys, window=window, sinks=case.sinks, chunk=chunk)
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         return args, kwargs | {"attention_mask": mask[None, None]}
 

@@ -44,6 +44,9 @@ def test_windows_come_from_settings() -> None:
     config = ModelConfig(model="x", window=8, sinks=2, window_pattern="SF")
     shape = model_loading.model_architecture(files(LLAMA), config)
     assert [(attention.window, attention.sinks) for attention in shape.layers] == [(8, 2), (None, 0), (8, 2)]
+    config = ModelConfig(model="x", window=8, chunk=32, window_pattern="CSF")
+    shape = model_loading.model_architecture(files(LLAMA), config)
+    assert [(attention.window, attention.chunk) for attention in shape.layers] == [(None, 32), (8, None), (None, None)]
     plain = model_loading.model_architecture(files(LLAMA), ModelConfig(model="x"))
     assert all(attention.window is None for attention in plain.layers)
 

@@ -43,6 +43,9 @@ def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
         ({"max_model_len": 1}, "max_model_len is 1"),  # no prompt could have an answer
         ({"window_pattern": "SXF", "window": 8}, "window-pattern is 'SXF'"),
         ({"sinks": 4}, "need --window"),
+        ({"chunk": 32}, "--chunk is 32 and --window-pattern 'S'"),
+        ({"window_pattern": "CF"}, "--chunk is None and --window-pattern 'CF'"),
+        ({"chunk": 32, "window_pattern": "SCF"}, "need --window"),
         ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes is 'lots'"),
         ({"dtype": "int3"}, "dtype is 'int3'"),
     ],

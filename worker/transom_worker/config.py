@@ -40,18 +40,20 @@ class ModelConfig:
     max_model_len: int | None = None
     window: int | None = None
     sinks: int = 0
+    chunk: int | None = None
     window_pattern: str = "S"
     hybrid_kv_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV pool: its block, its size and whether finished requests' blocks stay findable."""
+    """The KV pool: its block, its size, whether finished requests' blocks stay findable, and whether lost windows are repaired."""
 
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
     enable_prefix_caching: bool = True
+    window_repair: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,9 @@ class Settings(BaseModel):
         0.92, gt=0, le=1, description="Share of GPU memory for weights, activations and KV."
     )
     enable_prefix_caching: bool = Field(True, description="Reuse KV of shared prefixes.")
+    window_repair: bool = Field(
+        True, description="Where windows are evicted and full layers are not, compute only the tail that restores them."
+    )
     hybrid_kv_cache: bool = Field(True, description="Off: every layer keeps full length; same results, more memory.")
     window: int | None = Field(
         None,
@@ -118,7 +123,14 @@ class Settings(BaseModel):
         description="Makes layers sliding-window layers of this many tokens, the query included.",
     )
     sinks: int = Field(0, ge=0, description="First tokens that window layers keep as well.")
-    window_pattern: str = Field("S", description="Repeated over the layers: S window, F full. Needs --window.")
+    chunk: int | None = Field(
+        None,
+        ge=1,
+        description="Makes layers chunked-local layers, which see the tokens since the last multiple of this many.",
+    )
+    window_pattern: str = Field(
+        "S", description="Repeated over the layers: S window (needs --window), C chunked (needs --chunk), F full."
+    )
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
     max_num_batched_tokens: int = Field(
         1024, ge=1, description="Tokens computed per step; longer prompts go in chunks."
@@ -167,11 +179,21 @@ class Settings(BaseModel):
             if value != supported:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} {value} is not supported yet; {advice} ({flag} {supported}).")
-        if not re.fullmatch(r"[SF]+", self.window_pattern):
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        pattern = self.window_pattern
+        if not re.fullmatch(r"[SCF]+", pattern):
             raise ConfigError(
-                f"--window-pattern is {self.window_pattern!r}; use letters S (window) and F (full), such as SSF."
+                f"--window-pattern is {pattern!r}; use letters S (window), C (chunked) and F (full), such as SSF."
             )
-        if self.window is None and (self.sinks or self.window_pattern != "S"):
+        if (self.chunk is None) != ("C" not in pattern):
+            raise ConfigError(
+                f"--chunk is {self.chunk} and --window-pattern {pattern!r}; layers with the letter C take --chunk: give both, "
+                "such as --chunk 8192 --window-pattern CCCF, or neither."
+            )
+        needs_window = self.sinks or ("S" in pattern if self.chunk else pattern != "S")
+        if self.window is None and needs_window:
             raise ConfigError("--sinks and --window-pattern need --window; give a window in tokens.")
 
     def engine_config(self) -> EngineConfig:
@@ -185,6 +207,7 @@ class Settings(BaseModel):
                 max_model_len=self.max_model_len,
                 window=self.window,
                 sinks=self.sinks,
+                chunk=self.chunk,
                 window_pattern=self.window_pattern,
                 hybrid_kv_cache=self.hybrid_kv_cache,
             ),
@@ -193,6 +216,7 @@ class Settings(BaseModel):
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
+                window_repair=self.window_repair,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

@@ -16,6 +16,8 @@ WANTED_PAGES = 1000
 WANTED_BLOCKS_PER_PAGE = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+_EVERYTHING = (0, 0, 0)  # no window, sinks or chunk
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageChoice:
@@ -26,15 +28,15 @@ class PageChoice:
 
 
 def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) -> tuple[GroupSpec, ...]:
-    """Groups of layers that keep the same tokens: full first, then windows as they appear.
+    """Groups of layers that keep the same tokens: full first, then windows and chunks as they appear.
 
     Without `hybrid` every layer keeps its full length in one group; what its attention reads does not change.
     """
-    members: dict[tuple[int, int], list[int]] = {}
+    members: dict[tuple[int, int, int], list[int]] = {}
     for index, layer in enumerate(architecture.layers):
-        members.setdefault(_retention(layer) if hybrid else (0, 0), []).append(index)
-    ordered = sorted(members.items(), key=lambda item: (item[0][0] != 0, item[1][0]))
-    return tuple(_group(window, sinks, tuple(layers), block_size) for (window, sinks), layers in ordered)
+        members.setdefault(_retention(layer) if hybrid else _EVERYTHING, []).append(index)
+    ordered = sorted(members.items(), key=lambda item: (item[0] != _EVERYTHING, item[1][0]))
+    return tuple(_group(*retention, tuple(layers), block_size) for retention, layers in ordered)
 
 
 def group_of_layer(groups: Sequence[GroupSpec]) -> tuple[int, ...]:
@@ -123,16 +125,20 @@ def _edge_waste(page_bytes: int, stride: int) -> float:
     return 1.0 - (page_bytes - stride + math.gcd(page_bytes, stride)) / page_bytes
 
 
-def _retention(layer: LayerAttention) -> tuple[int, int]:
-    """(window, sinks), (0, 0) for everything."""
-    return (0, 0) if layer.window is None else (layer.window, layer.sinks)
+def _retention(layer: LayerAttention) -> tuple[int, int, int]:
+    """(window, sinks, chunk), zeros for everything."""
+    return layer.window or 0, layer.sinks, layer.chunk or 0
 
 
-def _group(window: int, sinks: int, layers: tuple[int, ...], block_size: int) -> GroupSpec:
-    if window == 0:
-        return GroupSpec(name="full", kind=GroupKind.FULL, layers=layers, block_size=block_size)
-    if sinks == 0:
+def _group(window: int, sinks: int, chunk: int, layers: tuple[int, ...], block_size: int) -> GroupSpec:
+    if chunk:
+        kind, name = GroupKind.CHUNK, f"chunk_{chunk}"
+    elif not window:
+        kind, name = GroupKind.FULL, "full"
+    elif not sinks:
         kind, name = GroupKind.WINDOW, f"window_{window}"
     else:
         kind, name = GroupKind.SINKS_WINDOW, f"sinks_{sinks}_window_{window}"
-    return GroupSpec(name=name, kind=kind, layers=layers, block_size=block_size, window=window, sinks=sinks)
+    return GroupSpec(
+        name=name, kind=kind, layers=layers, block_size=block_size, window=window, sinks=sinks, chunk=chunk
+    )

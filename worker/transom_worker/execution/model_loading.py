@@ -57,11 +57,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 
 def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
-    """The checkpoint's shape, with the windows that the settings ask for."""
+    """The checkpoint's shape, with the windows and chunks that the settings ask for."""
     architecture = read_architecture(files.config)
-    if config.window is None:
+    if config.window is None and config.chunk is None:
         return architecture
-    return with_windows(architecture, window=config.window, sinks=config.sinks, pattern=config.window_pattern)
+    return with_windows(
+        architecture, window=config.window, sinks=config.sinks, chunk=config.chunk, pattern=config.window_pattern
+    )
 
 
 def choose_device(device: str) -> torch.device:

@@ -27,6 +27,7 @@ class AttentionShape:
     head_size: int
     window: int | None
     num_sink_tokens: int
+    chunk: int | None
 
 
 class Attention:
@@ -60,5 +61,6 @@ class Attention:
             scale=self._scale,
             window=shape.window,
             num_sink_tokens=shape.num_sink_tokens,
+            chunk=shape.chunk,
         )
         return self._output.add_to(residual_TN, seen.flatten(1))

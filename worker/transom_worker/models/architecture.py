@@ -1,6 +1,6 @@
 """A model's shape, read from its `config.json` (or GGUF metadata under the same names). No torch.
 
-Which layers look how far is decided here, once: from the checkpoint, or overridden by `--window`, `--sinks` and
+Which layers look how far is decided here, once: from the checkpoint, or overridden by `--window`, `--sinks`, `--chunk` and
 `--window-pattern`. Groups, the planner's bytes and the attention masks all follow from `LayerAttention`.
 """
 
@@ -93,10 +93,19 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ModelError(f"config.json has a value that is no size or number: {error}.") from None
 
 
-def with_windows(architecture: Architecture, *, window: int, sinks: int, pattern: str) -> Architecture:
-    """The same model with sliding windows on the layers that `pattern` (S window, F full, repeated) marks with S."""
-    layers = tuple(
-        replace(layer, window=window, sinks=sinks) if pattern[i % len(pattern)] == "S" else layer
-        for i, layer in enumerate(architecture.layers)
-    )
+def with_windows(
+    architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
+) -> Architecture:
+    """The same model with the layers that `pattern` marks (repeated): S sliding windows, C chunks, F unchanged."""
+
+    def marked(layer: LayerAttention, letter: str) -> LayerAttention:
+        match letter:
+            case "S":
+                return replace(layer, window=window, sinks=sinks)
+            case "C":
+                return replace(layer, chunk=chunk)
+            case _:
+                return layer
+
+    layers = tuple(marked(layer, pattern[i % len(pattern)]) for i, layer in enumerate(architecture.layers))
     return replace(architecture, layers=layers)

@@ -117,4 +117,5 @@ def _shape(layer: LayerAttention) -> AttentionShape:
         head_size=layer.head_size,
         window=layer.window,
         num_sink_tokens=layer.sinks,
+        chunk=layer.chunk,
     )
