@@ -56,7 +56,7 @@ class Checkpoints:
         return sorted(self._offsets)[int(OFFSET_QUANTILE * (len(self._offsets) - 1))]
 
     def lock(self, chain: Sequence[bytes], hit_units: int) -> Node | None:
-        """The node that a sequence builds on when it starts at a hit: what of the tree it references must stay a leaf's ancestor."""
+        """The node that a sequence builds on when it starts at a hit."""
         reach = self.tree.reach(chain, hit_units)
         if not reach:
             return None
