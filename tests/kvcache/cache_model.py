@@ -84,29 +84,75 @@ class Mirror:
 def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     """Reference counts, one place per block, pages conserved, live blocks present."""
     sequences = list(sequences)
+    check_tree(cache)
     for group, pool in enumerate(cache.pools):
         tables = [sequence.tables[group] for sequence in sequences]
         references = Counter(block for table in tables for block in table.pinned + table.run)
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
-        cached = list(pool.eviction_order())
+        held = [block for block, count in enumerate(pool.holds) if count and not pool.refs[block]]
+        cached = [*held, *pool.loose]
         pages = [page for page, owner in enumerate(cache.arena.owner) if owner == group]
         ids = [block for page in pages for block in cache.arena.blocks(page, group)]
         empty = [block for block in ids if pool.is_empty(block)]
         assert sorted([*references, *cached, *empty]) == ids  # each block in exactly one place
-        assert (pool.num_active, pool.num_cached, pool.num_empty) == (len(references), len(cached), len(empty))
+        assert (pool.num_active, pool.num_held, pool.num_empty) == (len(references), len(held), len(empty))
         assert pool.num_slots == len(ids)
         active_in = Counter(cache.arena.page_of(group, block) for block in references)
+        held_in = Counter(cache.arena.page_of(group, block) for block in held)
+        loose_in = Counter(cache.arena.page_of(group, block) for block in pool.loose)
         assert pool.active_in == {page: active_in[page] for page in pages}
+        assert pool._held_in == {page: held_in[page] for page in pages}
+        assert pool._loose_in == {page: loose_in[page] for page in pages}
         assert set(pool.idle_pages) == set(pages) - set(active_in)
+        assert set(pool.loose_pages) == set(pages) - set(active_in) - set(held_in)
+        assert set(pool._busy_loose) == set(loose_in) & set(active_in)
         assert pool.slack == sum(len(cache.arena.blocks(page, group)) for page in active_in) - len(references)
         assert all(any(not pool.is_empty(b) for b in cache.arena.blocks(page, group)) for page in pages)
         assert {digest: b for b, (digest, _) in pool.published.items()} == cache.index.groups[group]
         assert set(cached) <= set(pool.published)
         for sequence, table in zip(sequences, tables, strict=True):
-            live = live_blocks(pool_spec(cache, group), sequence.processed)
-            assert all(table.at(logical) is not None for logical in live)
             assert len(set(table.pinned + table.run)) == len(table.pinned + table.run)
+            if sequence.processed >= sequence.replay_until:
+                live = live_blocks(pool_spec(cache, group), sequence.processed)
+                assert all(table.at(logical) is not None for logical in live)
     assert cache.arena.num_free == cache.arena.owner.count(FREE)
+
+
+def check_tree(cache: KvCache) -> None:
+    """Holds are what the tree's nodes say, chains are whole, checkpoints complete."""
+    checkpoints, tree = cache._checkpoints, cache._checkpoints.tree
+    holds: list[Counter[bytes]] = [Counter() for _ in cache.pools]
+    owned: dict[bytes, object] = {}
+    nodes = list(tree.nodes())
+    assert len(nodes) == tree.num_nodes
+    assert {id(node) for node in nodes} == {id(node) for node in checkpoints._candidates.all()}
+    for node in nodes:
+        assert node.parent is not None
+        assert node in node.parent.children
+        assert node.boundary == node.parent.boundary + len(node.units)
+        assert node.units[-1] == node.digest
+        for at, digest in enumerate(node.units):
+            assert digest not in owned
+            owned[digest] = node
+            for group, step in tree._full_groups:
+                if (node.parent.boundary + at + 1) % step == 0:
+                    holds[group][digest] += 1
+        for group, digests in zip(checkpoints._sliding, node.windows or (), strict=False):
+            holds[group].update(digests)
+            if node.windows is not None:
+                live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
+                assert len(digests) >= len(live)
+    assert owned == tree.owner
+    for group, counts in enumerate(holds):
+        found = cache.index.groups[group]
+        by_block = {found[digest]: count for digest, count in counts.items()}
+        assert by_block == {block: count for block, count in enumerate(cache.pools[group].holds) if count}
+    locks = Counter(
+        id(blocks.base)
+        for blocks in cache._running.values()
+        if blocks.base is not None and blocks.base.parent is not None
+    )
+    assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
 
 
 def pool_spec(cache: KvCache, group: int) -> GroupSpec:

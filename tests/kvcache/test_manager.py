@@ -14,6 +14,7 @@ from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.hit import hit_limit
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.tree import CheckpointKind
 
 ROOT = chain_root(BLOCK)
 
@@ -26,8 +27,10 @@ def run(cache: KvCache, token_ids: list[int], *, chunk: int = 8, release: bool =
     """Prefill a sequence in chunks from its hit; returns it and the tokens that hit."""
     chain: list[bytes] = []
     extend_chain(chain, ROOT, token_ids, BLOCK)
-    units = cache.find(chain, len(token_ids)).num_units if cache.enable_prefix_caching else 0
-    blocks = cache.begin(chain, ROOT, num_units=units)
+    hit = cache.find(chain, len(token_ids)) if cache.enable_prefix_caching else None
+    units = hit.num_units if hit else 0
+    blocks = cache.begin(chain, ROOT, hit=hit)
+    cache.plan_checkpoints(blocks, [])
     for end in [*range(units * BLOCK + chunk, len(token_ids), chunk), len(token_ids)]:
         assert cache.extend(blocks, end)
         cache.advance(blocks, token_ids, end)
@@ -63,12 +66,12 @@ def test_a_window_holds_no_more_than_its_live_blocks_and_the_next() -> None:
     assert cache.stats().groups[1].active_blocks == 3
 
 
-def test_left_behind_blocks_go_first_and_chains_from_their_far_end() -> None:
+def test_left_behind_blocks_are_loose_and_the_rest_is_held() -> None:
     cache = cache_of("window", num_pages=6)  # 4 blocks a page
     run(cache, list(range(40)))
     pool = cache.pools[0]
-    order = [pool.published[block][1] for block in pool.eviction_order()]
-    assert order == [0, 1, 2, 3, 4, 5, 6, 9, 8, 7]  # slid out first in, then the live tail from its end
+    assert [pool.published[block][1] for block in pool.loose] == [0, 1, 2, 3, 4, 5, 6]
+    assert sorted(pool.published[block][1] for block, count in enumerate(pool.holds) if count) == [7, 8, 9]
 
 
 def test_another_group_gets_the_page_that_goes_first() -> None:
@@ -166,7 +169,8 @@ def test_random_sequences_keep_the_accounts(mix: tuple[str, ...]) -> None:
             hit = cache.find(chain, len(tokens))
             limit = hit_limit(len(tokens), BLOCK)
             assert hit.num_units == slow_hit(specs, mirror.groups, chain, limit)
-            running.append((cache.begin(chain, ROOT, num_units=hit.num_units), tokens))
+            running.append((cache.begin(chain, ROOT, hit=hit), tokens))
+            cache.plan_checkpoints(running[-1][0], [(limit, CheckpointKind.PROMPT)] if limit > hit.num_units else [])
         elif running and rng.random() < 0.15:
             blocks, _ = running.pop(rng.randrange(len(running)))
             cache.release(blocks)

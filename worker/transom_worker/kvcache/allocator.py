@@ -11,33 +11,34 @@ from collections.abc import Callable
 from itertools import islice
 
 from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.pool import GroupPool, Key
+from transom_worker.kvcache.pool import GroupPool
 
 EVICTED_FOR_OWN_GROUP = "own_group"
 EVICTED_FOR_OTHER_GROUP = "other_group"
 
-_CANDIDATES = 4  # idle pages per group that are compared before one is emptied
 _SCARCE = 4  # usable pages are scarce at a quarter of all
-_NEAREST = 64  # oldest blocks that are searched for one in a busy page before a usable page is taken
 
 Evict = Callable[[int, int, str], None]  # (group, block, reason)
+GiveUp = Callable[[], bool]
 
 
 class BlockAllocator:
     """Places blocks so that a sequence's ids are consecutive where they can be, and evicts when memory is needed.
 
-    `evict` is called for each block to evict, and must end in `GroupPool.evict`.
+    `evict` is called for each loose block to evict, and must end in `GroupPool.evict`; `give_up` makes held blocks loose, and
+    tells whether there were any.
     """
 
-    def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict) -> None:
+    def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict, give_up: GiveUp) -> None:
         self._arena = arena
         self._pools = pools
         self._evict = evict
+        self._give_up = give_up
 
     @property
     def usable_pages(self) -> int:
         """Pages without an active block."""
-        return self._arena.num_free + sum(pool.num_idle_pages for pool in self._pools)
+        return self._arena.num_free + sum(len(pool.idle_pages) for pool in self._pools)
 
     def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
         """Usable pages that each group must take for so many more blocks; None if there are too few."""
@@ -65,8 +66,8 @@ class BlockAllocator:
         scarce = self.usable_pages * _SCARCE <= self._arena.num_pages
         if not may_take_page or (scarce and pool.slack):
             block = self._place(pool, near, may_take_page=False)
-            if block is None and self._evict_in_busy_pages(pool, count, _NEAREST if may_take_page else None):
-                block = self._place(pool, near, may_take_page=False)
+            if block is None:
+                block = self._evict_in_busy_page(pool, must=not may_take_page)
             if block is not None:
                 return block
         while (block := self._place(pool, near, may_take_page=True)) is None:
@@ -89,37 +90,30 @@ class BlockAllocator:
         roomiest = pool.roomiest_page(busy_only=not may_take_page)
         return None if roomiest is None else pool.first_empty(roomiest)
 
-    def _evict_in_busy_pages(self, pool: GroupPool, count: int, search: int | None) -> bool:
-        """Evict up to `count` of the group's oldest `search` blocks, those in busy pages; whether there was one."""
-        oldest = islice(pool.eviction_order(), search)
-        busy = [b for b in oldest if pool.active_in[self._arena.page_of(pool.group, b)]][:count]
-        for block in busy:
-            self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
-        return bool(busy)
+    def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
+        """Empty a loose block in a busy page of the group; if it `must`, let checkpoints go until there is one."""
+        while (block := pool.loose_in_busy_page()) is None:
+            if not must:
+                return None
+            if not self._give_up():
+                raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
+        self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
+        return block
 
     def _reclaim(self, pool: GroupPool, count: int) -> None:
-        """Evict up to `count` of the group's own blocks, or all of the cheapest page of another group."""
-        own = next(pool.eviction_order(), None)
-        page = self._cheapest_page(pool)
-        own_key = None if own is None else pool.key(own)
-        if page is not None and (own_key is None or page[0] < own_key):
-            self._empty_page(page[1])
+        """Evict up to `count` loose blocks of the group, else all of a loose page of another; else let a checkpoint go."""
+        if pool.loose:
+            for block in list(islice(pool.loose, count)):
+                self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
             return
-        for block in list(islice(pool.eviction_order(), count)):
-            self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
+        for other in self._pools:
+            if other.loose_pages:
+                self._empty_page(other, next(iter(other.loose_pages)))
+                return
+        if not self._give_up():
+            raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
 
-    def _cheapest_page(self, wanting: GroupPool) -> tuple[Key, int] | None:
-        """Of the pages of other groups that fell idle first, the one whose last block goes first."""
-        candidates = (
-            (pool.page_key(page), page)
-            for pool in self._pools
-            if pool is not wanting
-            for page in islice(pool.idle_pages, _CANDIDATES)
-        )
-        return min(candidates, default=None)
-
-    def _empty_page(self, page: int) -> None:
-        group = self._arena.owner[page]
-        for block in self._arena.blocks(page, group):
-            if self._pools[group].key(block) is not None:
-                self._evict(group, block, EVICTED_FOR_OTHER_GROUP)
+    def _empty_page(self, pool: GroupPool, page: int) -> None:
+        for block in self._arena.blocks(page, pool.group):
+            if block in pool.loose:
+                self._evict(pool.group, block, EVICTED_FOR_OTHER_GROUP)

@@ -26,6 +26,7 @@ class Arena:
             self._run_starts.append(0)
             self._set_run(0, layout.num_pages)
         self.min_blocks_per_page = [self._min_blocks(group) for group in range(len(layout.groups))]
+        self.waste = max((self._waste(group) for group in range(len(layout.groups))), default=0.0)
 
     def page_of(self, group: int, block: int) -> int:
         """The page that holds a block of `group`."""
@@ -86,6 +87,11 @@ class Arena:
         if page + 1 < end:
             self._run_starts.insert(at, page + 1)
             self._set_run(page + 1, end)
+
+    def _waste(self, group: int) -> float:
+        """Share of the pages that no block covers if the group leases them all."""
+        used = sum(len(self.blocks(page, group)) for page in range(self.num_pages))
+        return 1.0 - used * self.layout.groups[group].stride_bytes / max(1, self.layout.pool_bytes)
 
     def _min_blocks(self, group: int) -> int:
         counts = {len(self.blocks(page, group)) for page in range(self.num_pages)}

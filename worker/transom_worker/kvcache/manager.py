@@ -6,23 +6,29 @@ those outside `live` freed) and `release`d. Blocks are freed by processed tokens
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache import outcome
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
+from transom_worker.kvcache.block_times import BlockTimes
+from transom_worker.kvcache.checkpoints import Checkpoints
+from transom_worker.kvcache.compaction import pages_to_clear
 from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.index import PrefixIndex
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.pool import KEPT, LEFT_BEHIND, GroupPool
+from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats, GroupStats
+from transom_worker.kvcache.tree import CheckpointKind
 
 REMEMBERED_EVICTIONS = 65_536
 MAX_UNREAD_EVENTS = 65_536
@@ -40,27 +46,46 @@ class BlockCopy(NamedTuple):
 class KvCache:
     """Owns every block of one worker. Not thread-safe.
 
+    `policy` decides what is evicted (learned return times if None), `clock` gives seconds.
+
     Raises:
-        ConfigError: a group's block is not the hash unit, or a page holds none of its blocks.
+        ConfigError: a group's block is neither the hash unit nor one compressed entry, or a page holds none of its blocks.
     """
 
-    def __init__(self, layout: ArenaLayout, *, block_size: int, enable_prefix_caching: bool = True) -> None:
-        for group in layout.groups:
-            if group.spec.block_size != block_size:
-                raise ConfigError(
-                    f"KV group {group.spec.name} has blocks of {group.spec.block_size} tokens and the hash unit has "
-                    f"{block_size}; only equal sizes are supported so far."
-                )
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        *,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        window_repair: bool = False,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_blocks(layout, block_size)
         self.layout = layout
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.window_repair = window_repair
         self.retentions = tuple(Retention(group.spec) for group in layout.groups)
         self.index = PrefixIndex(len(layout.groups), remembered=REMEMBERED_EVICTIONS)
         self.arena = Arena(layout)
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
         self.num_releases = 0  # grows whenever blocks may have come free
-        self._allocator = BlockAllocator(self.arena, self.pools, self._evict)
-        self._tick = 0
+        self._checkpoints = Checkpoints(
+            layout,
+            self.retentions,
+            policy or ReturnTimePolicy(),
+            block_size=block_size,
+            repair=window_repair,
+            present=lambda group, digest: digest in self.index.groups[group],
+            hold=lambda group, digest: self.pools[group].hold(self.index.groups[group][digest]),
+            let_go=lambda group, digest: self.pools[group].let_go(self.index.groups[group][digest]),
+        )
+        self._allocator = BlockAllocator(self.arena, self.pools, self._evict, self._checkpoints.give_up_one)
+        self._running: dict[int, SequenceBlocks] = {}  # by id()
+        self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
+        self._num_compacted = 0
         self._version = 0
         self._events: deque[KvEvent] = deque(maxlen=MAX_UNREAD_EVENTS)
         self._copies: list[BlockCopy] = []
@@ -71,7 +96,8 @@ class KvCache:
 
     def find(self, chain: Sequence[bytes], num_tokens: int) -> Hit:
         """The longest reusable prefix of `num_tokens` known tokens; at least one is left to compute."""
-        return find_hit(self.retentions, self.index.groups, chain, hit_limit(num_tokens, self.block_size))
+        limit = hit_limit(num_tokens, self.block_size)
+        return find_hit(self.retentions, self.index.groups, chain, limit, window_repair=self.window_repair)
 
     def count_outcome(
         self, hit: Hit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
@@ -93,16 +119,42 @@ class KvCache:
 
     # A sequence's life
 
-    def begin(self, chain: list[bytes], root: bytes, *, num_units: int = 0, publishes: bool = True) -> SequenceBlocks:
-        """Start a sequence on the cached blocks of its first `num_units` units, which must be a hit."""
-        blocks = self._blank(chain, root, num_units * self.block_size, publishes)
+    def begin(
+        self, chain: list[bytes], root: bytes, *, hit: Hit | None = None, publishes: bool = True
+    ) -> SequenceBlocks:
+        """Start a sequence on the cached blocks of a hit (None: on nothing).
+
+        Where the hit needs a repair, the sliding groups begin empty at `hit.start`, their sink blocks apart.
+        """
+        units, start = (hit.num_units, hit.start) if hit else (0, 0)
+        blocks = self._blank(chain, root, start, publishes)
+        blocks.num_published = units
+        if start < units * self.block_size:
+            blocks.replay_from, blocks.replay_until = start, units * self.block_size
         for group, table in enumerate(blocks.tables):
-            found, pool = self.index.groups[group], self.pools[group]
-            shared = [found[chain[unit]] for unit in self._live_units(table, num_units)]
-            for block in shared:
-                pool.ref(block)
+            found = self.index.groups[group]
+            shared = [found[digest] for digest in self._shared_digests(group, table, blocks, units)]
+            self._ref(group, shared)
             table.append(shared)
+        blocks.capacity_tokens = start
+        blocks.hit = hit
+        blocks.base = self._checkpoints.lock(chain, units)
         return blocks
+
+    def plan_checkpoints(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]]) -> None:
+        """A sequence is admitted: learn from what it came back to, and keep what is live at these boundaries (units, beyond the
+        hit) when `advance` passes them. Where chains were seen to part, a checkpoint is added."""
+        if not blocks.publishes:
+            return
+        planned: dict[int, CheckpointKind] = {}
+        hit = blocks.hit
+        if hit is not None:
+            blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
+            parted = hit.full_reach > hit.num_units or blocks.replay_until > 0
+            if parted and any(retention.keeps_everything for retention in self.retentions):
+                planned[hit.full_reach] = CheckpointKind.FORK
+        planned.update(boundaries)
+        blocks.planned = sorted(planned.items())
 
     def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
         """Start a sequence on a running one's first `num_tokens` tokens, which must be all that the parent processed.
@@ -114,18 +166,20 @@ class KvCache:
         """
         units = num_tokens // self.block_size
         child = self._blank(parent.chain[:units], parent.root, num_tokens, parent.publishes)
+        child.num_published = units
         child.capacity_tokens = units * self.block_size
         for group, table in enumerate(child.tables):
-            shared = [parent.tables[group].at(unit) for unit in self._live_units(table, units)]
+            whole = num_tokens // self.retentions[group].block_size
+            shared = [parent.tables[group].at(block) for block in self._live_blocks(table, whole)]
             table.append([block for block in shared if block is not None])
-            for block in table.pinned + table.run:
-                self.pools[group].ref(block)
-        if num_tokens % self.block_size:
-            if not self.extend(child, num_tokens):
-                self.release(child)
-                raise ValueError("no room for the copy of a part-filled block; free some first")
-            for group, table in enumerate(child.tables):
-                source, target = parent.tables[group].at(units), table.at(units)
+            self._ref(group, [*table.pinned, *table.run])
+        if not self.extend(child, num_tokens):
+            self.release(child, kind=None)
+            raise ValueError("no room for the copy of a part-filled block; free some first")
+        for group, table in enumerate(child.tables):
+            size = self.retentions[group].block_size
+            if num_tokens % size:
+                source, target = parent.tables[group].at(num_tokens // size), table.at(num_tokens // size)
                 assert source is not None
                 assert target is not None
                 self._copies.append(BlockCopy(group, source, target))
@@ -136,13 +190,18 @@ class KvCache:
 
         `reserve` blocks per group must stay within reach besides. Evicts cached blocks as needed.
         """
-        end_block = -(-end // self.block_size)
-        needs = [max(0, end_block - table.end_block) for table in blocks.tables]
+        needs = [
+            max(0, -(-end // retention.block_size) - table.end_block)
+            for retention, table in zip(self.retentions, blocks.tables, strict=True)
+        ]
         if reserve and self._allocator.pages_needed([need + reserve for need in needs]) is None:
             return False
         pages = self._allocator.pages_needed(needs)
         if pages is None:
-            return False
+            if not self._compact(needs):
+                return False
+            pages = self._allocator.pages_needed(needs)
+            assert pages is not None
         spare = self._allocator.usable_pages - sum(pages)
         for group, table in enumerate(blocks.tables):
             if needs[group]:
@@ -151,7 +210,7 @@ class KvCache:
                 spare = share - used
                 table.append(ids)
                 blocks.changed = True
-        blocks.capacity_tokens = max(blocks.capacity_tokens, end_block * self.block_size)
+        blocks.capacity_tokens = max(blocks.capacity_tokens, -(-end // self.block_size) * self.block_size)
         return True
 
     def advance(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
@@ -160,25 +219,32 @@ class KvCache:
         if processed < blocks.next_event:
             return
         self._publish(blocks, token_ids, processed)
+        self._place_planned(blocks, processed)
         blocks.next_event = (processed // self.block_size + 1) * self.block_size
-        self._tick += 1
-        for pool, retention, table in zip(self.pools, self.retentions, blocks.tables, strict=True):
+        for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
             if retention.keeps_everything:
                 continue
-            for block in table.drop_until(retention.first_live_block(processed)):
-                pool.unref(block, tick=self._tick, rank=LEFT_BEHIND)
-                self.num_releases += 1
+            fallen = table.drop_until(retention.first_live_block(processed))
+            if fallen:
+                self._unref(group, fallen)
+                self.num_releases += len(fallen)
                 blocks.changed = True
             blocks.next_event = min(blocks.next_event, retention.next_change(processed))
 
-    def release(self, blocks: SequenceBlocks) -> None:
-        """Drop all references; published blocks stay as cache, a chain's far end being the first to go."""
-        self._tick += 1
+    def release(self, blocks: SequenceBlocks, *, kind: CheckpointKind | None = CheckpointKind.GENERATION) -> None:
+        """Drop all references; `kind` keeps a checkpoint at the last whole unit processed, None keeps none."""
         self.num_releases += 1
-        for pool, table in zip(self.pools, blocks.tables, strict=True):
-            for block in reversed(table.pinned + table.run):
-                pool.unref(block, tick=self._tick, rank=KEPT)
+        units = blocks.processed // self.block_size
+        complete = blocks.publishes and blocks.processed >= blocks.replay_until and units <= blocks.num_published
+        if kind is not None and units and complete:
+            self._place(blocks, units, kind)
+        for group, table in enumerate(blocks.tables):
+            self._unref(group, [*reversed(table.run), *reversed(table.pinned)])
             table.pinned, table.run = [], []
+        if blocks.base is not None:
+            self._checkpoints.unlock(blocks.base)
+            blocks.base = None
+        del self._running[id(blocks)]
 
     # Bounds
 
@@ -187,7 +253,7 @@ class KvCache:
         pages = 0
         for retention, per_page in zip(self.retentions, self.arena.min_blocks_per_page, strict=True):
             peak = retention.peak_blocks(num_tokens)
-            everything = -(-num_tokens // self.block_size)
+            everything = -(-num_tokens // retention.block_size)
             # a sliding run may begin and end inside a page, and so may the pinned blocks before it
             ragged = 0 if retention.keeps_everything else 1 + bool(retention.num_pinned)
             pages += min(-(-peak // per_page) + ragged, -(-everything // per_page))
@@ -208,9 +274,7 @@ class KvCache:
 
     def drop_cached(self) -> None:
         """Evict every cached block."""
-        for pool in self.pools:
-            for block in list(pool.eviction_order()):
-                self._evict(pool.group, block, "reset")
+        self._drop_cached("reset")
         self.num_releases += 1
 
     def take_events(self) -> list[KvEvent]:
@@ -233,9 +297,14 @@ class KvCache:
                 active_blocks=pool.num_active,
                 cached_blocks=pool.num_cached,
                 empty_blocks=pool.num_empty,
+                held_blocks=pool.num_held,
                 evicted_blocks=dict(evicted),
+                residency=times.residency.stats(),
+                reuse_interval=times.reuse_interval.stats(),
             )
-            for group, pool, evicted in zip(self.layout.groups, self.pools, self._evicted, strict=True)
+            for group, pool, evicted, times in zip(
+                self.layout.groups, self.pools, self._evicted, self._times, strict=True
+            )
         )
         return CacheStats(
             num_pages=self.arena.num_pages,
@@ -243,11 +312,15 @@ class KvCache:
             page_bytes=self.layout.page_bytes,
             groups=groups,
             outcome_tokens=dict(self._outcome),
+            waste=self.arena.waste,
+            num_checkpoints=self._checkpoints.tree.num_nodes,
+            num_compacted_blocks=self._num_compacted,
         )
 
+    # Inside
+
     def _blank(self, chain: list[bytes], root: bytes, num_tokens: int, publishes: bool) -> SequenceBlocks:
-        units = num_tokens // self.block_size
-        return SequenceBlocks(
+        blocks = SequenceBlocks(
             tables=[
                 BlockTable(num_pinned=r.num_pinned, first_block=r.first_live_block(num_tokens)) for r in self.retentions
             ],
@@ -255,35 +328,141 @@ class KvCache:
             root=root,
             publishes=publishes and self.enable_prefix_caching,
             processed=num_tokens,
-            num_published=units,
-            capacity_tokens=units * self.block_size,
             changed=True,
         )
+        self._running[id(blocks)] = blocks
+        return blocks
 
-    def _live_units(self, table: BlockTable, units: int) -> list[int]:
-        return [*range(min(table.num_pinned, units)), *range(table.first_block, units)]
+    def _shared_digests(self, group: int, table: BlockTable, blocks: SequenceBlocks, units: int) -> list[bytes]:
+        """Digests of the blocks that a sequence starts with; sets where a replay's empty tables begin."""
+        retention, chain = self.retentions[group], blocks.chain
+        if retention.keeps_everything:
+            step = retention.block_size // self.block_size
+            return chain[step - 1 : units : step]
+        if blocks.replay_until:
+            table.first_block = max(retention.num_pinned, blocks.replay_from // retention.block_size)
+            return chain[: retention.num_pinned]
+        return [chain[block] for block in self._live_blocks(table, units)]
+
+    def _live_blocks(self, table: BlockTable, end: int) -> list[int]:
+        return [*range(min(table.num_pinned, end)), *range(table.first_block, end)]
 
     def _publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
+        """Make whole blocks findable. What a replay computed is right from its end on, and so is what is live there."""
         units = processed // self.block_size
-        if not blocks.publishes or units <= blocks.num_published:
+        replays = blocks.replay_until > 0 and not blocks.repaired
+        if not blocks.publishes or processed < blocks.replay_until or (units <= blocks.num_published and not replays):
             return
         if len(blocks.chain) < units:
             extend_chain(blocks.chain, blocks.root, token_ids, self.block_size)
-        for unit in range(blocks.num_published, units):
-            digest = blocks.chain[unit]
-            for group, table in enumerate(blocks.tables):
-                block = table.at(unit)
-                if block is not None and self.index.add(group, digest, block):
-                    self.pools[group].published[block] = (digest, unit)
-                    self._emit("added", group, digest, unit)
+        for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
+            begin = blocks.num_published
+            if replays and not retention.keeps_everything:
+                begin = retention.first_live_block(blocks.replay_until)
+            step = retention.block_size // self.block_size
+            for block in range(begin // step, units // step):
+                self._name(group, table, block, blocks.chain[(block + 1) * step - 1])
         blocks.num_published = units
+        blocks.repaired = True
+
+    def _name(self, group: int, table: BlockTable, logical: int, digest: bytes) -> bool:
+        """Whether a block is found under the digest, this table's if there was none."""
+        if digest in self.index.groups[group]:
+            return True
+        block = table.at(logical)
+        if block is None:
+            return False
+        self.index.add(group, digest, block)
+        self.pools[group].published[block] = (digest, logical)
+        self._emit("added", group, digest, logical)
+        return True
+
+    def _place_planned(self, blocks: SequenceBlocks, processed: int) -> None:
+        while blocks.planned and blocks.planned[0][0] <= blocks.num_published:
+            units, kind = blocks.planned[0]
+            if processed < units * self.block_size or processed < blocks.replay_until:
+                return
+            del blocks.planned[0]
+            self._place(blocks, units, kind)
+
+    def _place(self, blocks: SequenceBlocks, units: int, kind: CheckpointKind) -> None:
+        """A checkpoint at a boundary up to which everything was published; blocks whose twins went are named again."""
+        chain = blocks.chain
+        owned = self._checkpoints.tree.reach(chain, units)
+        for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
+            step = retention.block_size // self.block_size
+            begin = owned // step if retention.keeps_everything else table.first_block
+            for block in range(begin, units // step):
+                named = self._name(group, table, block, chain[(block + 1) * step - 1])
+                if not named and retention.keeps_everything:
+                    return
+        blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
+
+    def _ref(self, group: int, block_ids: Sequence[int]) -> None:
+        pool, times = self.pools[group], self._times[group]
+        times.hit([block for block in block_ids if pool.ref(block)])
+
+    def _unref(self, group: int, block_ids: Sequence[int]) -> None:
+        pool, times = self.pools[group], self._times[group]
+        times.cached([block for block in block_ids if pool.unref(block)])
+
+    def _compact(self, needs: Sequence[int]) -> bool:
+        """Clear pages for an allocation by moving active blocks together; False, and nothing changed, if that cannot help."""
+        cleared = pages_to_clear(self.arena, self.pools, needs)
+        if not cleared:
+            return False
+        self._drop_cached("compaction")
+        for group, page in cleared:
+            leaving = {other for of, other in cleared if of == group}
+            pool = self.pools[group]
+            for block in self.arena.blocks(page, group):
+                if pool.refs[block]:
+                    self._move(group, block, leaving)
+        return True
+
+    def _move(self, group: int, source: int, leaving: set[int]) -> None:
+        pool = self.pools[group]
+        page = pool.fullest_page(leaving)
+        assert page is not None
+        target = pool.first_empty(page)
+        assert target is not None
+        pool.move(source, target)
+        if target in pool.published:
+            self.index.groups[group][pool.published[target][0]] = target
+        self._copies.append(BlockCopy(group, source, target))
+        self._num_compacted += 1
+        for blocks in self._running.values():
+            table = blocks.tables[group]
+            if source in table.run or source in table.pinned:
+                table.replace(table.logical_of(source), target)
+                blocks.changed = True
+
+    def _drop_cached(self, reason: str) -> None:
+        while self._checkpoints.give_up_one():
+            pass
+        for pool in self.pools:
+            for block in list(pool.loose):
+                self._evict(pool.group, block, reason)
 
     def _evict(self, group: int, block: int, reason: str) -> None:
         digest, unit = self.pools[group].evict(block)
         self.index.remove(group, digest)
+        self._times[group].evicted(block)
         self._evicted[group][reason] += 1
         self._emit("removed", group, digest, unit)
 
     def _emit(self, action: Literal["added", "removed"], group: int, digest: bytes, unit: int) -> None:
         self._version += 1
         self._events.append(KvEvent(self._version, action, group, digest, unit, self.block_size, DEVICE_TIER))
+
+
+def _check_blocks(layout: ArenaLayout, unit: int) -> None:
+    for group in layout.groups:
+        spec = group.spec
+        allowed = max(unit, spec.ratio) if spec.keeps_everything else unit
+        if spec.block_size != allowed or (spec.ratio and unit % spec.ratio and spec.ratio % unit):
+            entry = f" and entries of {spec.ratio}" if spec.ratio else ""
+            raise ConfigError(
+                f"KV group {spec.name} has blocks of {spec.block_size} tokens{entry}, and prefixes are hashed in units of "
+                f"{unit}; give --block-size a power of two, so that units and entries fit into each other."
+            )

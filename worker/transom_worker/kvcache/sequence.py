@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from transom_worker.kvcache.hit import Hit
+from transom_worker.kvcache.tree import CheckpointKind, Node
+
 
 class TableDelta(NamedTuple):
     """A change as `StepPlan` carries it: drop from the run's front, append at the end; the run then starts at `first_block`."""
@@ -42,6 +45,12 @@ class BlockTable:
             return self.pinned[logical] if logical < len(self.pinned) else None
         offset = logical - self.first_block
         return self.run[offset] if 0 <= offset < len(self.run) else None
+
+    def logical_of(self, block: int) -> int:
+        """The logical index of a block id that is in the table."""
+        if block in self.pinned:
+            return self.pinned.index(block)
+        return self.first_block + self.run.index(block)
 
     def append(self, blocks: list[int]) -> None:
         """Grow the table at its end."""
@@ -90,7 +99,10 @@ class BlockTable:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """A running sequence's share of the cache: one table per group, its hash chain and how far it got."""
+    """A running sequence's share of the cache: one table per group, its hash chain and how far it got.
+
+    A window repair replays `[replay_from, replay_until)`: until that is processed nothing is published (both 0 without repair).
+    """
 
     tables: list[BlockTable]
     chain: list[bytes]
@@ -100,6 +112,13 @@ class SequenceBlocks:
     num_published: int = 0  # units that were offered to the index
     capacity_tokens: int = 0  # positions below it have blocks in every group
     next_event: int = 0  # processed tokens at which something can be published or freed
+    replay_from: int = 0  # tokens
+    replay_until: int = 0
+    repaired: bool = False  # the replay's end was processed and published
+    hit: Hit | None = None  # what it began on
+    planned: list[tuple[int, CheckpointKind]] = field(default_factory=list)  # boundaries ahead, in units, ascending
+    base: Node | None = None  # the deepest checkpoint that it builds on, locked
+    turns: int = 0  # of the conversation, as far as the cache has seen it
     changed: bool = False  # a table changed since the last `take_deltas`
 
     def take_deltas(self) -> list[tuple[int, TableDelta]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.tree import CheckpointKind
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence, State
 
@@ -97,8 +98,7 @@ class Placement:
 
     def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
         hit = self._find_hit(sequence)
-        num_units = hit.num_units if hit else 0
-        blocks = self.cache.begin(sequence.chain, sequence.root, num_units=num_units, publishes=not sequence.alone)
+        blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit, publishes=not sequence.alone)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         count = min(sequence.num_ready, budget)
         if not busy:
@@ -107,9 +107,10 @@ class Placement:
         elif not self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running)):
             count = 0
         if not count:
-            self.cache.release(blocks)
+            self.cache.release(blocks, kind=None)
             sequence.leave()
             return 0
+        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit))
         self._count_outcome(sequence, hit)
         self.waiting.remove(sequence)
         self.running.add(sequence)
@@ -117,6 +118,16 @@ class Placement:
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
         return count
+
+    def _checkpoints(self, sequence: Sequence, hit: Hit | None) -> list[tuple[int, CheckpointKind]]:
+        """Where the client may come back to, beyond the hit: end of the system part, last two turns, end of the prompt."""
+        unit = self.cache.block_size
+        turns = sequence.request.turn_boundaries
+        places = {turns[0] // unit: CheckpointKind.SYSTEM} if turns else {}
+        places |= {end // unit: CheckpointKind.TURN for end in turns[1:][-2:]}
+        places[(len(sequence.token_ids) - 1) // unit] = CheckpointKind.PROMPT
+        begin = hit.num_units if hit else 0
+        return sorted((units, kind) for units, kind in places.items() if units > begin)
 
     def _find_hit(self, sequence: Sequence) -> Hit | None:
         """None where the sequence reads no cache."""
@@ -141,19 +152,19 @@ class Placement:
         sequence.admitted = True
         num_prompt = sequence.num_prompt_tokens
         if hit is not None:
-            sequence.num_cached_tokens = min(hit.num_units * self.cache.block_size, num_prompt)
+            sequence.num_cached_tokens = min(hit.start, num_prompt)
         self.cache.count_outcome(hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it published stays cached, the rest is computed again."""
         self.num_preemptions += 1
         self.running.remove(sequence)
-        self._release(sequence)
+        self._release(sequence, CheckpointKind.PREEMPTED)
         sequence.leave()
         self.waiting.add(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, kind: CheckpointKind = CheckpointKind.GENERATION) -> None:
         assert sequence.blocks is not None
-        self.cache.release(sequence.blocks)
+        self.cache.release(sequence.blocks, kind=kind)
         sequence.blocks = None
         self.finished_ids.append(sequence.seq_id)

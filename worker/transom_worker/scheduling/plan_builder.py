@@ -71,15 +71,24 @@ class PlanBuilder:
         """The complete plan."""
         plan = self.plan
         plan.finished = finished
+        copies = cache.take_copies()
+        if copies:
+            self._add_moves()
         plan.attend_from = [[0] * len(plan.seq_ids) for _ in range(self._num_groups)]
         plan.write_from = [plan.start.copy() for _ in range(self._num_groups)]
-        for copy in cache.take_copies():
+        for copy in copies:
             plan.copy_group.append(copy.group)
             plan.copy_source.append(copy.source)
             plan.copy_target.append(copy.target)
             plan.copy_source_tier.append(TIER_DEVICE)
             plan.copy_target_tier.append(TIER_DEVICE)
         return plan
+
+    def _add_moves(self) -> None:
+        """Blocks of this plan's sequences that moved, be it after their row was added; others are told with their next row."""
+        for sequence in self.rows:
+            assert sequence.blocks is not None
+            self._add_moves_of(sequence.seq_id, sequence.blocks)
 
     def _add_deltas(self, seq_id: int, blocks: SequenceBlocks) -> None:
         plan = self.plan
@@ -90,6 +99,10 @@ class PlanBuilder:
             plan.delta_first_block.append(delta.first_block)
             plan.delta_blocks += delta.appended
             plan.delta_offset.append(len(plan.delta_blocks))
+        self._add_moves_of(seq_id, blocks)
+
+    def _add_moves_of(self, seq_id: int, blocks: SequenceBlocks) -> None:
+        plan = self.plan
         for group, table in enumerate(blocks.tables):
             for logical, block in table.take_moves():
                 plan.moved_seq.append(seq_id)
