@@ -20,7 +20,15 @@ class RankTable:
     first_block: int = 0
 
     def at(self, logical: int, num_pinned: int) -> int:
+        assert logical < num_pinned or logical >= self.first_block
         return self.pinned[logical] if logical < num_pinned else self.run[logical - self.first_block]
+
+    def replace(self, logical: int, block: int, num_pinned: int) -> None:
+        self.at(logical, num_pinned)  # must be there
+        if logical < num_pinned:
+            self.pinned[logical] = block
+        else:
+            self.run[logical - self.first_block] = block
 
 
 @dataclass
@@ -39,7 +47,9 @@ class ReplayExecutor:
     """Slab contents are (position, prefix digest): a key is right only if it was computed from the same prefix."""
 
     def __init__(self, layout: ArenaLayout) -> None:
+        self.layout = layout
         self.specs = [group.spec for group in layout.groups]
+        self.writer: dict[int, int] = {}  # page -> the group that wrote last; bytes of others there are gone
         self.slab: list[dict[tuple[int, int], tuple[int, bytes]]] = [{} for _ in layout.groups]
         self.sequences: dict[int, RankSequence] = {}
         self.plans: deque[StepPlan] = deque()
@@ -98,10 +108,32 @@ class ReplayExecutor:
             table.pinned += blocks[:missing]
             table.run += blocks[missing:]
             table.first_block = plan.delta_first_block[d]
+        self._move(plan)
+        self._copy(plan)
+
+    def _move(self, plan: StepPlan) -> None:
+        moves = zip(plan.moved_seq, plan.moved_group, plan.moved_logical, plan.moved_block, strict=True)
+        for seq_id, group, logical, block in moves:
+            self.sequences[seq_id].tables[group].replace(logical, block, self.specs[group].num_pinned_blocks)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """In order; a target holds what its source held and nothing else."""
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-            for (block, offset), content in list(self.slab[group].items()):
-                if block == source:
+            self._claim(group, target)
+            contents = [self.slab[group].get((source, offset)) for offset in range(self.specs[group].block_size)]
+            for offset, content in enumerate(contents):
+                self.slab[group].pop((target, offset), None)
+                if content is not None:
                     self.slab[group][target, offset] = content
+
+    def _claim(self, group: int, block: int) -> None:
+        page = block * self.layout.groups[group].stride_bytes // self.layout.page_bytes
+        before = self.writer.setdefault(page, group)
+        if before != group:
+            self.writer[page] = group
+            ids = range(self.layout.first_block(page, before), self.layout.end_block(page, before))
+            for key in [key for key in self.slab[before] if key[0] in ids]:
+                del self.slab[before][key]
 
     def _input(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
         end = plan.start[row] + plan.count[row]
@@ -123,6 +155,7 @@ class ReplayExecutor:
             assert plan.write_from[group][row] == start
             for position in range(start, end):
                 block = table.at(position // spec.block_size, pinned)
+                self._claim(group, block)
                 self.slab[group][block, position % spec.block_size] = (position, tags[position])
             for query in {start, end - 1}:
                 for begin, stop in (*spec.live(query), (query, query + 1)):
