@@ -43,6 +43,11 @@ class Architecture:
         """Decoder layers."""
         return len(self.layers)
 
+    @property
+    def served_dtype(self) -> str:
+        """The number format that `auto` takes: bfloat16, float32 for a float32 checkpoint."""
+        return "float32" if self.checkpoint_dtype == "float32" else "bfloat16"
+
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """The architecture that a `config.json` describes; of a model that also sees or hears, its text decoder's.
