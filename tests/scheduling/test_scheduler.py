@@ -237,3 +237,18 @@ def test_a_failed_step_takes_its_requests_and_no_more(steps_in_flight: int) -> N
     assert plan is not None
     assert {0, 1} <= set(plan.finished)
     assert [new.request_id for new in plan.new_sequences] == ["c"]
+
+
+def test_copies_that_may_not_have_run_leave_no_cache_behind() -> None:
+    driver = roomy()
+    driver.add(request("before", range(30), 2))
+    driver.run()
+    driver.add(request("a", range(12), 20))
+    plan = driver.schedule()
+    assert plan is not None
+    plan.copy_group, plan.copy_source, plan.copy_target = [0], [0], [50]  # as if compaction had moved a block
+    plan.copy_source_tier, plan.copy_target_tier = [0], [0]
+    driver.fail()
+    assert driver.finished == ["before", "a"]
+    stats = driver.scheduler.stats()
+    assert stats.free_pages == stats.num_pages

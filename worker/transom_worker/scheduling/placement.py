@@ -74,6 +74,12 @@ class Placement:
             if victim is sequence:
                 return 0
 
+    def start_over(self) -> None:
+        """Nothing in the slab can be trusted: every running sequence is computed again. No step may be in flight."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+        self.cache.drop_cached()
+
     def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
         """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait."""
         sequence = self.waiting.first

@@ -209,6 +209,7 @@ class Scheduler:
     def fail_in_flight(self) -> list[str]:
         """A step raised: forget all unanswered plans and drop their requests; returns the ids of those, for an error."""
         failed = []
+        moved = any(step.plan.copy_group for step in self._in_flight)
         while self._in_flight:
             step = self._in_flight.popleft()
             self._placement.finished_ids += step.plan.finished  # ranks may not have seen them
@@ -222,6 +223,8 @@ class Scheduler:
                 if not was_done:
                     self.abort(sequence.request.request_id)
                     failed.append(sequence.request.request_id)
+        if moved:  # nobody knows which of the blocks that were to be copied hold their contents
+            self._placement.start_over()
         return failed
 
     def _schedule_running(self, builder: PlanBuilder, budget: StepBudget) -> bool:
