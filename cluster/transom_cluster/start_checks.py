@@ -16,7 +16,7 @@ def check_start(settings: Settings) -> None:
         ModelError: the model is not there, incomplete, or not supported.
     """
     from transom_worker.model_files import resolve_model
-    from transom_worker.models.architecture import read_architecture, runnable
+    from transom_worker.models.architecture import choose_max_model_len, read_architecture, runnable
     from transom_worker.tokenizer import Tokenizer
 
     check_api_keys(settings)
@@ -28,11 +28,7 @@ def check_start(settings: Settings) -> None:
             f"{settings.dtype}; leave one of them out."
         )
     files = resolve_model(settings.model)
-    longest = runnable(read_architecture(files.config)).max_position
-    if settings.max_model_len is not None and settings.max_model_len > longest:
-        raise ConfigError(
-            f"--max-model-len is {settings.max_model_len}; the model reaches {longest} tokens. Give at most {longest}."
-        )
+    choose_max_model_len(settings.max_model_len, runnable(read_architecture(files.config)))
     Tokenizer.load(files)
 
 

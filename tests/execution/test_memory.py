@@ -8,7 +8,8 @@ from hand_scheduler import engine_config
 from toy_decoder import layer, load_toy
 
 from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
-from transom_worker.execution import cache_setup, memory
+from transom_worker.execution import memory
+from transom_worker.planner import cache_groups
 
 CPU = torch.device("cpu")
 
@@ -60,10 +61,7 @@ def test_this_machine_has_memory() -> None:
 
 def test_most_useful_is_every_place_at_full_length() -> None:
     shape = load_toy([layer(), layer(4)]).architecture
-    groups = tuple(
-        cache_setup.group_layout(spec, shape, "float32")
-        for spec in cache_setup.make_groups(shape, block_size=4, hybrid=True)
-    )
+    groups = cache_groups(shape, block_size=4, dtype="float32")
     stride = groups[0].stride_bytes
     assert stride == groups[1].stride_bytes == 512
     scheduler: SchedulerConfig = engine_config().scheduler

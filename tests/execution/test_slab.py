@@ -4,24 +4,21 @@ import pytest
 import torch
 from toy_decoder import architecture, layer
 
-from transom_worker.execution import cache_setup
 from transom_worker.execution.slab import allocate_slab, block_rows, layer_caches
 from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.planner import cache_groups, make_layout
 
 CPU = torch.device("cpu")
 SHAPE = architecture([layer(8), layer(), layer(8), layer(8, sinks=2)])
 
 
-def make_layout(dtype: str, block_size: int) -> ArenaLayout:
-    groups = cache_setup.make_groups(SHAPE, block_size=block_size, hybrid=True)
-    return cache_setup.make_layout(
-        tuple(cache_setup.group_layout(group, SHAPE, dtype) for group in groups), pool_bytes=100_000
-    )
+def small_layout(dtype: str, block_size: int) -> ArenaLayout:
+    return make_layout(cache_groups(SHAPE, block_size=block_size, dtype=dtype), pool_bytes=100_000)
 
 
 @pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 3), ("float16", 5)])
 def test_each_byte_has_one_owner(dtype: str, block_size: int) -> None:
-    layout = make_layout(dtype, block_size)
+    layout = small_layout(dtype, block_size)
     slab = allocate_slab(layout, CPU)
     caches = layer_caches(layout, slab)
     for index, group in enumerate(layout.groups):
@@ -38,7 +35,7 @@ def test_each_byte_has_one_owner(dtype: str, block_size: int) -> None:
 
 
 def test_blocks_of_pages_of_different_groups_and_dump_blocks_do_not_overlap() -> None:
-    layout = make_layout("float32", 4)
+    layout = small_layout("float32", 4)
     spans = [
         (block * group.stride_bytes, (block + 1) * group.stride_bytes)
         for page in range(layout.num_pages)
@@ -53,7 +50,7 @@ def test_blocks_of_pages_of_different_groups_and_dump_blocks_do_not_overlap() ->
 
 
 def test_slab_starts_zeroed_and_a_view_writes_the_right_bytes() -> None:
-    layout = make_layout("float32", 4)
+    layout = small_layout("float32", 4)
     slab = allocate_slab(layout, CPU)
     assert slab.numel() == layout.slab_bytes
     assert not slab.any()

@@ -1,49 +1,45 @@
-"""The start-up report's integers."""
+"""The start-up report has the plan's integers."""
 
 from __future__ import annotations
 
-import pytest
-
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.startup_report import blocks_at_length, startup_report
+from transom_worker.kvcache.layout import GroupLayout
+from transom_worker.planner import plan_cache
+from transom_worker.startup_report import startup_report
 
 
-def spec(kind: GroupKind, **sizes: int) -> GroupSpec:
-    return GroupSpec(name=str(kind), kind=kind, layers=(0, 1), block_size=16, **sizes)
+def group(kind: GroupKind, **sizes: int) -> GroupLayout:
+    spec = GroupSpec(name=str(kind), kind=kind, layers=(0, 1), block_size=16, **sizes)
+    return GroupLayout(spec=spec, block_bytes=1000, stride_bytes=1024, layers=())
 
 
-@pytest.mark.parametrize(
-    ("group", "num_tokens", "expected"),
-    [
-        (spec(GroupKind.FULL), 0, 1),
-        (spec(GroupKind.FULL), 15, 1),
-        (spec(GroupKind.FULL), 16, 2),
-        (spec(GroupKind.FULL), 1000, 63),
-        (spec(GroupKind.WINDOW, window=128), 1000, 9),
-        (spec(GroupKind.WINDOW, window=128), 1024, 9),
-        (spec(GroupKind.SINKS_WINDOW, window=128, sinks=4), 1000, 10),
-        (spec(GroupKind.CHUNK, chunk=64), 128, 1),
-    ],
-)
-def test_blocks_of_one_sequence(group: GroupSpec, num_tokens: int, expected: int) -> None:
-    assert blocks_at_length(group, num_tokens) == expected
-
-
-def test_report_says_where_memory_went() -> None:
-    groups = tuple(
-        GroupLayout(spec=s, block_bytes=1024, stride_bytes=1024, layers=())
-        for s in (spec(GroupKind.FULL), spec(GroupKind.WINDOW, window=32))
+def test_report_says_where_memory_went_and_what_fits() -> None:
+    kinds = [
+        group(GroupKind.FULL),
+        group(GroupKind.SINKS_WINDOW, window=32, sinks=4),
+        group(GroupKind.COMPRESSED, ratio=4),
+        group(GroupKind.COMPRESSOR_STATE, ratio=4, overlap=1),
+    ]
+    plan = plan_cache(
+        kinds, memory_bytes=2**20, block_size=16, max_model_len=4096, max_num_batched_tokens=512, kv_dtype="bfloat16"
     )
     info = ExecutorInfo(
-        layout=ArenaLayout(page_bytes=4096, num_pages=256, groups=groups),
-        max_model_len=1024,
+        plan=plan,
+        max_model_len=4096,
         vocab_size=10,
         eos_token_ids=(),
         memory=MemoryReport(device="cpu", weight_bytes=2**20, activation_bytes=2**21, kv_bytes=2**20),
     )
     report = startup_report(info, model="m")
-    assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (256 pages of 4 KiB)" in report
-    assert "group window: 2 layers keep 32 tokens; blocks of 16 tokens, 1,024 bytes" in report
-    assert "15,420 tokens in sequences of 1,024 (15.1 of them at once)" in report  # 1,024 blocks over 65 + 3
+    assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (1,024 pages of 1,024 bytes, 2.3% waste)" in report
+    assert "group full: 2 layers keep all tokens; blocks of 16 tokens, 1,000 bytes, 1 to a page" in report
+    assert "group sinks_window: 2 layers keep 32 tokens + first 4; " in report
+    assert "group compressed: 2 layers keep an entry per 4 tokens; " in report
+    assert "group compressor_state: 2 layers keep up to 8 tokens; " in report
+    assert "a sequence holds 4 at most" in report
+    # 64 + 4 + 64 + 2 blocks of 1,024 tokens, 256 + 4 + 256 + 2 of 4,096; the state holds one at the end
+    assert f"one sequence of 4,096 tokens takes {1024 * (256 + 4 + 256 + 1):,} bytes" in report
+    assert "at once run 7 of 1,024, 1 of 4,096" in report
+    assert f"a step of 512 tokens takes {1024 * 2 * 32:,} bytes more" in report
+    assert "restored by computing 62 tokens" in report

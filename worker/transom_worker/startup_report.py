@@ -1,49 +1,48 @@
-"""What a worker says when it is ready: where the memory went, and how much the KV pool holds."""
+"""What a worker says when it is ready: where the memory went, and the cache's plan as `transom plan` has it."""
 
 from __future__ import annotations
 
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-
-
-def blocks_at_length(spec: GroupSpec, num_tokens: int) -> int:
-    """Blocks that one sequence of `num_tokens` holds in a group: those its live ranges touch, and one for the next token."""
-    size = spec.block_size
-    touched: set[int] = set()
-    for start, end in spec.live(num_tokens):
-        touched.update(range(start // size, -(-end // size)))
-    touched.add(num_tokens // size)
-    return len(touched)
-
-
-def sequence_bytes(layout: ArenaLayout, num_tokens: int) -> int:
-    """Bytes of the pool that one sequence of `num_tokens` holds over all groups."""
-    return sum(blocks_at_length(group.spec, num_tokens) * group.stride_bytes for group in layout.groups)
+from transom_worker.planner import CachePlan, GroupPlan
 
 
 def startup_report(info: ExecutorInfo, *, model: str) -> str:
-    """A few lines for the log: memory by purpose, one line per group, tokens and concurrency."""
-    memory, layout = info.memory, info.layout
-    longest = info.max_model_len
-    concurrency = layout.pool_bytes / max(1, sequence_bytes(layout, longest))
+    """A few lines for the log: memory by purpose, one line per group, how many sequences fit."""
+    memory, plan = info.memory, info.plan
+    pool_bytes = plan.page_bytes * plan.num_pages
     lines = [
         f"{model} on {memory.device}: weights {_mib(memory.weight_bytes)}, activations {_mib(memory.activation_bytes)}, "
-        f"KV pool {_mib(layout.pool_bytes)} ({layout.num_pages} pages of {layout.page_bytes // 1024} KiB)",
-        *(_group_line(group) for group in layout.groups),
-        f"the pool holds {int(concurrency * longest):,} tokens in sequences of {longest:,} ({concurrency:.1f} of them at once)",
+        f"KV pool {_mib(pool_bytes)} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
+        *(_group_line(part, group.spec) for part, group in zip(plan.groups, plan.layout.groups, strict=True)),
+        f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_ladder(plan)}",
     ]
+    if plan.in_flight_bytes:
+        lines.append(
+            f"a step of {plan.max_num_batched_tokens:,} tokens takes {plan.in_flight_bytes:,} bytes more while it runs; "
+            f"lost windows are restored by computing {plan.repair_tokens:,} tokens"
+        )
     return "\n".join(lines)
 
 
-def _group_line(group: GroupLayout) -> str:
-    spec = group.spec
-    kept = "all tokens" if spec.keeps_everything else f"{spec.window or spec.chunk:,} tokens"
-    sinks = f" + first {spec.sinks}" if spec.sinks else ""
+def _group_line(part: GroupPlan, spec: GroupSpec) -> str:
     return (
-        f"  group {spec.name}: {len(spec.layers)} layers keep {kept}{sinks}; "
-        f"blocks of {spec.block_size} tokens, {group.block_bytes:,} bytes"
+        f"  group {part.name}: {part.num_layers} layers keep {_kept(spec)}; blocks of {part.block_tokens} tokens, "
+        f"{part.block_bytes:,} bytes, {part.blocks_per_page} to a page; a sequence holds {part.peak_blocks:,} at most"
     )
+
+
+def _kept(spec: GroupSpec) -> str:
+    if spec.keeps_everything:
+        return f"an entry per {spec.ratio} tokens" if spec.ratio else "all tokens"
+    if spec.ratio:
+        return f"up to {(1 + spec.overlap) * spec.ratio:,} tokens"
+    sinks = f" + first {spec.sinks}" if spec.sinks else ""
+    return f"{spec.window or spec.chunk:,} tokens{sinks}"
+
+
+def _ladder(plan: CachePlan) -> str:
+    return ", ".join(f"{point.requests:,} of {point.length:,}" for point in plan.concurrency)
 
 
 def _mib(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transom_worker.config import EngineConfig
 from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 
@@ -24,11 +25,16 @@ class MemoryReport:
 class ExecutorInfo:
     """What a started executor tells the engine: the cache it owns and the limits of its model."""
 
-    layout: ArenaLayout
+    plan: CachePlan
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     memory: MemoryReport
+
+    @property
+    def layout(self) -> ArenaLayout:
+        """Where every block lies."""
+        return self.plan.layout
 
 
 class Executor(ABC):

@@ -77,9 +77,7 @@ def choose_device(device: str) -> torch.device:
 
 def choose_dtype(dtype: str, architecture: Architecture) -> str:
     """The number format for a setting; `auto` is bfloat16, float32 for a float32 checkpoint."""
-    if dtype != "auto":
-        return dtype
-    return "float32" if architecture.checkpoint_dtype == "float32" else "bfloat16"
+    return architecture.served_dtype if dtype == "auto" else dtype
 
 
 def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
@@ -89,18 +87,6 @@ def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
         if ids:
             return ids
     return ()
-
-
-def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
-    """The longest sequence.
-
-    Raises:
-        ConfigError: longer than the model's positions.
-    """
-    longest = architecture.max_position
-    if setting is not None and setting > longest:
-        raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
-    return setting or longest
 
 
 def set_threads(num_threads: int | None) -> None:

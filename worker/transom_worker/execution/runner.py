@@ -13,15 +13,17 @@ import torch
 from transom_worker.config import EngineConfig
 from transom_worker.contract import TokenLogprobs
 from transom_worker.errors import ConfigError, StepFailed
-from transom_worker.execution import cache_setup, memory
+from transom_worker.execution import memory
 from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
 from transom_worker.execution.dry_run import dry_run, worst_counts
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
-from transom_worker.execution.model_loading import LoadedModel, choose_max_model_len, load_model, set_threads
+from transom_worker.execution.model_loading import LoadedModel, load_model, set_threads
 from transom_worker.execution.sequences import SequenceStore
 from transom_worker.execution.slab import allocate_slab, layer_caches
 from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.models.architecture import choose_max_model_len
+from transom_worker.planner import CachePlan, cache_groups, group_of_layer, make_layout, plan_cache
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sampler import Sampled, Sampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
@@ -44,12 +46,10 @@ class ModelRunner:
         self._config = config
         self._loaded = loaded or load_model(config.model)
         self._model = self._loaded.model
-        architecture = self._loaded.architecture
-        self._groups = cache_setup.make_groups(
-            architecture, block_size=config.cache.block_size, hybrid=config.model.hybrid_kv_cache
-        )
-        self._max_model_len = choose_max_model_len(config.model.max_model_len, architecture)
-        self._layout = self._make_layout()
+        self._max_model_len = choose_max_model_len(config.model.max_model_len, self._loaded.architecture)
+        self._plan = self._plan_cache()
+        self._layout = self._plan.layout
+        self._groups = tuple(group.spec for group in self._layout.groups)
         self._slab = self._allocate_slab()
         self._builder = self._make_builder(self._layout, self._slab)
         self._store = SequenceStore(self._groups, max_num_seqs=config.scheduler.max_num_seqs)
@@ -63,7 +63,7 @@ class ModelRunner:
         architecture, scheduler = self._loaded.architecture, self._config.scheduler
         dtype: torch.dtype = getattr(torch, self._loaded.dtype)
         return ExecutorInfo(
-            layout=self._layout,
+            plan=self._plan,
             max_model_len=self._max_model_len,
             vocab_size=architecture.vocab_size,
             eos_token_ids=self._loaded.eos_token_ids,
@@ -171,21 +171,31 @@ class ModelRunner:
         chosen = sequence.tokens(first + 1, last + 1).tolist()
         return token_logprobs(logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen))
 
-    def _make_layout(self) -> ArenaLayout:
-        architecture, scheduler = self._loaded.architecture, self._config.scheduler
-        groups = tuple(cache_setup.group_layout(spec, architecture, self._loaded.dtype) for spec in self._groups)
-        useful = memory.most_useful_bytes(groups, scheduler, self._max_model_len)
-        small = cache_setup.make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
+    def _plan_cache(self) -> CachePlan:
+        config, scheduler = self._config, self._config.scheduler
+        block_size = config.cache.block_size
+        groups = cache_groups(
+            self._loaded.architecture,
+            block_size=block_size,
+            dtype=self._loaded.dtype,
+            hybrid=config.model.hybrid_kv_cache,
+        )
+        small = make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
         pool_bytes = memory.pool_bytes(
-            self._config.cache,
+            config.cache,
             device=self._loaded.device,
-            most_useful_bytes=useful,
+            most_useful_bytes=memory.most_useful_bytes(groups, scheduler, self._max_model_len),
             profile=lambda: self._profile(small),
         )
-        layout = cache_setup.make_layout(groups, pool_bytes)
-        waste = cache_setup.geometry_waste(layout)
-        logger.info("KV pages of %d bytes: at most %.1f %% lost at their edges", layout.page_bytes, 100 * waste)
-        return layout
+        return plan_cache(
+            groups,
+            memory_bytes=pool_bytes,
+            block_size=block_size,
+            max_model_len=self._max_model_len,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            kv_dtype=self._loaded.dtype,
+            steps_in_flight=scheduler.steps_in_flight,
+        )
 
     def _allocate_slab(self) -> torch.Tensor:
         try:
@@ -197,7 +207,7 @@ class ModelRunner:
             ) from error
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
-        groups = cache_setup.group_of_layer(self._groups)
+        groups = group_of_layer([group.spec for group in layout.groups])
         return BatchBuilder(layout, layer_caches(layout, slab), groups, self._loaded.device)
 
     def _profile(self, layout: ArenaLayout) -> None:
@@ -208,7 +218,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
         )
         builder = self._make_builder(layout, allocate_slab(layout, self._loaded.device))
-        dry_run(self._model, builder, self._groups, counts)
+        dry_run(self._model, builder, [group.spec for group in layout.groups], counts)
 
     def _warm_up(self) -> None:
         """Lets operators pick and cache what they need for a prompt and for decoding."""

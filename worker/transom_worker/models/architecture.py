@@ -10,11 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transom_worker.errors import ModelError
+from transom_worker.errors import ConfigError, ModelError
 from transom_worker.models.attention_layers import attention_layers
 from transom_worker.models.layer_attention import LayerAttention
 
-__all__ = ["RUNNABLE_FAMILIES", "Architecture", "LayerAttention", "read_architecture", "runnable", "with_windows"]
+__all__ = [
+    "RUNNABLE_FAMILIES",
+    "Architecture",
+    "LayerAttention",
+    "choose_max_model_len",
+    "read_architecture",
+    "runnable",
+    "with_windows",
+]
 
 RUNNABLE_FAMILIES = ("llama",)  # the others can be planned; `models.registry` has a class for each
 
@@ -100,6 +108,18 @@ def runnable(architecture: Architecture) -> Architecture:
     if architecture.activation != "silu":
         raise ModelError(f"config.json asks for hidden_act {architecture.activation!r}; llama models have 'silu'.")
     return architecture
+
+
+def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
+    """The longest sequence.
+
+    Raises:
+        ConfigError: longer than the model's positions.
+    """
+    longest = architecture.max_position
+    if setting is not None and setting > longest:
+        raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
+    return setting or longest
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:

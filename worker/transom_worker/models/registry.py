@@ -11,7 +11,7 @@ from transom_worker.models.llama import Llama
 from transom_worker.models.model import Model, Weights
 from transom_worker.parallel import Parallel
 
-_FAMILIES = {"llama": Llama}
+FAMILIES = {"llama": Llama}
 
 
 def build_model(
@@ -31,9 +31,9 @@ def build_model(
         ModelError: an unknown family.
         ConfigError: more than one rank, or a quantisation that this device and dtype lack.
     """
-    if architecture.family not in _FAMILIES:
-        raise ModelError(f"No model for family {architecture.family!r}; supported so far: {', '.join(_FAMILIES)}.")
+    if architecture.family not in FAMILIES:
+        raise ModelError(f"No model for family {architecture.family!r}; supported so far: {', '.join(FAMILIES)}.")
     if parallel is not None and parallel.size != 1:
         raise ConfigError(f"This model was asked to run on {parallel.size} ranks; run it on one.")
-    family = _FAMILIES[architecture.family]
+    family = FAMILIES[architecture.family]
     return family(architecture, weights, dtype=dtype, device=torch.device(device), quantization=quantization)

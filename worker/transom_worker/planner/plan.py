@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.retention import Retention
-from transom_worker.models.architecture import Architecture, read_architecture
+from transom_worker.models.architecture import choose_max_model_len, read_architecture
 from transom_worker.planner.blocks import cache_groups, kv_dtype
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
 from transom_worker.planner.pages import group_waste, make_layout
@@ -154,18 +153,6 @@ def plan_cache(
         ),
         layout=layout,
     )
-
-
-def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
-    """The longest sequence.
-
-    Raises:
-        ConfigError: longer than the model's positions.
-    """
-    longest = architecture.max_position
-    if setting is not None and setting > longest:
-        raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
-    return setting or longest
 
 
 def _group_plan(

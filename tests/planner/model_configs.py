@@ -1,0 +1,58 @@
+"""The parts of published `config.json` files that say what a layer's cache holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transom_worker.models.attention_layers import CHUNKED, COMPRESSED_HEAVILY, COMPRESSED_SPARSE, FULL, SLIDING
+
+
+def _config(
+    model_type: str, layers: list[str] | int, heads: int, kv_heads: int, size: int, length: int, **more: Any
+) -> Any:
+    types = {} if isinstance(layers, int) else {"layer_types": layers}
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers if isinstance(layers, int) else len(layers),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "hidden_size": heads * size,
+        "intermediate_size": 1024,
+        "vocab_size": 1024,
+        "max_position_embeddings": length,
+        "rms_norm_eps": 1e-6,
+        "dtype": "bfloat16",
+        **types,
+        **more,
+    }
+
+
+def _gemma(layers: int) -> list[str]:
+    return [FULL if (index + 1) % 6 == 0 else SLIDING for index in range(layers)]
+
+
+def _v4(layers: list[str], heads: int) -> Any:
+    sizes = dict(sliding_window=128, qk_rope_head_dim=64, index_head_dim=128)
+    return _config("deepseek_v4", layers, heads, 1, 512, 1_048_576, **sizes)
+
+
+_GLOBAL = {str(index).zfill(2): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-7b": _config("llama", 32, 32, 32, 128, 4096) | {"dtype": "float16"},
+    "llama-3-8b": _config("llama", 32, 32, 8, 128, 8192),
+    "llama-3-70b": _config("llama", 80, 64, 8, 128, 8192),
+    "mistral-7b-v0.1": _config("mistral", 32, 32, 8, 128, 32_768, sliding_window=4096),
+    "gpt-oss-20b": _config("gpt_oss", [SLIDING, FULL] * 12, 64, 8, 64, 131_072, sliding_window=128),
+    "gpt-oss-120b": _config("gpt_oss", [SLIDING, FULL] * 18, 64, 8, 64, 131_072, sliding_window=128),
+    "gemma-3-27b": _config("gemma3_text", _gemma(62), 32, 16, 128, 131_072, sliding_window=1024),
+    "gemma-4-31b-like": _config(
+        "gemma4_text", _gemma(60), 32, 16, 256, 262_144, sliding_window=1024, per_layer_config=_GLOBAL
+    ),
+    "llama-4-scout": _config(
+        "llama4_text", [CHUNKED, CHUNKED, CHUNKED, FULL] * 12, 40, 8, 128, 1_048_576, attention_chunk_size=8192
+    ),
+    "deepseek-v4-flash": _v4([SLIDING] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 21)[:-1], 64),
+    "deepseek-v4-pro-like": _v4([COMPRESSED_HEAVILY] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 30)[:-1], 128),
+}
