@@ -16,7 +16,7 @@ def check_start(settings: Settings) -> None:
         ModelError: the model is not there, incomplete, or not supported.
     """
     from transom_worker.model_files import resolve_model
-    from transom_worker.models.architecture import read_architecture
+    from transom_worker.models.architecture import read_architecture, runnable
     from transom_worker.tokenizer import Tokenizer
 
     check_api_keys(settings)
@@ -28,7 +28,7 @@ def check_start(settings: Settings) -> None:
             f"{settings.dtype}; leave one of them out."
         )
     files = resolve_model(settings.model)
-    longest = read_architecture(files.config).max_position
+    longest = runnable(read_architecture(files.config)).max_position
     if settings.max_model_len is not None and settings.max_model_len > longest:
         raise ConfigError(
             f"--max-model-len is {settings.max_model_len}; the model reaches {longest} tokens. Give at most {longest}."

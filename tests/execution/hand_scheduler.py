@@ -125,6 +125,25 @@ class HandScheduler:
         plan.delta_blocks += held.values()
         plan.delta_offset.append(len(plan.delta_blocks))
 
+    def swap_blocks(self, plan: StepPlan, sequence: HandSequence, group: int, spare: int) -> None:
+        """Exchange a sequence's first and last block; each later copy overwrites the source of the one before."""
+        held = sequence.blocks[group]
+        first, last = min(held), max(held)
+        if first == last:
+            return
+        for source, target in ((held[first], spare), (held[last], held[first]), (spare, held[last])):
+            plan.copy_group.append(group)
+            plan.copy_source.append(source)
+            plan.copy_target.append(target)
+            plan.copy_source_tier.append(0)
+            plan.copy_target_tier.append(0)
+        held[first], held[last] = held[last], held[first]
+        for logical in (first, last):
+            plan.moved_seq.append(sequence.new.seq_id)
+            plan.moved_group.append(group)
+            plan.moved_logical.append(logical)
+            plan.moved_block.append(held[logical])
+
     def received(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
         """Remember sampled ids; returns them by sequence."""
         sampling = [seq_id for seq_id, sample in zip(plan.seq_ids, plan.sample, strict=True) if sample]

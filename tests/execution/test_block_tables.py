@@ -50,6 +50,9 @@ def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_pinned: int
         held.update(zip(range(first_new, first_new + len(new)), new, strict=True))
         first = min((block for block in held if block >= num_pinned), default=first_new)
         tables.apply(row, dropped=dropped, first_block=first, blocks=new)
+        for block in data.draw(st.lists(st.sampled_from(sorted(held)), max_size=3)) if held else []:
+            held[block] = next(ids)
+            tables.move(row, logical=block, block=held[block])
         for check in range(3):
             _check(tables, check, rows[check].held, num_pinned)
 
@@ -81,3 +84,14 @@ def test_dropping_more_than_the_run_is_refused() -> None:
     tables.apply(0, dropped=0, first_block=2, blocks=[1, 2, 3])
     with pytest.raises(ValueError, match="drops 2 blocks of a run of 1"):
         tables.apply(0, dropped=2, first_block=4, blocks=[])
+
+
+def test_moving_what_is_not_there_is_refused() -> None:
+    tables = BlockTables(spec(2), num_rows=1)
+    tables.apply(0, dropped=0, first_block=5, blocks=[1, 2, 3, 4])  # two pinned ones, then 5 and 6
+    for logical in (-1, 2, 4, 7):
+        with pytest.raises(ValueError, match=f"moves logical block {logical},"):
+            tables.move(0, logical=logical, block=9)
+    tables.clear(0)
+    with pytest.raises(ValueError, match="moves logical block 0,"):
+        tables.move(0, logical=0, block=9)

@@ -175,6 +175,23 @@ def test_block_copies_before_the_forward_pass() -> None:
     assert found == model.continue_greedily([*tokens, *prompt(4, seed=3)], 6)
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "sinks"])
+def test_compaction_moves_blocks_under_a_running_sequence(kind: str) -> None:
+    """Blocks swap places through a spare one, window blocks among them; the sequence never notices."""
+    runner, hand, model = make(kind)
+    tokens = prompt(18)
+    hand.add(0, tokens)
+    plan = hand.plan({0: 18})
+    found = list(hand.received(plan, runner.execute(plan)).values())
+    spare = [hand.pool.take(group, 1)[0] for group in range(2)]
+    while len(found) < 12:
+        plan = hand.plan({0: 1})
+        for group in range(2):
+            hand.swap_blocks(plan, hand.sequences[0], group, spare[group])
+        found += hand.received(plan, runner.execute(plan)).values()
+    assert found == model.continue_greedily(tokens, 12)
+
+
 def test_an_empty_plan_only_keeps_books() -> None:
     runner, hand, _ = make("full")
     hand.add(0, prompt(3))

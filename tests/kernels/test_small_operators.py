@@ -1,5 +1,7 @@
 """kv_write, rotary, rms_norm, gated_silu and block_copy against their references and what they mean."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,12 +118,13 @@ def test_gated_silu(dtype, rows):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-def test_block_copy_is_as_one_after_the_other(pairs):
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12), st.sampled_from([2, 100]))
+def test_block_copy_is_as_one_after_the_other(pairs, staged_blocks):
     wanted = torch.randint(0, 255, (6, 40), dtype=torch.uint8)
     got = wanted.clone()
     block_copy_reference(wanted[:, :32], pairs)
-    block_copy(got[:, :32], pairs)
+    with patch("transom_kernels.block_copy.op.STAGED_BYTES", staged_blocks * 32):
+        block_copy(got[:, :32], pairs)
     assert got.equal(wanted)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from transom_worker.kvcache.arena import FREE
 from transom_worker.kvcache.events import KvEvent
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.sequence import SequenceBlocks
 
 BLOCK = 4
@@ -21,6 +22,13 @@ SPECS = {
     "sinks_window": dict(kind=GroupKind.SINKS_WINDOW, window=7, sinks=5),
     "chunk": dict(kind=GroupKind.CHUNK, chunk=12),
     "ragged_chunk": dict(kind=GroupKind.CHUNK, chunk=10),
+    "many_sinks": dict(kind=GroupKind.SINKS_WINDOW, window=3, sinks=10),
+    "latent": dict(kind=GroupKind.LATENT),
+    "compressed2": dict(kind=GroupKind.COMPRESSED, ratio=2),
+    "compressed16": dict(kind=GroupKind.COMPRESSED, ratio=16),
+    "indexer8": dict(kind=GroupKind.INDEXER, ratio=8),
+    "state8": dict(kind=GroupKind.COMPRESSOR_STATE, ratio=8, overlap=1),
+    "state16": dict(kind=GroupKind.COMPRESSOR_STATE, ratio=16),
 }
 MIXES = (
     ("full",),
@@ -31,18 +39,32 @@ MIXES = (
     ("full", "window", "ragged_chunk"),
     ("sinks_window", "window1"),
 )
+ENTRY_MIXES = (  # with blocks of several units
+    ("latent", "compressed16", "window"),
+    ("window", "indexer8", "state8"),
+    ("many_sinks", "compressed2", "indexer8"),
+    ("window", "compressed16", "state16", "indexer8", "state8"),
+)
 
 
-def spec(name: str, *, block_size: int = BLOCK) -> GroupSpec:
-    return GroupSpec(name=name, layers=(0,), block_size=block_size, **SPECS[name])  # type: ignore[arg-type]
+def spec(name: str, *, block_size: int = BLOCK, layers: tuple[int, ...] = (0,)) -> GroupSpec:
+    rule = SPECS[name]
+    if rule["kind"] in (GroupKind.COMPRESSED, GroupKind.INDEXER):
+        block_size = max(block_size, rule["ratio"])  # type: ignore[call-overload]
+    return GroupSpec(name=name, layers=layers, block_size=block_size, **rule)  # type: ignore[arg-type]
 
 
-def layout(mix: Iterable[str], *, num_pages: int, page_bytes: int = 4096, block_size: int = BLOCK) -> ArenaLayout:
-    """Strides differ by group and do not divide the page, so that pages hold unequal numbers of blocks."""
-    strides = (1024, 768, 1280)
+def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_size: int = BLOCK) -> ArenaLayout:
+    """Strides differ by group and do not divide the page; each group has two layers, that repairs reach back further."""
+    strides = (1024, 768, 1280, 512, 896)
     groups = tuple(
-        GroupLayout(spec=spec(name, block_size=block_size), block_bytes=stride - 10, stride_bytes=stride, layers=())
-        for name, stride in zip(mix, strides, strict=False)
+        GroupLayout(
+            spec=spec(name, block_size=block_size, layers=(index, len(mix) + index)),
+            block_bytes=stride - 10,
+            stride_bytes=stride,
+            layers=(),
+        )
+        for index, (name, stride) in enumerate(zip(mix, strides, strict=False))
     )
     return ArenaLayout(page_bytes=page_bytes, num_pages=num_pages, groups=groups)
 
@@ -52,15 +74,53 @@ def live_blocks(group: GroupSpec, n: int) -> set[int]:
     return {token // group.block_size for begin, end in group.live(n) for token in range(begin, end)}
 
 
-def slow_hit(specs: Iterable[GroupSpec], found: Iterable[Iterable[bytes]], digests: list[bytes], limit: int) -> int:
-    """The largest good boundary, by trying all of them."""
-    pairs = [(group, set(hashes)) for group, hashes in zip(specs, found, strict=True)]
-    good = (
-        units
-        for units in range(min(limit, len(digests)), -1, -1)
-        if all(digests[i] in hashes for group, hashes in pairs for i in live_blocks(group, units * group.block_size))
-    )
-    return next(good)
+def has_blocks(
+    group: GroupSpec,
+    found: Container[bytes],
+    digests: Sequence[bytes],
+    end: int,
+    *,
+    unit: int,
+    pinned_only: bool = False,
+) -> bool:
+    """Whether the blocks of `live(end)` are found, each under the digest of its last unit."""
+    units_per_block = group.block_size // unit
+    blocks = live_blocks(group, end)
+    if pinned_only:
+        blocks = {block for block in blocks if block < group.num_pinned_blocks}
+    return all(digests[(block + 1) * units_per_block - 1] in found for block in blocks)
+
+
+def cheapest_hit(
+    specs: Sequence[GroupSpec],
+    found: Sequence[Container[bytes]],
+    digests: Sequence[bytes],
+    limit: int,
+    *,
+    unit: int,
+    window_repair: bool,
+) -> tuple[int, int]:
+    """(num_units, start) that leaves least to compute, by trying every boundary; of equals the largest boundary."""
+    pairs = list(zip(specs, found, strict=True))
+    repairable = window_repair and any(group.keeps_everything for group in specs)
+    choices = []
+    for units in range(min(limit, len(digests)) + 1):
+        n = units * unit
+        start = repair_start(specs, n) // unit * unit if repairable else 0
+        if all(has_blocks(group, hashes, digests, n, unit=unit) for group, hashes in pairs):
+            choices.append((n, units))
+        elif start and all(
+            has_blocks(group, hashes, digests, n, unit=unit, pinned_only=not group.keeps_everything)
+            for group, hashes in pairs
+        ):
+            choices.append((start, units))
+    start, units = max(choices)
+    return units, start
+
+
+def slow_hit(specs: Sequence[GroupSpec], found: Sequence[Container[bytes]], digests: list[bytes], limit: int) -> int:
+    """The largest boundary at which every group has its blocks; all are one unit."""
+    return cheapest_hit(specs, found, digests, limit, unit=specs[0].block_size, window_repair=False)[0]
 
 
 class Mirror:

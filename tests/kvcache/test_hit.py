@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cache_model import MIXES, live_blocks, slow_hit, spec
+from cache_model import MIXES, cheapest_hit, slow_hit, spec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from repair_model import COMPRESSED, RULES, Layout, make_groups
@@ -13,7 +13,6 @@ from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hit import find_hit, hit_limit
 from transom_worker.kvcache.index import PrefixIndex
 from transom_worker.kvcache.outcome import classify
-from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.retention import Retention
 
 UNITS = 24
@@ -37,32 +36,6 @@ def test_hit_search_equals_brute_force(mix: tuple[str, ...], data: st.DataObject
     assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
 
 
-def has_blocks(group: GroupSpec, found: set[bytes], end: int, *, unit: int, pinned_only: bool = False) -> bool:
-    """Whether the blocks of `live(end)` are found, each under the digest of its last unit."""
-    units_per_block = group.block_size // unit
-    blocks = live_blocks(group, end)
-    if pinned_only:
-        blocks = {block for block in blocks if block < group.num_pinned_blocks}
-    return all(DIGESTS[(block + 1) * units_per_block - 1] in found for block in blocks)
-
-
-def cheapest(specs: list[GroupSpec], found: list[set[bytes]], limit: int, unit: int) -> tuple[int, int]:
-    """(num_units, start) that leaves least to compute, by trying every boundary; without a repair if that is as good."""
-    pairs = list(zip(specs, found, strict=True))
-    repairable = any(group.keeps_everything for group in specs)
-    choices: list[tuple[int, bool, int]] = []
-    for units in range(min(limit, UNITS) + 1):
-        n = units * unit
-        if all(has_blocks(group, hashes, n, unit=unit) for group, hashes in pairs):
-            choices.append((n, True, units))
-        elif repairable and all(
-            has_blocks(group, hashes, n, unit=unit, pinned_only=not group.keeps_everything) for group, hashes in pairs
-        ):
-            choices.append((repair_start(specs, n) // unit * unit, False, units))
-    start, _, units = max(choices)
-    return units, start
-
-
 @settings(max_examples=600, deadline=None)
 @given(
     st.lists(st.lists(st.one_of(RULES, COMPRESSED), min_size=1, max_size=2), min_size=1, max_size=4),
@@ -75,7 +48,7 @@ def test_repairs_are_taken_where_they_are_cheapest(layout: Layout, data: st.Data
     assume(any(group.block_size == unit for group in specs))
     found = [data.draw(presence()) for _ in specs]
     hit = find_hit([Retention(s) for s in specs], found, DIGESTS, limit, window_repair=True)
-    assert (hit.num_units, hit.start) == cheapest(specs, found, limit, unit)
+    assert (hit.num_units, hit.start) == cheapest_hit(specs, found, DIGESTS, limit, unit=unit, window_repair=True)
     assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
 
 
@@ -85,7 +58,8 @@ def test_a_repair_is_chosen_by_what_it_saves() -> None:
     everything = set(DIGESTS)
     for layout, reach, window_until, expected in (
         ([full, pair], 6, 0, (6, 12)),
-        ([full, pair], 6, 3, (3, 12)),  # as good without
+        ([full, pair], 6, 3, (6, 12)),  # no less to compute, but more is shared
+        ([full, pair], 6, 4, (4, 16)),
         ([full, pair], 6, 2, (6, 12)),
         ([full, pair, pair], 6, 0, (0, 0)),  # the whole prompt again
         ([full, pair, pair], 9, 0, (9, 12)),

@@ -1,4 +1,8 @@
-"""A rank made of plain Python: replays plans on its own tables and a slab of tags, and checks every key that would be read."""
+"""A rank made of plain Python: replays plans on its own tables and a slab of tags, and checks every key that would be read.
+
+Each layer's keys are tags of the prefix that they were computed from, or WRONG where a window repair could not compute them:
+what a replay leaves wrong spreads upwards from layer to layer, as it would in a model.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
 
 VOCABULARY = 50
+WRONG = b"wrong"
+
+Content = tuple[int, dict[int, bytes]]  # position, tag by layer
 
 
 @dataclass
@@ -20,7 +27,15 @@ class RankTable:
     first_block: int = 0
 
     def at(self, logical: int, num_pinned: int) -> int:
+        assert logical < num_pinned or logical >= self.first_block
         return self.pinned[logical] if logical < num_pinned else self.run[logical - self.first_block]
+
+    def replace(self, logical: int, block: int, num_pinned: int) -> None:
+        self.at(logical, num_pinned)  # must be there
+        if logical < num_pinned:
+            self.pinned[logical] = block
+        else:
+            self.run[logical - self.first_block] = block
 
 
 @dataclass
@@ -39,8 +54,13 @@ class ReplayExecutor:
     """Slab contents are (position, prefix digest): a key is right only if it was computed from the same prefix."""
 
     def __init__(self, layout: ArenaLayout) -> None:
+        self.layout = layout
         self.specs = [group.spec for group in layout.groups]
-        self.slab: list[dict[tuple[int, int], tuple[int, bytes]]] = [{} for _ in layout.groups]
+        self.writer: dict[int, int] = {}  # page -> the group that wrote last; bytes of others there are gone
+        self.layers = sorted((layer, group) for group, spec in enumerate(self.specs) for layer in spec.layers)
+        self.slab: list[dict[tuple[int, int], Content]] = [{} for _ in layout.groups]
+        self.num_computed = 0  # tokens
+        self.num_replayed = 0  # those of them that were there before, but for their windows
         self.sequences: dict[int, RankSequence] = {}
         self.plans: deque[StepPlan] = deque()
         self.inputs: dict[str, dict[int, int]] = {}  # request -> position -> input token
@@ -98,10 +118,32 @@ class ReplayExecutor:
             table.pinned += blocks[:missing]
             table.run += blocks[missing:]
             table.first_block = plan.delta_first_block[d]
+        self._move(plan)
+        self._copy(plan)
+
+    def _move(self, plan: StepPlan) -> None:
+        moves = zip(plan.moved_seq, plan.moved_group, plan.moved_logical, plan.moved_block, strict=True)
+        for seq_id, group, logical, block in moves:
+            self.sequences[seq_id].tables[group].replace(logical, block, self.specs[group].num_pinned_blocks)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """In order; a target holds what its source held and nothing else."""
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-            for (block, offset), content in list(self.slab[group].items()):
-                if block == source:
+            self._claim(group, target)
+            contents = [self.slab[group].get((source, offset)) for offset in range(self.specs[group].block_size)]
+            for offset, content in enumerate(contents):
+                self.slab[group].pop((target, offset), None)
+                if content is not None:
                     self.slab[group][target, offset] = content
+
+    def _claim(self, group: int, block: int) -> None:
+        page = block * self.layout.groups[group].stride_bytes // self.layout.page_bytes
+        before = self.writer.setdefault(page, group)
+        if before != group:
+            self.writer[page] = group
+            ids = range(self.layout.first_block(page, before), self.layout.end_block(page, before))
+            for key in [key for key in self.slab[before] if key[0] in ids]:
+                del self.slab[before][key]
 
     def _input(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
         end = plan.start[row] + plan.count[row]
@@ -117,19 +159,51 @@ class ReplayExecutor:
     def _forward(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
         start, end = plan.start[row], plan.start[row] + plan.count[row]
         tags = _tags(sequence.token_ids[:end])
-        for group, spec in enumerate(self.specs):
-            table, pinned = sequence.tables[group], spec.num_pinned_blocks
-            assert plan.attend_from[group][row] == 0
-            assert plan.write_from[group][row] == start
-            for position in range(start, end):
-                block = table.at(position // spec.block_size, pinned)
-                self.slab[group][block, position % spec.block_size] = (position, tags[position])
-            for query in {start, end - 1}:
-                for begin, stop in (*spec.live(query), (query, query + 1)):
-                    for position in range(begin, stop):
-                        block = table.at(position // spec.block_size, pinned)
-                        key = self.slab[group][block, position % spec.block_size]
-                        assert key == (position, tags[position])
+        replays = any(bounds[row] for bounds in plan.attend_from)
+        exact_from = max(bounds[row] for bounds in plan.write_from)  # nobody reads outputs below it
+        assert replays or exact_from == start
+        self.num_computed += end - start
+        self.num_replayed += min(end, exact_from) - start
+        wrong: set[int] = set()  # positions whose input to this layer is wrong
+        for layer, group in self.layers:
+            spec, attend_from = self.specs[group], plan.attend_from[group][row]
+            assert not (replays and spec.keeps_everything) or attend_from == 0
+            for position in range(max(start, plan.write_from[group][row]), end):
+                self._write(layer, group, sequence, position, WRONG if position in wrong else tags[position])
+            queries = range(start, end) if replays else {start, end - 1}
+            reads = ((query, self._read(layer, group, sequence, query, tags, attend_from)) for query in queries)
+            wrong |= {query for query, right in reads if not right}
+            assert replays or not wrong
+        assert all(query < exact_from for query in wrong)
+
+    def _write(self, layer: int, group: int, sequence: RankSequence, position: int, tag: bytes) -> None:
+        slot = self._slot(group, sequence, position)
+        self._claim(group, slot[0])
+        if layer == self.specs[group].layers[0]:
+            self.slab[group][slot] = (position, {})
+        self.slab[group][slot][1][layer] = tag
+
+    def _read(
+        self, layer: int, group: int, sequence: RankSequence, query: int, tags: list[bytes], attend_from: int
+    ) -> bool:
+        """Whether the query sees all keys that it should, and none that a replay left wrong; another prefix's is an error."""
+        right = True
+        spec = self.specs[group]
+        for begin, stop in (*spec.live(query), (query, query + 1)):
+            for position in range(begin, stop):
+                if spec.sinks <= position < attend_from:
+                    right = False
+                    continue
+                found, by_layer = self.slab[group][self._slot(group, sequence, position)]
+                assert found == position
+                assert by_layer[layer] in (WRONG, tags[position])
+                right &= by_layer[layer] != WRONG
+        return right
+
+    def _slot(self, group: int, sequence: RankSequence, position: int) -> tuple[int, int]:
+        spec = self.specs[group]
+        block = sequence.tables[group].at(position // spec.block_size, spec.num_pinned_blocks)
+        return block, position % spec.block_size
 
     def _prompt_logprobs(self, plan: StepPlan, row: int, sequence: RankSequence, result: StepResult) -> None:
         end = min(plan.start[row] + plan.count[row], sequence.new.num_prompt_tokens - 1)

@@ -49,6 +49,7 @@ class Engine:
             block_size=config.cache.block_size,
             max_model_len=info.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            window_repair=config.cache.window_repair,
         )
         self.info: ExecutorInfo = replace(info, max_model_len=self._fit_length(info.max_model_len))
         self._answers: dict[str, RunningRequest] = {}

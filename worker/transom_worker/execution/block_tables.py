@@ -47,6 +47,19 @@ class BlockTables:
         self._length[row] = end
         self._first[row] = max(first_block, pinned)
 
+    def move(self, row: int, *, logical: int, block: int) -> None:
+        """Logical block `logical` is `block` from now on.
+
+        Raises:
+            ValueError: the row has no such block.
+        """
+        first = int(self._first[row])
+        column = logical if logical < self.num_pinned else logical - first + self.num_pinned
+        in_gap = self.num_pinned <= logical < first
+        if in_gap or not 0 <= column < self._length[row]:
+            raise ValueError(f"A plan moves logical block {logical}, which the sequence's table does not have.")
+        self._blocks[row, column] = block
+
     def clear(self, row: int) -> None:
         """Forget a row's table."""
         self._blocks[row, : self._length[row]] = -1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
+
 import torch
 
 from transom_kernels.block_copy import block_copy
@@ -18,9 +21,8 @@ def run_copies(plan: StepPlan, layout: ArenaLayout, slab: torch.Tensor) -> int:
     """
     if any(tier != TIER_DEVICE for tier in (*plan.copy_source_tier, *plan.copy_target_tier)):
         raise ValueError("A plan copies blocks to or from the host tier, which is not supported yet.")
-    pairs: dict[int, list[tuple[int, int]]] = {}
-    for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-        pairs.setdefault(group, []).append((source, target))
-    for group, copies in pairs.items():  # groups share no bytes, so only the order inside each one matters
-        block_copy(block_rows(layout, slab, group), copies)
+    copies = zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True)
+    # one group at a time only where the plan does: a page emptied by copies may be another group's target behind them
+    for group, run in groupby(copies, key=itemgetter(0)):
+        block_copy(block_rows(layout, slab, group), [(source, target) for _, source, target in run])
     return len(plan.copy_group)

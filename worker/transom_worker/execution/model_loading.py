@@ -12,7 +12,7 @@ import torch
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
 from transom_worker.model_files import ModelFiles, resolve_model
-from transom_worker.models.architecture import Architecture, read_architecture, with_windows
+from transom_worker.models.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_worker.models.model import Model
 from transom_worker.models.registry import build_model
 from transom_worker.parallel import Parallel
@@ -58,7 +58,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
     """The checkpoint's shape, with the windows and chunks that the settings ask for."""
-    architecture = read_architecture(files.config)
+    architecture = runnable(read_architecture(files.config))
     if config.window is None and config.chunk is None:
         return architecture
     return with_windows(

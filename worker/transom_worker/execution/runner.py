@@ -126,7 +126,7 @@ class ModelRunner:
                 seed=new.seed,
                 choice_index=new.choice_index,
             )
-        self._store.apply_deltas(plan)
+        self._store.change_tables(plan)
         for b, seq_id in enumerate(plan.seq_ids):
             token_id = self._input(plan, b)
             if token_id != NO_ID and self._store[seq_id].learn(plan.start[b] + plan.count[b] - 1, token_id):

@@ -82,8 +82,12 @@ class SequenceStore:
                 tables.clear(sequence.row)
             self._free_rows.append(sequence.row)
 
-    def apply_deltas(self, plan: StepPlan) -> None:
-        """Change the block tables as the plan says."""
+    def change_tables(self, plan: StepPlan) -> None:
+        """Apply the plan's deltas to the block tables, then its moves.
+
+        Raises:
+            ValueError: a sequence or a block that is not there.
+        """
         for index, seq_id in enumerate(plan.delta_seq):
             self.tables[plan.delta_group[index]].apply(
                 self[seq_id].row,
@@ -91,6 +95,10 @@ class SequenceStore:
                 first_block=plan.delta_first_block[index],
                 blocks=plan.delta_blocks[plan.delta_offset[index] : plan.delta_offset[index + 1]],
             )
+        for seq_id, group, logical, block in zip(
+            plan.moved_seq, plan.moved_group, plan.moved_logical, plan.moved_block, strict=True
+        ):
+            self.tables[group].move(self[seq_id].row, logical=logical, block=block)
 
     def _add_rows(self) -> None:
         for tables in self.tables:

@@ -94,8 +94,7 @@ class Arena:
         return 1.0 - used * self.layout.groups[group].stride_bytes / max(1, self.layout.pool_bytes)
 
     def _min_blocks(self, group: int) -> int:
-        counts = {len(self.blocks(page, group)) for page in range(self.num_pages)}
-        least = min(counts, default=0)
+        least = self.layout.blocks_per_page(group)
         if self.num_pages and least < 1:
             name, stride = self.layout.groups[group].spec.name, self.layout.groups[group].stride_bytes
             raise ConfigError(

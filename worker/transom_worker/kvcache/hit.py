@@ -44,9 +44,9 @@ def find_hit(
 ) -> Hit:
     """The hit that leaves least to compute, at a boundary `u <= limit`; `found[g]` are the digests of group `g`'s blocks.
 
-    Either the largest `u` at which every group has its blocks of `live(u)`, or, if that leaves less, the largest at which those
+    Either the largest `u` at which every group has its blocks of `live(u)`, or, if that leaves no less, the largest at which those
     that keep everything (and pinned sink blocks) are there and the rest is repaired: a larger boundary is never repaired from
-    further back. The smallest block is the hash unit.
+    further back, and shares more blocks. A repair from 0 saves nothing. The smallest block is the hash unit.
     """
     unit = min(retention.block_size for retention in retentions)
     limit = min(limit, len(digests))
@@ -62,11 +62,10 @@ def find_hit(
     for retention, group in sliding:
         reach = min(reach, _pinned_reach(group, digests, reach, retention.num_pinned))
     start = repair_start([retention.spec for retention in retentions], reach * unit) // unit if repairable else 0
-    floor = max(0, start - 1)  # at and below it nothing beats the repair
-    at = _largest_boundary([_WindowSearch(*pair, digests, reach) for pair in sliding], reach, floor)
-    if at >= start:
-        return Hit(num_units=at, start=at * unit, full_reach=full_reach, limit=limit)
-    return Hit(num_units=reach, start=start * unit, full_reach=full_reach, limit=limit)
+    # at and below `start` the repair is as good
+    at = _largest_boundary([_WindowSearch(*pair, digests, reach) for pair in sliding], reach, floor=start)
+    num_units = reach if at == start > 0 else at
+    return Hit(num_units=num_units, start=at * unit, full_reach=full_reach, limit=limit)
 
 
 def _leading(group: Collection[bytes], digests: Sequence[bytes], end: int, units_per_block: int) -> int:

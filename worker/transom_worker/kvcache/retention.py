@@ -6,6 +6,8 @@ over unit boundaries are filled once per group and shared by every search and bo
 
 from __future__ import annotations
 
+import math
+
 from transom_worker.kvcache.groups import GroupSpec
 
 
@@ -17,9 +19,13 @@ class Retention:
         self.block_size = spec.block_size
         self.num_pinned = spec.num_pinned_blocks
         self.keeps_everything = spec.keeps_everything
+        # tokens after which what is held repeats, once the first `reach` tokens are past
+        self.period = math.lcm(spec.block_size, spec.chunk or 1, spec.ratio or 1)
+        reach = spec.sinks + spec.window + (1 + spec.overlap) * spec.ratio
+        self._steady_units = -(-(reach + self.period) // spec.block_size) + 1
         self._first = [self.first_live_block(0)]
         self._free_boundary = [0]
-        self._peak = [1]
+        self._peak = [1]  # by unit boundary, where most is held: a block more is needed, and none has come free since
         self._change: list[int] = []  # by unit: where inside it the first live block grows, else its end
 
     def first_live_block(self, n: int) -> int:
@@ -47,20 +53,27 @@ class Retention:
         self._grow(units)
         return self._free_boundary
 
+    def held_blocks(self, n: int, *, lag: int = 0) -> int:
+        """Blocks that a sequence holds while token `n` is computed, those before it processed but for the last `lag`."""
+        last = n // self.block_size
+        first = self.first_live_block(max(0, n - lag))
+        return min(self.num_pinned, last + 1) + max(0, last + 1 - max(first, self.num_pinned))
+
     def peak_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at once, one token computed per step."""
         units = max(0, num_tokens - 1) // self.block_size
         if self.keeps_everything:
             return units + 1
+        units = min(units, self._steady_units)
         self._grow(units)
-        return min(units + 1, self.num_pinned + self._peak[units])
+        return self._peak[units]
 
     def _grow(self, units: int) -> None:
         for unit in range(len(self._first), units + 1):
             first = self.first_live_block(unit * self.block_size)
             self._first.append(first)
             self._free_boundary.append(unit if first >= unit else self._free_boundary[-1])
-            self._peak.append(max(self._peak[-1], unit + 1 - first))
+            self._peak.append(max(self._peak[-1], self.held_blocks(unit * self.block_size)))
             self._change.append(self._change_inside((unit - 1) * self.block_size, unit * self.block_size))
 
     def _change_inside(self, begin: int, end: int) -> int:

@@ -1,6 +1,6 @@
 """Who holds blocks: lets waiting sequences in, makes room for running ones, and takes memory back.
 
-The oldest running sequence always makes progress: memory that it lacks is taken from the worst (priority, arrival), by recompute;
+The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute;
 alone and still short (its blocks lie scattered over too many pages), it starts again in an empty cache.
 """
 
@@ -42,7 +42,7 @@ class Placement:
                 self._num_held += 1
             self.running.remove(sequence)
             if not sequence.num_in_flight:
-                self._release(sequence)
+                self._end(sequence)
         sequence.state = State.DONE
 
     def settle(self, sequence: Sequence) -> None:
@@ -51,7 +51,7 @@ class Placement:
         if sequence.state is State.LEAVING:
             self._preempt(sequence)
         else:
-            self._release(sequence)
+            self._end(sequence)
 
     def make_room(self, sequence: Sequence, count: int, *, steps_in_flight: int) -> int:
         """Tokens, up to `count`, that a running sequence has blocks for now; 0 if it must wait or was preempted itself."""
@@ -163,7 +163,11 @@ class Placement:
         sequence.leave()
         self.waiting.add(sequence)
 
-    def _release(self, sequence: Sequence, kind: CheckpointKind = CheckpointKind.GENERATION) -> None:
+    def _end(self, sequence: Sequence) -> None:
+        """Keep what the client may continue from, unless it left before the first token."""
+        self._release(sequence, CheckpointKind.GENERATION if sequence.has_output else None)
+
+    def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
         assert sequence.blocks is not None
         self.cache.release(sequence.blocks, kind=kind)
         sequence.blocks = None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.manager import BlockCopy
+from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import NO_ID, TIER_DEVICE, NewSequence, StepPlan
 
 
 class PlanBuilder:
-    """Collects what one step computes, and moves the sequences' counters on."""
+    """Collects what one step computes, and moves the sequences' counters on. `retentions` are the groups'."""
 
-    def __init__(self, step_id: int, num_groups: int) -> None:
+    def __init__(self, step_id: int, retentions: tuple[Retention, ...]) -> None:
         self.plan = StepPlan(step_id=step_id)
         self.rows: list[Sequence] = []
-        self._num_groups = num_groups
+        self._retentions = retentions
+        self._replays: list[tuple[int, SequenceBlocks]] = []  # rows that begin inside a window repair
 
     def introduce(self, sequence: Sequence) -> None:
         """Tell ranks about an admitted sequence and all its known tokens."""
@@ -50,6 +52,8 @@ class PlanBuilder:
             sequence.rank_known = end
         if blocks.changed:
             self._add_deltas(sequence.seq_id, blocks)
+        if start < blocks.replay_until:
+            self._replays.append((len(plan.seq_ids), blocks))
         if samples:
             sequence.sampled_step, sequence.sampled_row = plan.step_id, len(plan.seq_ids)
             sequence.num_pending += 1
@@ -67,15 +71,16 @@ class PlanBuilder:
         sequence.num_in_flight += 1
         self.rows.append(sequence)
 
-    def finish(self, finished: list[int], cache: KvCache) -> StepPlan:
+    def finish(self, finished: list[int], copies: list[BlockCopy]) -> StepPlan:
         """The complete plan."""
         plan = self.plan
         plan.finished = finished
-        copies = cache.take_copies()
         if copies:
             self._add_moves()
-        plan.attend_from = [[0] * len(plan.seq_ids) for _ in range(self._num_groups)]
-        plan.write_from = [plan.start.copy() for _ in range(self._num_groups)]
+        plan.attend_from = [[0] * len(plan.seq_ids) for _ in self._retentions]
+        plan.write_from = [plan.start.copy() for _ in self._retentions]
+        for row, blocks in self._replays:
+            self._bound_replay(row, blocks)
         for copy in copies:
             plan.copy_group.append(copy.group)
             plan.copy_source.append(copy.source)
@@ -83,6 +88,17 @@ class PlanBuilder:
             plan.copy_source_tier.append(TIER_DEVICE)
             plan.copy_target_tier.append(TIER_DEVICE)
         return plan
+
+    def _bound_replay(self, row: int, blocks: SequenceBlocks) -> None:
+        """Below the replay's end what is cached (everything in some groups, sink blocks in others) is read, never written;
+        the rest is not there below the replay's start."""
+        start = self.plan.start[row]
+        for group, retention in enumerate(self._retentions):
+            cached = blocks.replay_until
+            if not retention.keeps_everything:
+                cached = min(cached, retention.num_pinned * retention.block_size)
+                self.plan.attend_from[group][row] = blocks.replay_from
+            self.plan.write_from[group][row] = max(start, cached)
 
     def _add_moves(self) -> None:
         """Blocks of this plan's sequences that moved, be it after their row was added; others are told with their next row."""

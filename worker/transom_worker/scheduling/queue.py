@@ -1,4 +1,4 @@
-"""Sequences in order of (priority, arrival): who is served first, who is preempted first."""
+"""Sequences in order of their virtual arrival: who is served first, who is preempted first."""
 
 from __future__ import annotations
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.errors import Overloaded, RequestError
 from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.eviction import EvictionPolicy
 from transom_worker.kvcache.hashing import chain_root
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.manager import KvCache
@@ -19,6 +22,11 @@ from transom_worker.scheduling.placement import Placement
 from transom_worker.scheduling.plan_builder import PlanBuilder
 from transom_worker.scheduling.sequence import Sequence, State
 from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.scheduling.step_budget import StepBudget
+
+# With `priority`, a request counts as having arrived so many seconds later for each step of its priority number. So it is
+# overtaken only by those that arrive within that time after it, and waits no longer than they do: nobody starves.
+PRIORITY_AGING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +50,22 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         enable_prefix_caching: bool,
+        window_repair: bool = True,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        self.cache = KvCache(layout, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        self.cache = KvCache(
+            layout,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            window_repair=window_repair,
+            policy=policy,
+            clock=clock,
+        )
         self._placement = Placement(self.cache)
+        self._has_windows = any(not retention.keeps_everything for retention in self.cache.retentions)
         self._by_request: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_arrived = 0
@@ -111,10 +130,11 @@ class Scheduler:
                 f"{len(self._placement.waiting)} requests are waiting and the limit is {self.config.max_waiting}; try again later."
             )
         self._num_arrived += 1
-        ranked = (request.priority, request.arrival_s) if self.config.policy == "priority" else (0, 0.0)
+        aged = self.config.policy == "priority"
+        virtual_arrival_s = request.arrival_s + request.priority * PRIORITY_AGING_S if aged else 0.0
         sequence = Sequence(
             request=request,
-            key=(*ranked, self._num_arrived),
+            key=(virtual_arrival_s, self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
             root=chain_root(self.cache.block_size, cache_salt=request.cache_salt, adapter=request.adapter),
@@ -141,13 +161,16 @@ class Scheduler:
         """The next plan; None if nothing can be computed now, or `steps_in_flight` plans are unanswered."""
         if len(self._in_flight) >= self.config.steps_in_flight:
             return None
-        builder = PlanBuilder(self._next_step, len(self.cache.pools))
-        budget, preempted = self._schedule_running(builder)
+        builder = PlanBuilder(self._next_step, self.cache.retentions)
+        budget = StepBudget(
+            self.config.max_num_batched_tokens, block_size=self.cache.block_size, bounds_blocks=self._has_windows
+        )
+        preempted = self._schedule_running(builder, budget)
         if not preempted or not (builder.rows or self._in_flight):
             self._schedule_waiting(builder, budget)
         if not builder.rows:
             return None
-        plan = builder.finish(self._placement.finished_ids, self.cache)
+        plan = builder.finish(self._placement.finished_ids, self.cache.take_copies())
         self._placement.finished_ids = []
         self._next_step += 1
         self._in_flight.append(_InFlight(plan, builder.rows))
@@ -201,41 +224,42 @@ class Scheduler:
                     failed.append(sequence.request.request_id)
         return failed
 
-    def _schedule_running(self, builder: PlanBuilder) -> tuple[int, bool]:
-        """Rows for running sequences, the first in order first; the budget left, and whether one was preempted."""
-        budget = self.config.max_num_batched_tokens
+    def _schedule_running(self, builder: PlanBuilder, budget: StepBudget) -> bool:
+        """Rows for running sequences, the first in order first; whether one was preempted."""
         before = self._placement.num_preemptions
         num_after = len(self._placement.running)
         for sequence in list(self._placement.running):
             num_after -= 1
-            if budget <= 0:
+            if budget.num_tokens <= 0:
                 break
             ready = sequence.num_ready
             if sequence.state is not State.RUNNING or ready <= 0:
                 continue
             # a long prompt leaves a token for each sequence behind it, so that their answers flow on
-            count = 1 if ready == 1 else min(ready, max(1, budget - num_after))
+            count = 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after))
+            if count > 1 or sequence.num_in_flight:
+                count = budget.fit(sequence, count)
             blocks = sequence.blocks
             assert blocks is not None
-            if sequence.scheduled + count > blocks.capacity_tokens:
+            if count and sequence.scheduled + count > blocks.capacity_tokens:
                 count = self._placement.make_room(sequence, count, steps_in_flight=len(self._in_flight))
-                if not count:
-                    continue
+            if not count:
+                continue
+            budget.take(sequence, count)
             builder.add_row(sequence, blocks, count)
-            budget -= count
-        return budget, self._placement.num_preemptions > before
+        return self._placement.num_preemptions > before
 
-    def _schedule_waiting(self, builder: PlanBuilder, budget: int) -> None:
+    def _schedule_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
         placement = self._placement
-        while placement.waiting and budget > 0 and len(placement.running) < self.config.max_num_seqs:
-            admitted = placement.admit_next(budget)
+        while placement.waiting and budget.for_new and len(placement.running) < self.config.max_num_seqs:
+            admitted = placement.admit_next(budget.for_new)
             if admitted is None:
                 return
             sequence, count = admitted
             assert sequence.blocks is not None
             builder.introduce(sequence)
+            budget.take(sequence, count)
             builder.add_row(sequence, sequence.blocks, count)
-            budget -= count
 
 
 def _collect_prompt_logprobs(sequence: Sequence, logprobs: list[TokenLogprobs]) -> None:

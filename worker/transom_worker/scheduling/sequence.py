@@ -8,7 +8,7 @@ from enum import Enum, auto
 from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.kvcache.sequence import SequenceBlocks
 
-OrderKey = tuple[int, float, int]  # (priority, arrival, counter): smaller runs first
+OrderKey = tuple[float, int]  # (virtual arrival, counter): smaller runs first
 
 
 class State(Enum):

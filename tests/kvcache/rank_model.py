@@ -1,0 +1,85 @@
+"""What ranks do with blocks, in plain Python: tables kept up by deltas and moves, and a slab that remembers what was written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from transom_worker.kvcache.layout import ArenaLayout
+
+Content = tuple[int, bytes]  # (position, digest of the tokens up to it)
+
+
+@dataclass
+class RankTable:
+    """One sequence's table of one group."""
+
+    num_pinned: int
+    pinned: list[int] = field(default_factory=list)
+    run: list[int] = field(default_factory=list)
+    first_block: int = 0
+
+    def at(self, logical: int) -> int:
+        assert logical < self.num_pinned or logical >= self.first_block
+        return self.pinned[logical] if logical < self.num_pinned else self.run[logical - self.first_block]
+
+    def apply(self, dropped: int, appended: Sequence[int], first_block: int) -> None:
+        assert dropped <= len(self.run)
+        del self.run[:dropped]
+        missing = self.num_pinned - len(self.pinned)
+        self.pinned += appended[:missing]
+        self.run += appended[missing:]
+        self.first_block = first_block
+
+    def move(self, logical: int, block: int) -> None:
+        self.at(logical)  # must be there
+        if logical < self.num_pinned:
+            self.pinned[logical] = block
+        else:
+            self.run[logical - self.first_block] = block
+
+
+class Slab:
+    """Contents by block and offset. A page's bytes belong to the group that wrote there last: what others wrote is gone."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self._layout = layout
+        self._contents: list[dict[int, dict[int, Content]]] = [{} for _ in layout.groups]
+        self._writer: dict[int, int] = {}  # by page
+
+    def read(self, group: int, position: int, block: int) -> Content | None:
+        return self._contents[group].get(block, {}).get(position % self._layout.groups[group].spec.block_size)
+
+    def block(self, group: int, block: int) -> list[Content]:
+        """A whole block's contents, as far as there are any, in order."""
+        return [content for _, content in sorted(self._contents[group].get(block, {}).items())]
+
+    def write(self, group: int, position: int, block: int, content: Content) -> None:
+        self._claim(group, block)
+        offset = position % self._layout.groups[group].spec.block_size
+        self._contents[group].setdefault(block, {})[offset] = content
+
+    def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """(group, source, target), one after the other; a target then holds what its source held and nothing else."""
+        for group, source, target in copies:
+            self._claim(group, target)
+            self._contents[group][target] = dict(self._contents[group].get(source, {}))
+
+    def _claim(self, group: int, block: int) -> None:
+        page = block * self._layout.groups[group].stride_bytes // self._layout.page_bytes
+        before = self._writer.setdefault(page, group)
+        if before != group:
+            self._writer[page] = group
+            for other in range(self._layout.first_block(page, before), self._layout.end_block(page, before)):
+                self._contents[before].pop(other, None)
+
+
+def prefix_tags(token_ids: Sequence[int]) -> list[bytes]:
+    """By position, a digest of the tokens up to it."""
+    digest = hashlib.sha256()
+    tags = []
+    for token in token_ids:
+        digest.update(token.to_bytes(4, "little"))
+        tags.append(digest.digest()[:8])
+    return tags

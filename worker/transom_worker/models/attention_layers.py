@@ -1,0 +1,158 @@
+"""Every layer's attention, from a `config.json` of any family that can be planned. No torch.
+
+A config either lists its `layer_types`, or the family has a rule for them. Sizes are the config's, or a layer's own where
+`per_layer_config` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transom_worker.errors import ModelError
+from transom_worker.models.layer_attention import Compression, LayerAttention
+
+Config = Mapping[str, Any]
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
+COMPRESSED_SPARSE = "compressed_sparse_attention"
+COMPRESSED_HEAVILY = "heavily_compressed_attention"
+_DEFAULT_RATES = {COMPRESSED_SPARSE: 4, COMPRESSED_HEAVILY: 128}
+
+
+def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
+    """The layers of a decoder's config, the lowest first.
+
+    Raises:
+        ModelError: an unknown family or layer type.  KeyError, TypeError, ValueError: a missing or wrong value.
+    """
+    family = str(config.get("model_type", ""))
+    if family not in _LAYER_TYPES:
+        raise ModelError(
+            f"config.json says model_type {family!r}; supported so far: 'llama'. `transom plan` also knows "
+            f"{', '.join(sorted(set(_LAYER_TYPES) - {'llama'}))}."
+        )
+    if config.get("num_kv_shared_layers"):
+        raise ModelError(
+            f"config.json says num_kv_shared_layers {config['num_kv_shared_layers']}: layers that read another layer's "
+            "cache are not supported yet; only 0 is."
+        )
+    num_layers = int(config["num_hidden_layers"])
+    types = config.get("layer_types") or [_LAYER_TYPES[family](config, index) for index in range(num_layers)]
+    if len(types) != num_layers:
+        raise ModelError(f"config.json lists {len(types)} layer_types for num_hidden_layers {num_layers}.")
+    own = _own_sizes(config, types)
+    plain = _plain_layer(config, family)
+    return tuple(_of_type(kind, _with_own_sizes(plain, own.get(index, {})), config) for index, kind in enumerate(types))
+
+
+def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
+    """Sizes that a layer has for itself, by layer; Gemma 4's published configs give them for all full layers at once."""
+    if "per_layer_config" in config:
+        return {int(index): sizes for index, sizes in config["per_layer_config"].items()}
+    sizes = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get("num_global_key_value_heads")}
+    return {index: sizes for index, kind in enumerate(types) if kind == FULL}
+
+
+def _plain_layer(config: Config, family: str) -> LayerAttention:
+    heads = int(config["num_attention_heads"])
+    if family in _LATENT_FAMILIES:
+        rope = int(config["qk_rope_head_dim"])
+        width = int(config["head_dim" if family == "deepseek_v4" else "kv_lora_rank"])
+        if family != "deepseek_v4":  # there the rotary part is inside the head
+            width += rope
+        return LayerAttention(num_heads=heads, num_kv_heads=1, head_size=width, latent=True, rope_size=rope)
+    return LayerAttention(
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_size=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+    )
+
+
+def _with_own_sizes(layer: LayerAttention, sizes: Config) -> LayerAttention:
+    return replace(
+        layer,
+        num_kv_heads=int(sizes.get("num_key_value_heads") or layer.num_kv_heads),
+        head_size=int(sizes.get("head_dim") or layer.head_size),
+    )
+
+
+def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention:
+    match kind:
+        case "full_attention":
+            return layer
+        case "sliding_attention":
+            return replace(layer, window=int(config["sliding_window"]))
+        case "chunked_attention":
+            return replace(layer, chunk=int(config["attention_chunk_size"]))
+        case "compressed_sparse_attention" | "heavily_compressed_attention":
+            return replace(layer, window=int(config["sliding_window"]), compression=_compression(kind, config))
+    raise ModelError(f"config.json has the layer type {kind!r}, which is not known.")
+
+
+def _compression(kind: str, config: Config) -> Compression:
+    """Sparse entries overlap by one group and are chosen by an indexer; heavily compressed ones are all read."""
+    ratio = int((_DEFAULT_RATES | (config.get("compress_rates") or {}))[kind])
+    if kind == COMPRESSED_HEAVILY:
+        return Compression(ratio=ratio)
+    return Compression(ratio=ratio, overlap=1, index_size=int(config["index_head_dim"]))
+
+
+def _always_full(_config: Config, _index: int) -> str:
+    return FULL
+
+
+def _sliding_if_set(config: Config, _index: int) -> str:
+    return SLIDING if config.get("sliding_window") else FULL
+
+
+def _sliding_above(config: Config, index: int) -> str:
+    uses = config.get("use_sliding_window") and config.get("sliding_window")
+    return SLIDING if uses and index >= int(config.get("max_window_layers", 28)) else FULL
+
+
+def _every_other(_config: Config, index: int) -> str:
+    return FULL if index % 2 else SLIDING
+
+
+def _full_every(default: int) -> Callable[[Config, int], str]:
+    def rule(config: Config, index: int) -> str:
+        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or default
+        return SLIDING if (index + 1) % int(pattern) else FULL
+
+    return rule
+
+
+def _chunked_where_rotary(config: Config, index: int) -> str:
+    rotary = config.get("no_rope_layers")
+    interval = int(config.get("no_rope_layer_interval", 4))
+    return CHUNKED if (rotary[index] if rotary else (index + 1) % interval) else FULL
+
+
+def _by_ratio(config: Config, index: int) -> str:
+    """DeepSeek's own form of V4's `layer_types`: entries per layer, 0 for none."""
+    return {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED_HEAVILY}[int(config["compress_ratios"][index])]
+
+
+_LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v4")
+_LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
+    "llama": _always_full,
+    "mistral": _sliding_if_set,
+    "mixtral": _sliding_if_set,
+    "qwen2": _sliding_above,
+    "qwen2_moe": _sliding_above,
+    "qwen3": _sliding_above,
+    "qwen3_moe": _sliding_above,
+    "gemma": _always_full,
+    "gemma2": _every_other,
+    "gemma3_text": _full_every(6),
+    "gemma4_text": _full_every(6),
+    "gpt_oss": _every_other,
+    "llama4_text": _chunked_where_rotary,
+    "deepseek_v2": _always_full,
+    "deepseek_v3": _always_full,
+    "deepseek_v4": _by_ratio,
+}

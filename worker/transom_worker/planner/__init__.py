@@ -1,0 +1,9 @@
+"""From a model's config to its KV cache: groups, blocks, pages, and how many requests fit. Integers only.
+
+`plan_from_config` plans from a `config.json`; the engine calls the same `cache_groups` and `plan_cache` with what it loaded.
+"""
+
+from transom_worker.planner.blocks import cache_groups, kv_dtype
+from transom_worker.planner.plan import CachePlan, Concurrency, GroupPlan, plan_cache, plan_from_config
+
+__all__ = ["CachePlan", "Concurrency", "GroupPlan", "cache_groups", "kv_dtype", "plan_cache", "plan_from_config"]

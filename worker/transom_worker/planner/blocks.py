@@ -1,0 +1,130 @@
+"""What lies inside a group's block: each layer's tensors, their widths, formats and offsets, on the rank that holds most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from transom_worker.errors import ConfigError
+from transom_worker.kvcache.groups import GroupSpec
+from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, GroupLayout, LayerTensors, Role
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.layer_attention import LayerAttention
+from transom_worker.planner.groups import Rule, layer_rules, make_groups
+
+FP8 = "float8_e4m3fn"
+RAW = "uint8"  # rows that mix formats
+STATE_DTYPE = "float32"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, RAW: 1}
+KV_CACHE_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+    "fp8": FP8,
+    "fp8_e4m3": FP8,
+    "fp8_ds_mla": FP8,
+}
+FP8_SCALE_GROUP = 64  # elements of a latent row that share a scale of one byte; a row's scales are padded to 8
+INDEXER_SCALE_BYTES = 4
+
+
+class Tensor(NamedTuple):
+    """A row of one role: heads, widths of K and V (0: the same tensor), number format."""
+
+    role: Role
+    heads: int
+    k_size: int
+    v_size: int
+    dtype: str
+
+
+def kv_dtype(kv_cache_dtype: str, model_dtype: str) -> str:
+    """torch's name of the cache's number format; `auto` is the model's.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    if kv_cache_dtype == "auto":
+        return model_dtype
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(f"--kv-cache-dtype is {kv_cache_dtype!r}; give auto, {', '.join(KV_CACHE_DTYPES)}.")
+    return KV_CACHE_DTYPES[kv_cache_dtype]
+
+
+def cache_groups(
+    architecture: Architecture, *, block_size: int, dtype: str, tensor_parallel_size: int = 1, hybrid: bool = True
+) -> tuple[GroupLayout, ...]:
+    """Every group's block, its tensors layer by layer without gaps, K before V, for a cache in `dtype`.
+
+    KV heads are split over the ranks, the first ranks taking one more where that is uneven, and one at least; this is what
+    the first rank holds. Latent rows and compressed entries are on every rank.
+
+    Raises:
+        ConfigError: a block size that does not suit the model's compression.
+    """
+    groups = make_groups(architecture, block_size=block_size, hybrid=hybrid)
+    rows = [_layer_tensors(layer, dtype, tensor_parallel_size) for layer in architecture.layers]
+    rules = [layer_rules(layer, hybrid=hybrid) for layer in architecture.layers]
+    return tuple(_group_layout(spec, rows, rules) for spec in groups)
+
+
+def _layer_tensors(layer: LayerAttention, dtype: str, ranks: int) -> tuple[Tensor, ...]:
+    size, compression = layer.head_size, layer.compression
+    if not layer.latent:
+        heads = -(-layer.num_kv_heads // ranks)
+        return (Tensor(Role.KV, heads, size, size, dtype),)
+    width, format_ = _latent_row(layer, dtype)
+    latent = Tensor(Role.KV, 1, width, 0, format_)
+    if compression is None:
+        return (latent,)
+    coefficient = 1 + compression.overlap
+    tensors = [
+        latent,
+        latent._replace(role=Role.COMPRESSED),
+        Tensor(Role.STATE, 1, coefficient * size, coefficient * size, STATE_DTYPE),
+    ]
+    if index_size := compression.index_size:
+        index = (index_size + INDEXER_SCALE_BYTES, RAW) if dtype == FP8 else (index_size, dtype)
+        tensors.append(Tensor(Role.INDEXER, 1, index[0], 0, index[1]))
+        tensors.append(Tensor(Role.INDEXER_STATE, 1, coefficient * index_size, coefficient * index_size, STATE_DTYPE))
+    return tuple(tensors)
+
+
+def _latent_row(layer: LayerAttention, dtype: str) -> tuple[int, str]:
+    """Width and format. In FP8 the rotary part stays in 16 bits, and scales follow: 448 + 2 * 64 + 8 = 584 bytes."""
+    if dtype != FP8:
+        return layer.head_size, dtype
+    plain = layer.head_size - layer.rope_size
+    scales = -(-plain // FP8_SCALE_GROUP)
+    return plain + 2 * layer.rope_size + -(-scales // 8) * 8, RAW
+
+
+def _group_layout(spec: GroupSpec, tensors: list[tuple[Tensor, ...]], rules: list[dict[Role, Rule]]) -> GroupLayout:
+    rule = Rule(spec.kind, spec.window, spec.sinks, spec.chunk, spec.ratio, spec.overlap)
+    group = GroupLayout(spec=spec, block_bytes=0, stride_bytes=0, layers=())
+    offset = 0
+    layers = []
+    for index in spec.layers:
+        for tensor in tensors[index]:
+            if rules[index][tensor.role] != rule:
+                continue
+            row_bytes = group.rows_per_block * tensor.heads * DTYPE_BYTES[tensor.dtype]
+            k_bytes, v_bytes = row_bytes * tensor.k_size, row_bytes * tensor.v_size
+            layers.append(
+                LayerTensors(
+                    layer=index,
+                    role=tensor.role,
+                    num_kv_heads=tensor.heads,
+                    k_size=tensor.k_size,
+                    v_size=tensor.v_size or tensor.k_size,
+                    dtype=tensor.dtype,
+                    k_offset=offset,
+                    v_offset=offset + k_bytes if v_bytes else offset,
+                )
+            )
+            offset += k_bytes + v_bytes
+    stride = -(-offset // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
+    return replace(group, block_bytes=offset, stride_bytes=stride, layers=tuple(layers))

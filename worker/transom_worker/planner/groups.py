@@ -1,0 +1,85 @@
+"""From a model's layers to KV cache groups: parts of layers that keep the same tokens share one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transom_worker.errors import ConfigError
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.layout import Role
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.layer_attention import LayerAttention
+
+
+class Rule(NamedTuple):
+    """What is kept for how long; the sizes that a kind has no use for are 0."""
+
+    kind: GroupKind
+    window: int = 0
+    sinks: int = 0
+    chunk: int = 0
+    ratio: int = 0
+    overlap: int = 0
+
+    @property
+    def name(self) -> str:
+        """A group's name in reports and metrics, such as window_128."""
+        sizes = {"sinks": self.sinks, "window": self.window, "chunk": self.chunk}
+        words = [f"{word}_{size}" for word, size in sizes.items() if size]
+        return "_".join(words) or (f"{self.kind}_{self.ratio}" if self.ratio else str(self.kind))
+
+
+def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
+    """The parts of a layer's cache, and how each is kept. Without `hybrid` what would slide is kept at full length."""
+    everything = Rule(GroupKind.LATENT if layer.latent else GroupKind.FULL)
+    rules = {Role.KV: _kv_rule(layer, everything) if hybrid else everything}
+    compression = layer.compression
+    if compression is None:
+        return rules
+    ratio = compression.ratio
+    state = Rule(GroupKind.COMPRESSOR_STATE, ratio=ratio, overlap=compression.overlap) if hybrid else everything
+    rules |= {Role.COMPRESSED: Rule(GroupKind.COMPRESSED, ratio=ratio), Role.STATE: state}
+    if compression.index_size:
+        rules |= {Role.INDEXER: Rule(GroupKind.INDEXER, ratio=ratio), Role.INDEXER_STATE: state}
+    return rules
+
+
+def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) -> tuple[GroupSpec, ...]:
+    """The groups: those that keep everything first, then those that slide, each in the order of their first layer.
+
+    Blocks are one unit of `block_size` tokens; of compressed entries at least one entry.
+
+    Raises:
+        ConfigError: neither of unit and compression ratio divides the other.
+    """
+    members: dict[Rule, list[int]] = {}
+    for index, layer in enumerate(architecture.layers):
+        for rule in dict.fromkeys(layer_rules(layer, hybrid=hybrid).values()):
+            members.setdefault(rule, []).append(index)
+    groups = [_group(rule, tuple(layers), block_size) for rule, layers in members.items()]
+    return tuple(sorted(groups, key=lambda group: (not group.keeps_everything, group.layers[0])))
+
+
+def group_of_layer(groups: Sequence[GroupSpec]) -> tuple[int, ...]:
+    """The group index of each layer, for models whose layers have one group each."""
+    pairs = sorted((layer, index) for index, group in enumerate(groups) for layer in group.layers)
+    return tuple(index for _, index in pairs)
+
+
+def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:
+    if layer.window is not None:
+        kind = GroupKind.SINKS_WINDOW if layer.sinks else GroupKind.WINDOW
+        return Rule(kind, window=layer.window, sinks=layer.sinks)
+    return everything if layer.chunk is None else Rule(GroupKind.CHUNK, chunk=layer.chunk)
+
+
+def _group(rule: Rule, layers: tuple[int, ...], unit: int) -> GroupSpec:
+    by_entry = rule.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER)
+    block_size = max(unit, rule.ratio) if by_entry else unit
+    if by_entry and (block_size % unit or block_size % rule.ratio):
+        raise ConfigError(
+            f"--block-size is {unit}, and layers compress {rule.ratio} tokens to an entry; give a block size that divides "
+            f"{rule.ratio} or is a multiple of it."
+        )
+    return GroupSpec(name=rule.name, layers=layers, block_size=block_size, **rule._asdict())

@@ -1,0 +1,217 @@
+"""A model's KV cache in so much memory, in integers: what an operator plans with, the engine builds, and both report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from transom_worker.errors import ConfigError
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.kvcache.repair import repair_start
+from transom_worker.kvcache.retention import Retention
+from transom_worker.models.architecture import Architecture, read_architecture
+from transom_worker.planner.blocks import cache_groups, kv_dtype
+from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
+from transom_worker.planner.pages import group_waste, make_layout
+
+SHORTEST_LENGTH = 1024
+LENGTH_STEP = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One group. Blocks are those of one request of `max_model_len` tokens, alone in a step."""
+
+    name: str
+    kind: str
+    num_layers: int
+    block_tokens: int
+    block_bytes: int
+    stride_bytes: int
+    blocks_per_page: int
+    live_blocks: int  # at its end
+    peak_blocks: int  # at most
+    in_flight_blocks: int  # for a whole step's tokens, once per engine
+    waste: float  # of its pages, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concurrency:
+    """Requests of `length` tokens, prompt and answer, that run at once without preemption.
+
+    `requests` counts decoding; chunks of prompts shrink where memory is short. `requests_with_budget` leaves room for a step
+    full of them.
+    """
+
+    length: int
+    requests: int
+    requests_with_budget: int
+    request_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """The whole plan; of one rank, the one that holds most."""
+
+    memory_bytes: int
+    kv_dtype: str
+    tensor_parallel_size: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    page_bytes: int
+    num_pages: int
+    waste: float  # of a full page, in the worst group
+    groups: tuple[GroupPlan, ...]
+    request_bytes: int  # of one request of `max_model_len` tokens
+    in_flight_bytes: int
+    repair_tokens: int  # computed again to restore all windows at the last boundary of such a request
+    concurrency: tuple[Concurrency, ...]
+    layout: ArenaLayout
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the layout's offsets, as JSON values."""
+        values = {
+            name: getattr(self, name) for name in self.__slots__ if name not in ("layout", "groups", "concurrency")
+        }
+        return values | {
+            "groups": [asdict(group) for group in self.groups],
+            "concurrency": [asdict(point) for point in self.concurrency],
+        }
+
+
+def plan_from_config(
+    config: Mapping[str, Any],
+    *,
+    memory_bytes: int,
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int = 8192,
+    tensor_parallel_size: int = 1,
+    kv_cache_dtype: str = "auto",
+    hybrid: bool = True,
+) -> CachePlan:
+    """The plan for a `config.json`.
+
+    Raises:
+        ModelError: a config that is not understood.
+        ConfigError: a length beyond the model's, an unknown dtype, or too little memory.
+    """
+    architecture = read_architecture(config)
+    dtype = kv_dtype(kv_cache_dtype, architecture.served_dtype)
+    return plan_cache(
+        cache_groups(
+            architecture, block_size=block_size, dtype=dtype, tensor_parallel_size=tensor_parallel_size, hybrid=hybrid
+        ),
+        memory_bytes=memory_bytes,
+        block_size=block_size,
+        max_model_len=choose_max_model_len(max_model_len, architecture),
+        max_num_batched_tokens=max_num_batched_tokens,
+        tensor_parallel_size=tensor_parallel_size,
+        kv_dtype=dtype,
+    )
+
+
+def plan_cache(
+    groups: Sequence[GroupLayout],
+    *,
+    memory_bytes: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    kv_dtype: str,
+    tensor_parallel_size: int = 1,
+    steps_in_flight: int = 1,
+) -> CachePlan:
+    """The plan for groups of blocks. With `steps_in_flight` plans ahead, blocks come free that many steps less one later.
+
+    Raises:
+        ConfigError: too little memory for a page per group.
+    """
+    layout = make_layout(groups, memory_bytes)
+    lag = steps_in_flight - 1
+    in_flight = in_flight_blocks(layout, max_num_batched_tokens)
+    demands = peak_demands(layout, max_model_len, unit=block_size, lag=lag)
+    live = [Retention(group.spec).held_blocks(num_computed(max_model_len) - 1, lag=lag) for group in groups]
+    parts = tuple(_group_plan(layout, index, demands, live[index], in_flight[index]) for index in range(len(groups)))
+    return CachePlan(
+        memory_bytes=memory_bytes,
+        kv_dtype=kv_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_bytes=layout.page_bytes,
+        num_pages=layout.num_pages,
+        waste=max(part.waste for part in parts),
+        groups=parts,
+        request_bytes=_request_bytes(layout, live),
+        in_flight_bytes=_request_bytes(layout, in_flight),
+        repair_tokens=_repair_tokens(layout, max_model_len - 1),
+        concurrency=tuple(
+            _concurrency(layout, length, block_size, lag, in_flight) for length in _lengths(max_model_len)
+        ),
+        layout=layout,
+    )
+
+
+def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
+    """The longest sequence.
+
+    Raises:
+        ConfigError: longer than the model's positions.
+    """
+    longest = architecture.max_position
+    if setting is not None and setting > longest:
+        raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
+    return setting or longest
+
+
+def _group_plan(
+    layout: ArenaLayout, index: int, demands: Sequence[Sequence[int]], live_blocks: int, in_flight: int
+) -> GroupPlan:
+    group = layout.groups[index]
+    return GroupPlan(
+        name=group.spec.name,
+        kind=str(group.spec.kind),
+        num_layers=len(group.spec.layers),
+        block_tokens=group.spec.block_size,
+        block_bytes=group.block_bytes,
+        stride_bytes=group.stride_bytes,
+        blocks_per_page=layout.blocks_per_page(index),
+        live_blocks=live_blocks,
+        peak_blocks=max(demand[index] for demand in demands),
+        in_flight_blocks=in_flight,
+        waste=group_waste(layout, index),
+    )
+
+
+def _concurrency(layout: ArenaLayout, length: int, unit: int, lag: int, in_flight: Sequence[int]) -> Concurrency:
+    demands = peak_demands(layout, length, unit=unit, lag=lag)
+    return Concurrency(
+        length=length,
+        requests=max_requests(layout, demands, once=[0] * len(in_flight)),
+        requests_with_budget=max_requests(layout, demands, once=in_flight),
+        request_bytes=max(_request_bytes(layout, demand) for demand in demands),
+    )
+
+
+def _repair_tokens(layout: ArenaLayout, boundary: int) -> int:
+    """By tokens: a repair at a unit's boundary begins at a block's, up to a block earlier."""
+    specs = [replace(group.spec, block_size=1) for group in layout.groups]
+    return boundary - repair_start(specs, boundary)
+
+
+def _request_bytes(layout: ArenaLayout, num_blocks: Sequence[int]) -> int:
+    return sum(count * group.stride_bytes for count, group in zip(num_blocks, layout.groups, strict=True))
+
+
+def _lengths(longest: int) -> list[int]:
+    """1k, 4k, 16k ... and the longest."""
+    lengths = []
+    length = SHORTEST_LENGTH
+    while length < longest:
+        lengths.append(length)
+        length *= LENGTH_STEP
+    return [*lengths, longest]
