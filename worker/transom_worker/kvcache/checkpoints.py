@@ -204,7 +204,7 @@ class Checkpoints:
         return lost, self._window_bytes(node)
 
     def _window_bytes(self, node: Node) -> int:
-        """Bytes that a node's windows add to those of the checkpoint below: overlapping ones share, so that each is charged once."""
+        """Bytes that a node's windows add to those of the checkpoint below: what overlaps is charged once."""
         if node.windows is None:
             return 0
         below = node.checkpoint_below().boundary
