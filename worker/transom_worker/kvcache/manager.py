@@ -394,7 +394,9 @@ class KvCache:
         owned = self._checkpoints.tree.reach(chain, units)
         for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
             step = retention.block_size // self.block_size
-            begin = owned // step if retention.keeps_everything else table.first_block
+            begin = owned // step
+            if not retention.keeps_everything:  # what a replay computed below its end's live blocks is wrong
+                begin = max(table.first_block, retention.first_live_block(blocks.replay_until))
             self._name(group, table, begin, units // step, chain)
             found = self.index.groups[group]
             if retention.keeps_everything and any(

@@ -1,0 +1,281 @@
+"""A cache, sequences that run on it, and ranks that do what it says, with every invariant checked after each operation.
+
+Ranks write, into every block that a step's tables name, which prefix each position was computed from, and look up all that a query
+reads. So a block that was freed too early, published with other contents or moved without its contents shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
+from rank_model import RankTable, Slab, prefix_tags
+
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
+from transom_worker.kvcache.manager import BlockCopy, KvCache
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.tree import CheckpointKind
+
+ROOT = chain_root(BLOCK)
+WRONG = b"computed without all that it reads"
+
+
+@dataclass(eq=False)
+class Life:
+    """A sequence: its tokens, how many of them plans cover, and its tables on ranks."""
+
+    token_ids: list[int]
+    tags: list[bytes]
+    blocks: SequenceBlocks
+    tables: list[RankTable]
+    scheduled: int
+    num_in_flight: int = 0
+
+
+@dataclass
+class Row:
+    """A sequence's share of a step: positions `[start, end)` on the tables as they were when it was planned."""
+
+    life: Life
+    start: int
+    end: int
+    tables: list[dict[int, int]]  # by group: logical -> block
+
+
+@dataclass
+class Step:
+    copies: list[BlockCopy]
+    rows: list[Row] = field(default_factory=list)
+
+
+class CacheLife:
+    def __init__(self, mix: Sequence[str], *, num_pages: int, caching: bool = True, window_repair: bool = True) -> None:
+        self.layout = layout(mix, num_pages=num_pages)
+        self.specs = [group.spec for group in self.layout.groups]
+        self.now_s = 0.0
+        self.cache = KvCache(
+            self.layout,
+            block_size=BLOCK,
+            enable_prefix_caching=caching,
+            window_repair=window_repair,
+            clock=lambda: self.now_s,
+        )
+        self.slab = Slab(self.layout)
+        self.mirror = Mirror(len(self.specs))
+        self.lives: list[Life] = []
+        self.steps: deque[Step] = deque()
+        self.truth: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}  # (group, digest) -> a block's contents
+        self.num_repairs = 0
+        self.num_refused = 0
+
+    # Operations
+
+    def begin(
+        self,
+        token_ids: list[int],
+        boundaries: Sequence[tuple[int, CheckpointKind]] = (),
+        *,
+        reads_cache: bool = True,
+        publishes: bool = True,
+    ) -> bool:
+        """Search, begin, and admit if there is room for a first token."""
+        chain: list[bytes] = []
+        extend_chain(chain, ROOT, token_ids, BLOCK)
+        tags = prefix_tags(token_ids)
+        self._remember(chain, tags)
+        hit = self._find(chain, len(token_ids)) if reads_cache and self.cache.enable_prefix_caching else None
+        blocks = self.cache.begin(chain, ROOT, hit=hit, publishes=publishes)
+        tables = [RankTable(spec.num_pinned_blocks) for spec in self.specs]
+        life = Life(token_ids, tags, blocks, tables, scheduled=blocks.processed)
+        self.lives.append(life)
+        if not self._extend(life, 1):
+            self.lives.remove(life)
+            self.cache.release(blocks, kind=None)
+            return False
+        after_hit = hit.num_units if hit else 0
+        self.cache.plan_checkpoints(blocks, [(units, kind) for units, kind in boundaries if units > after_hit])
+        self.num_repairs += blocks.replay_until > 0
+        self._check()
+        return True
+
+    def plan(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """A step over (index of a life, tokens): each gets what it has room for."""
+        rows = []
+        for index, count in dict(wanted).items():
+            life = self.lives[index % len(self.lives)]
+            count = min(count, len(life.token_ids) - life.scheduled)
+            if count and life not in [row[0] for row in rows] and self._extend(life, count):
+                self._tell_deltas(life)
+                rows.append((life, count))
+        step = Step(self.cache.take_copies())
+        for life, count in rows:
+            self._tell_moves(life)
+            tables = [_by_logical(table.pinned, table.run, table.first_block) for table in life.tables]
+            step.rows.append(Row(life, life.scheduled, life.scheduled + count, tables))
+            life.scheduled += count
+            life.num_in_flight += 1
+        self.steps.append(step)
+        self._check()
+
+    def receive(self) -> None:
+        """Ranks execute the oldest step, and its result arrives."""
+        if not self.steps:
+            return
+        step = self.steps.popleft()
+        self.slab.copy(step.copies)
+        for row in step.rows:
+            self._compute(row)
+        for row in step.rows:
+            row.life.num_in_flight -= 1
+            self.cache.advance(row.life.blocks, row.life.token_ids, row.end)
+            self._check()
+
+    def release(self, index: int, kind: CheckpointKind | None) -> Life | None:
+        """End a sequence that no step in flight computes."""
+        idle = self._idle()
+        if not idle:
+            return None
+        life = idle[index % len(idle)]
+        self.lives.remove(life)
+        self.cache.release(life.blocks, kind=kind)
+        self._check()
+        return life
+
+    def preempt(self, index: int) -> None:
+        """Release, and begin again with what is cached."""
+        life = self.release(index, CheckpointKind.PREEMPTED)
+        if life is not None:
+            self.begin(life.token_ids)
+
+    def fork(self, index: int, more: Sequence[int]) -> None:
+        """Go on in another way from all that a sequence processed."""
+        idle = [life for life in self._idle() if life.blocks.processed >= max(1, life.blocks.replay_until)]
+        if not idle:
+            return
+        parent = idle[index % len(idle)]
+        processed = parent.blocks.processed
+        try:
+            blocks = self.cache.fork(parent.blocks, processed)
+        except ValueError:
+            self.num_refused += 1
+        else:
+            token_ids = [*parent.token_ids[:processed], *more]
+            chain: list[bytes] = []
+            extend_chain(chain, ROOT, token_ids, BLOCK)
+            tags = prefix_tags(token_ids)
+            self._remember(chain, tags)
+            tables = [RankTable(spec.num_pinned_blocks) for spec in self.specs]
+            self.lives.append(Life(token_ids, tags, blocks, tables, scheduled=processed))
+        self._check()
+
+    def drop_cached(self) -> None:
+        self.cache.drop_cached()
+        assert all(group.cached_blocks == 0 for group in self.cache.stats().groups)
+        self._check()
+
+    def finish(self) -> None:
+        """Let everything end; nothing may stay behind."""
+        while self.steps:
+            self.receive()
+        while self.lives:
+            self.release(0, CheckpointKind.GENERATION)
+        stats = self.cache.stats()
+        assert all(group.active_blocks == 0 for group in stats.groups)
+        self.drop_cached()
+        stats = self.cache.stats()
+        assert stats.free_pages == stats.num_pages
+        assert stats.num_checkpoints == 0
+        assert stats.fragmentation == 0.0
+
+    # The model
+
+    def _find(self, chain: list[bytes], num_tokens: int) -> Hit:
+        hit = self.cache.find(chain, num_tokens)
+        limit, repair = hit_limit(num_tokens, BLOCK), self.cache.window_repair
+        expected = cheapest_hit(self.specs, self.mirror.groups, chain, limit, unit=BLOCK, window_repair=repair)
+        assert (hit.num_units, hit.start) == expected
+        assert hit == find_hit(self.cache.retentions, self.mirror.groups, chain, limit, window_repair=repair)
+        return hit
+
+    def _extend(self, life: Life, count: int) -> bool:
+        end = life.scheduled + count
+        needs = [
+            max(0, -(-end // spec.block_size) - table.end_block)
+            for spec, table in zip(self.specs, life.blocks.tables, strict=True)
+        ]
+        before = [(list(table.pinned), list(table.run)) for table in life.blocks.tables]
+        packed = sum(
+            -(-(pool.num_active + need) // per_page)
+            for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.min_blocks_per_page, strict=True)
+        )
+        done = self.cache.extend(life.blocks, end)
+        assert done == (
+            packed <= self.layout.num_pages
+        )  # neither refused while moving blocks would help, nor out of thin air
+        if not done:
+            self.num_refused += 1
+            assert before == [(table.pinned, table.run) for table in life.blocks.tables]
+        return done
+
+    def _tell_deltas(self, life: Life) -> None:
+        for group, delta in life.blocks.take_deltas():
+            life.tables[group].apply(delta.dropped, delta.appended, delta.first_block)
+
+    def _tell_moves(self, life: Life) -> None:
+        for theirs, ours in zip(life.tables, life.blocks.tables, strict=True):
+            for logical, block in ours.take_moves():
+                theirs.move(logical, block)
+            assert (theirs.pinned, theirs.run) == (ours.pinned, ours.run)
+            assert not ours.run or theirs.first_block == ours.first_block
+
+    def _compute(self, row: Row) -> None:
+        life, until = row.life, row.life.blocks.replay_until
+        for query in range(row.start, row.end):
+            content = (query, life.tags[query])
+            for group, (spec, table) in enumerate(zip(self.specs, row.tables, strict=True)):
+                if query >= until:
+                    self._check_reads(group, spec, table, life, query)
+                if spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER):
+                    if query >= until and (query + 1) % spec.ratio == 0:
+                        for position in range(query + 1 - spec.ratio, query + 1):
+                            self._write(group, spec, table, (position, life.tags[position]))
+                elif query >= until or not (spec.keeps_everything or query // spec.block_size < spec.num_pinned_blocks):
+                    right = query >= min(until, self.cache.retentions[group].first_live_block(until) * spec.block_size)
+                    self._write(group, spec, table, content if right else (query, WRONG))
+
+    def _check_reads(self, group: int, spec: GroupSpec, table: dict[int, int], life: Life, query: int) -> None:
+        for begin, end in spec.live(query):
+            for position in range(begin, end):
+                found = self.slab.read(group, position, table[position // spec.block_size])
+                assert found == (position, life.tags[position])
+
+    def _write(self, group: int, spec: GroupSpec, table: dict[int, int], content: tuple[int, bytes]) -> None:
+        position = content[0]
+        self.slab.write(group, position, table[position // spec.block_size], content)
+
+    def _remember(self, chain: list[bytes], tags: list[bytes]) -> None:
+        for group, spec in enumerate(self.specs):
+            step = spec.block_size // BLOCK
+            for block in range(len(chain) // step):
+                positions = range(block * spec.block_size, (block + 1) * spec.block_size)
+                self.truth[group, chain[(block + 1) * step - 1]] = [(p, tags[p]) for p in positions]
+
+    def _idle(self) -> list[Life]:
+        return [life for life in self.lives if not life.num_in_flight]
+
+    def _check(self) -> None:
+        check_cache(self.cache, [life.blocks for life in self.lives])
+        self.mirror.apply(self.cache.take_events())
+        assert [set(group) for group in self.mirror.groups] == [set(group) for group in self.cache.index.groups]
+        if not self.cache._copies and not self.steps:  # else contents are still on their way
+            for group, found in enumerate(self.cache.index.groups):
+                for digest, block in found.items():
+                    assert self.slab.block(group, block) == self.truth[group, digest]
+
+
+def _by_logical(pinned: list[int], run: list[int], first_block: int) -> dict[int, int]:
+    return dict(enumerate(pinned)) | dict(enumerate(run, first_block))
