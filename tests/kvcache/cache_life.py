@@ -210,7 +210,7 @@ class CacheLife:
         before = [(list(table.pinned), list(table.run)) for table in life.blocks.tables]
         packed = sum(
             -(-(pool.num_active + need) // per_page)
-            for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.min_blocks_per_page, strict=True)
+            for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.blocks_per_page, strict=True)
         )
         done = self.cache.extend(life.blocks, end)
         assert done == (

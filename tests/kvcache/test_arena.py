@@ -43,7 +43,7 @@ def test_blocks_know_their_page() -> None:
     for group in range(3):
         for page in range(9):
             assert {arena.page_of(group, block) for block in arena.blocks(page, group)} == {page}
-            assert len(arena.blocks(page, group)) >= arena.min_blocks_per_page[group]
+            assert len(arena.blocks(page, group)) >= arena.blocks_per_page[group]
 
 
 def test_pages_that_hold_no_block_are_refused() -> None:

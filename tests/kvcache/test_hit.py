@@ -97,7 +97,7 @@ def index_with(full: set[int], window: set[int], gone: set[int]) -> PrefixIndex:
     index = PrefixIndex(2, remembered=100)
     for unit in gone:
         index.add(0, DIGESTS[unit], 0)
-        index.remove(0, DIGESTS[unit])
+        index.remove(0, [DIGESTS[unit]])
     for group, units in ((0, full), (1, window)):
         for unit in units:
             index.add(group, DIGESTS[unit], unit)
@@ -163,5 +163,5 @@ def test_the_memory_of_evictions_is_bounded() -> None:
     index = PrefixIndex(1, remembered=2)
     for unit in range(3):
         index.add(0, DIGESTS[unit], unit)
-        index.remove(0, DIGESTS[unit])
+        index.remove(0, [DIGESTS[unit]])
     assert [index.num_seen(DIGESTS, unit, unit + 1) for unit in range(3)] == [0, 1, 1]

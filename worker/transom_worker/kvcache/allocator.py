@@ -18,14 +18,14 @@ EVICTED_FOR_OTHER_GROUP = "other_group"
 
 _SCARCE = 4  # usable pages are scarce at a quarter of all
 
-Evict = Callable[[int, int, str], None]  # (group, block, reason)
+Evict = Callable[[int, list[int], str], None]  # (group, loose blocks, reason)
 GiveUp = Callable[[], bool]
 
 
 class BlockAllocator:
     """Places blocks so that a sequence's ids are consecutive where they can be, and evicts when memory is needed.
 
-    `evict` is called for each loose block to evict, and must end in `GroupPool.evict`; `give_up` makes held blocks loose, and
+    `evict` must end in `GroupPool.evict`; `give_up` makes held blocks loose, and
     tells whether there were any.
     """
 
@@ -43,7 +43,7 @@ class BlockAllocator:
     def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
         """Usable pages that each group must take for so many more blocks; None if there are too few."""
         pages = [
-            -(-max(0, count - pool.slack) // self._arena.min_blocks_per_page[group])
+            -(-max(0, count - pool.slack) // self._arena.blocks_per_page[group])
             for group, (count, pool) in enumerate(zip(num_blocks, self._pools, strict=True))
         ]
         return pages if sum(pages) <= self.usable_pages else None
@@ -54,11 +54,13 @@ class BlockAllocator:
         taken: list[int] = []
         pages = 0
         while len(taken) < count:
-            block = self._next(pool, near, count - len(taken), may_take_page=pages < max_pages)
-            pages += not pool.active_in[self._arena.page_of(group, block)]
-            pool.take(block)
-            taken.append(block)
-            near = block
+            missing = count - len(taken)
+            first = self._next(pool, near, missing, may_take_page=pages < max_pages)
+            pages += not pool.active_in[self._arena.page_of(group, first)]
+            run = pool.empty_run(first, missing)
+            pool.take(run)
+            taken += run
+            near = taken[-1]
         return taken, pages
 
     def _next(self, pool: GroupPool, near: int | None, count: int, *, may_take_page: bool) -> int:
@@ -86,34 +88,30 @@ class BlockAllocator:
                 return block
             prefer = page + 1
         if may_take_page and self._arena.num_free:
-            return pool.add_page(self._arena.lease(pool.group, prefer=prefer)).start
+            return pool.add_page(self._arena.lease(pool.group, prefer=prefer))
         roomiest = pool.roomiest_page(busy_only=not may_take_page)
         return None if roomiest is None else pool.first_empty(roomiest)
 
     def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
-        """Empty a loose block in a busy page of the group; if it `must`, let checkpoints go until there is one."""
-        while (block := pool.loose_in_busy_page()) is None:
+        """Empty the loose blocks of a busy page of the group; if it `must`, let checkpoints go until there are some."""
+        while not (blocks := pool.loose_in_busy_page()):
             if not must:
                 return None
             if not self._give_up():
                 raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
-        self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
-        return block
+        self._evict(pool.group, blocks, EVICTED_FOR_OWN_GROUP)
+        return blocks[0]
 
     def _reclaim(self, pool: GroupPool, count: int) -> None:
         """Evict up to `count` loose blocks of the group, else all of a loose page of another; else let a checkpoint go."""
         if pool.loose:
-            for block in list(islice(pool.loose, count)):
-                self._evict(pool.group, block, EVICTED_FOR_OWN_GROUP)
+            self._evict(pool.group, list(islice(pool.loose, count)), EVICTED_FOR_OWN_GROUP)
             return
         for other in self._pools:
-            if other.loose_pages:
-                self._empty_page(other, next(iter(other.loose_pages)))
+            page = next(iter(other.loose_pages), None)
+            if page is not None:
+                loose = [block for block in self._arena.blocks(page, other.group) if block in other.loose]
+                self._evict(other.group, loose, EVICTED_FOR_OTHER_GROUP)
                 return
         if not self._give_up():
             raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
-
-    def _empty_page(self, pool: GroupPool, page: int) -> None:
-        for block in self._arena.blocks(page, pool.group):
-            if block in pool.loose:
-                self._evict(pool.group, block, EVICTED_FOR_OTHER_GROUP)

@@ -25,7 +25,7 @@ class Arena:
         if layout.num_pages:
             self._run_starts.append(0)
             self._set_run(0, layout.num_pages)
-        self.min_blocks_per_page = [self._min_blocks(group) for group in range(len(layout.groups))]
+        self.blocks_per_page = [self._blocks_per_page(group) for group in range(len(layout.groups))]
         self.waste = max((self._waste(group) for group in range(len(layout.groups))), default=0.0)
 
     def page_of(self, group: int, block: int) -> int:
@@ -90,10 +90,10 @@ class Arena:
 
     def _waste(self, group: int) -> float:
         """Share of the pages that no block covers if the group leases them all."""
-        used = sum(len(self.blocks(page, group)) for page in range(self.num_pages))
-        return 1.0 - used * self.layout.groups[group].stride_bytes / max(1, self.layout.pool_bytes)
+        used_bytes = self.blocks_per_page[group] * self.layout.groups[group].stride_bytes
+        return 1.0 - used_bytes / max(1, self.layout.page_bytes)
 
-    def _min_blocks(self, group: int) -> int:
+    def _blocks_per_page(self, group: int) -> int:
         least = self.layout.blocks_per_page(group)
         if self.num_pages and least < 1:
             name, stride = self.layout.groups[group].spec.name, self.layout.groups[group].stride_bytes

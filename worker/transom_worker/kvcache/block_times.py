@@ -30,6 +30,8 @@ class BlockTimes:
             for since_s in map(self._since_s.__getitem__, blocks):
                 self.reuse_interval.observe(now_s - since_s)
 
-    def evicted(self, block: int) -> None:
-        """This one was cached until now."""
-        self.residency.observe(self._clock() - self._since_s[block])
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """These were cached until now."""
+        now_s = self._clock()
+        for since_s in map(self._since_s.__getitem__, blocks):
+            self.residency.observe(now_s - since_s)

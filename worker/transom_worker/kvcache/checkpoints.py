@@ -70,12 +70,12 @@ class Checkpoints:
         self._policy.admitted()
         limit = min(limit, len(chain))
         reach = self.tree.reach(chain, limit)
-        self._policy.missed(chain, max(0, reach - 1), limit)
+        meant_another = self._policy.missed(chain, max(0, reach - 1), limit)
         if not reach:
             return 0
         node = self.tree.owner[chain[reach - 1]]
-        if base is not None and base.boundary < reach:
-            self._policy.returned(base)
+        if meant_another:
+            return node.turns + 1
         node, offset = self._came_back_to(node, reach)
         if offset > NEAR_UNITS:
             return 0
@@ -204,18 +204,14 @@ class Checkpoints:
         return lost, self._window_bytes(node)
 
     def _window_bytes(self, node: Node) -> int:
-        """Bytes of a node's windows that neither the checkpoint below nor the one above counts on as well."""
+        """Bytes that a node's windows add to those of the checkpoint below: what overlaps is charged once."""
         if node.windows is None:
             return 0
         below = node.checkpoint_below().boundary
-        above = next(iter(node.children)).windows if len(node.children) == 1 else None
-        top = next(iter(node.children)).boundary if above else 0
-        total = 0
-        for at, group in enumerate(self._sliding):
-            begin = max(node.boundary - len(node.windows[at]), below)
-            end = min(node.boundary, top - len(above[at])) if above else node.boundary
-            total += max(0, end - begin) * self._stride_bytes[group]
-        return total
+        return sum(
+            min(len(digests), node.boundary - below) * self._stride_bytes[group]
+            for group, digests in zip(self._sliding, node.windows, strict=True)
+        )
 
     def _repair_tokens(self, boundary: int) -> int:
         n = boundary * self._block_size

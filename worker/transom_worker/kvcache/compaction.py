@@ -22,9 +22,7 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
 
     def missing() -> int:
         needs = (max(0, need - have) for need, have in zip(num_blocks, slack, strict=True))
-        return (
-            sum(-(-need // per_page) for need, per_page in zip(needs, arena.min_blocks_per_page, strict=True)) - usable
-        )
+        return sum(-(-need // per_page) for need, per_page in zip(needs, arena.blocks_per_page, strict=True)) - usable
 
     short = missing()
     while short > 0:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class KvEvent:
+class KvEvent(NamedTuple):
     """A block became findable under its hash, or stopped being so.
 
     `block_index` is the block's logical index in its chain, `num_tokens` its valid length, `version` counts up by one per

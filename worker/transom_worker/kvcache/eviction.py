@@ -35,8 +35,8 @@ class EvictionPolicy(Protocol):
     def returned(self, node: Node) -> None:
         """A request came back to this node, or into its segment."""
 
-    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> None:
-        """A request's units `[begin, end)` are not in the tree; some may have been."""
+    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> bool:
+        """A request's units `[begin, end)` are not in the tree; whether it came back to one of them that went."""
 
     def windows_dropped(self, node: Node) -> None:
         """Its windows went; the node may stay."""
@@ -75,14 +75,15 @@ class ReturnTimePolicy:
             self._times.returned(item)
             node.memo = self._times.watch(item.cls)
 
-    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> None:
+    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> bool:
         """See `EvictionPolicy`."""
         ghosts = self._ghosts
         for at in range(end - 1, begin - 1, -1):
             item = ghosts.pop(chain[at], None)
             if item is not None:
                 self._times.returned(item)
-                return
+                return True
+        return False
 
     def windows_dropped(self, node: Node) -> None:
         """See `EvictionPolicy`."""

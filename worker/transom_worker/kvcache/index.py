@@ -18,13 +18,14 @@ class PrefixIndex:
         """Whether `block` is now found under `digest`; False if another one is."""
         return self.groups[group].setdefault(digest, block) == block
 
-    def remove(self, group: int, digest: bytes) -> None:
-        """Forget a block, remember that its digest was once here (the oldest memories go)."""
-        del self.groups[group][digest]
-        self._evicted[digest] = None
-        self._evicted.move_to_end(digest)
-        if len(self._evicted) > self._remembered:
-            self._evicted.popitem(last=False)
+    def remove(self, group: int, digests: Sequence[bytes]) -> None:
+        """Forget blocks, remember that their digests were once here (the oldest memories go)."""
+        found, evicted = self.groups[group], self._evicted
+        for digest in digests:
+            del found[digest]
+            evicted[digest] = None
+        while len(evicted) > self._remembered:
+            evicted.popitem(last=False)
 
     def num_seen(self, digests: Sequence[bytes], begin: int, end: int) -> int:
         """How many consecutive digests from `begin` are, or were not long ago, in any group."""

@@ -79,8 +79,8 @@ class KvCache:
             block_size=block_size,
             repair=window_repair,
             present=lambda group, digest: digest in self.index.groups[group],
-            hold=lambda group, digest: self.pools[group].hold(self.index.groups[group][digest]),
-            let_go=lambda group, digest: self.pools[group].let_go(self.index.groups[group][digest]),
+            hold=lambda group, digests: self.pools[group].hold(map(self.index.groups[group].__getitem__, digests)),
+            let_go=lambda group, digests: self.pools[group].let_go(map(self.index.groups[group].__getitem__, digests)),
         )
         self._allocator = BlockAllocator(self.arena, self.pools, self._evict, self._checkpoints.give_up_one)
         self._running: dict[int, SequenceBlocks] = {}  # by id()
@@ -251,7 +251,7 @@ class KvCache:
     def worst_case_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of `num_tokens` tokens may need at its peak when it runs alone in an empty cache."""
         pages = 0
-        for retention, per_page in zip(self.retentions, self.arena.min_blocks_per_page, strict=True):
+        for retention, per_page in zip(self.retentions, self.arena.blocks_per_page, strict=True):
             peak = retention.peak_blocks(num_tokens)
             everything = -(-num_tokens // retention.block_size)
             # a sliding run may begin and end inside a page, and so may the pinned blocks before it
@@ -360,22 +360,25 @@ class KvCache:
             if replays and not retention.keeps_everything:
                 begin = retention.first_live_block(blocks.replay_until)
             step = retention.block_size // self.block_size
-            for block in range(begin // step, units // step):
-                self._name(group, table, block, blocks.chain[(block + 1) * step - 1])
+            self._name(group, table, begin // step, units // step, blocks.chain)
         blocks.num_published = units
         blocks.repaired = True
 
-    def _name(self, group: int, table: BlockTable, logical: int, digest: bytes) -> bool:
-        """Whether a block is found under the digest, this table's if there was none."""
-        if digest in self.index.groups[group]:
-            return True
-        block = table.at(logical)
-        if block is None:
-            return False
-        self.index.add(group, digest, block)
-        self.pools[group].published[block] = (digest, logical)
-        self._emit("added", group, digest, logical)
-        return True
+    def _name(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
+        """Make logical blocks `[begin, end)` findable, as far as they are there and no twin of theirs is."""
+        step = self.retentions[group].block_size // self.block_size
+        found, published = self.index.groups[group], self.pools[group].published
+        named = []
+        for logical in range(begin, end):
+            digest = chain[(logical + 1) * step - 1]
+            if digest not in found:
+                block = table.at(logical)
+                if block is not None:
+                    found[digest] = block
+                    entry = published[block] = (digest, logical)
+                    named.append(entry)
+        if named:
+            self._emit("added", group, named)
 
     def _place_planned(self, blocks: SequenceBlocks, processed: int) -> None:
         while blocks.planned and blocks.planned[0][0] <= blocks.num_published:
@@ -394,19 +397,19 @@ class KvCache:
             begin = owned // step
             if not retention.keeps_everything:  # what a replay computed below its end's live blocks is wrong
                 begin = max(table.first_block, retention.first_live_block(blocks.replay_until))
-            for block in range(begin, units // step):
-                named = self._name(group, table, block, chain[(block + 1) * step - 1])
-                if not named and retention.keeps_everything:
-                    return
+            self._name(group, table, begin, units // step, chain)
+            found = self.index.groups[group]
+            if retention.keeps_everything and any(
+                chain[(block + 1) * step - 1] not in found for block in range(begin, units // step)
+            ):
+                return
         blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
 
-    def _ref(self, group: int, block_ids: Sequence[int]) -> None:
-        pool, times = self.pools[group], self._times[group]
-        times.hit([block for block in block_ids if pool.ref(block)])
+    def _ref(self, group: int, blocks: Sequence[int]) -> None:
+        self._times[group].hit(self.pools[group].ref(blocks))
 
-    def _unref(self, group: int, block_ids: Sequence[int]) -> None:
-        pool, times = self.pools[group], self._times[group]
-        times.cached([block for block in block_ids if pool.unref(block)])
+    def _unref(self, group: int, blocks: Sequence[int]) -> None:
+        self._times[group].cached(self.pools[group].unref(blocks))
 
     def _compact(self, needs: Sequence[int]) -> bool:
         """Clear pages for an allocation by moving active blocks together; False, and nothing changed, if that cannot help."""
@@ -443,19 +446,26 @@ class KvCache:
         while self._checkpoints.give_up_one():
             pass
         for pool in self.pools:
-            for block in list(pool.loose):
-                self._evict(pool.group, block, reason)
+            self._evict(pool.group, list(pool.loose), reason)
 
-    def _evict(self, group: int, block: int, reason: str) -> None:
-        digest, unit = self.pools[group].evict(block)
-        self.index.remove(group, digest)
-        self._times[group].evicted(block)
-        self._evicted[group][reason] += 1
-        self._emit("removed", group, digest, unit)
+    def _evict(self, group: int, blocks: list[int], reason: str) -> None:
+        if not blocks:
+            return
+        entries = self.pools[group].evict(blocks)
+        self.index.remove(group, [digest for digest, _ in entries])
+        self._times[group].evicted(blocks)
+        self._evicted[group][reason] += len(blocks)
+        self._emit("removed", group, entries)
 
-    def _emit(self, action: Literal["added", "removed"], group: int, digest: bytes, unit: int) -> None:
-        self._version += 1
-        self._events.append(KvEvent(self._version, action, group, digest, unit, self.block_size, DEVICE_TIER))
+    def _emit(self, action: Literal["added", "removed"], group: int, entries: Sequence[tuple[bytes, int]]) -> None:
+        """`entries` are (digest, logical index)."""
+        num_tokens = self.retentions[group].block_size
+        first = self._version + 1
+        self._version += len(entries)
+        self._events.extend(
+            KvEvent(version, action, group, digest, logical, num_tokens, DEVICE_TIER)
+            for version, (digest, logical) in enumerate(entries, first)
+        )
 
 
 def _check_blocks(layout: ArenaLayout, unit: int) -> None:

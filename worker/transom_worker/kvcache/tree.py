@@ -10,10 +10,10 @@ are all there or given up: a checkpoint is atomic. Segments go from the leaves, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 
-Hold = Callable[[int, bytes], None]  # (group, digest)
+Hold = Callable[[int, Iterable[bytes]], None]  # (group, digests)
 
 
 class CheckpointKind(StrEnum):
@@ -136,16 +136,14 @@ class PrefixTree:
     def hold_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
         """Count on the sliding groups' blocks, which must be in the index."""
         for group, digests in zip(self._sliding_groups, windows, strict=True):
-            for digest in digests:
-                self._hold(group, digest)
+            self._hold(group, digests)
         node.windows = windows
 
     def drop_windows(self, node: Node) -> None:
         """Let the windows go."""
         if node.windows is not None:
             for group, digests in zip(self._sliding_groups, node.windows, strict=True):
-                for digest in digests:
-                    self._let_go(group, digest)
+                self._let_go(group, digests)
             node.windows = None
 
     def drop_leaf(self, node: Node) -> None:
@@ -193,13 +191,8 @@ class PrefixTree:
         return upper
 
     def _each_block(self, node: Node, act: Hold) -> None:
-        """`act` on every block of the segment, group by group, the far end first."""
+        """`act` on the blocks of the segment, group by group, the far end first."""
         begin = node.boundary - len(node.units)
         for group, units_per_block in self._full_groups:
-            if units_per_block == 1:
-                for digest in reversed(node.units):
-                    act(group, digest)
-            else:
-                for at in reversed(range(len(node.units))):
-                    if (begin + at + 1) % units_per_block == 0:
-                        act(group, node.units[at])
+            first = (-begin - 1) % units_per_block  # the first unit that ends a block
+            act(group, reversed(node.units[first::units_per_block]))
