@@ -157,7 +157,7 @@ class Checkpoints:
         for group in self._sliding:
             retention = self._retentions[group]
             pinned = min(retention.num_pinned, boundary)
-            first = max(pinned, retention.first_live_block(boundary * self._block_size))
+            first = min(boundary, retention.first_live_block(boundary * self._block_size))
             needed = [*chain[:pinned], *chain[first:boundary]]
             if not all(self._present(group, digest) for digest in needed):
                 return None
