@@ -19,9 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from cache_cases import CASES, Case
+from eviction_policies import POLICIES
 from transom_worker.simulate.simulation import Simulation, SimulationConfig
-
-POLICIES = ("default",)
 
 
 def main(
@@ -66,7 +65,7 @@ def _in_order(runs: list[Run], jobs: int) -> Iterator[tuple[Case, str, dict[str,
 
 def simulate_case(run: Run) -> dict[str, Any]:
     """One case under one policy, as the JSON report."""
-    case, _policy, with_bounds, configs, traces, limit = run
+    case, policy, with_bounds, configs, traces, limit = run
     config = SimulationConfig(
         model=configs / case.model,
         memory=case.memory,
@@ -76,7 +75,7 @@ def simulate_case(run: Run) -> dict[str, Any]:
         limit=limit if case.trace else None,
         clairvoyant=with_bounds,
     )
-    return Simulation(config).run().as_json()
+    return Simulation(config, policy=POLICIES[policy]()).run().as_json()
 
 
 def case_row(case: Case, reports: dict[str, dict[str, Any]], policies: tuple[str, ...]) -> Iterator[str]:

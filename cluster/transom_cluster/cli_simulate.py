@@ -34,6 +34,7 @@ def simulate(
         int | None, typer.Option(min=1, help="Tokens per step; 8192 for traces, 2048 for workloads if unset.")
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 256,
+    window_repair: Annotated[bool, typer.Option(help="Replay a bounded tail where only windows are gone.")] = True,
     seed: Annotated[int, typer.Option(help="Of the shuffled and Poisson orders.")] = 0,
     step_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each step.")] = 0.008,
     token_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each token in a step.")] = 0.00002,
@@ -44,7 +45,7 @@ def simulate(
 ) -> None:
     """Prefix hits of a trace in a KV pool of so much memory: real scheduler and cache, no model."""
     from transom_cluster.simulation_report import print_report, simulate_with_progress
-    from transom_worker.errors import ConfigError
+    from transom_worker.errors import ConfigError, ModelError
     from transom_worker.simulate.simulation import SimulationConfig
     from transom_worker.simulate.virtual_time import StepCost
 
@@ -59,13 +60,14 @@ def simulate(
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        window_repair=window_repair,
         seed=seed,
         clairvoyant=clairvoyant,
         cost=StepCost(step_s=step_seconds, token_s=token_seconds),
     )
     try:
         report = simulate_with_progress(config, quiet=as_json)
-    except ConfigError as error:
+    except (ConfigError, ModelError) as error:
         typer.echo(f"transom: {error}", err=True)
         raise typer.Exit(USAGE_ERROR) from None
     if as_json:

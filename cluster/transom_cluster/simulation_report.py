@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
-    """Run it, with a bar on stderr unless `quiet`. Raises ConfigError as `Simulation` does."""
+    """Run it, with a bar on stderr unless `quiet`. Raises as `Simulation` does."""
     simulation = Simulation(config)
     if quiet:
         return simulation.run()

@@ -75,3 +75,16 @@ def test_bounds_are_ordered_and_those_of_an_endless_pool_equal(paths: list[list[
     assert max(bounds.values()) == bounds["infinite"]
     endless = hit_bounds(workload, footprint(10**9, window_block_bytes=3))
     assert set(endless.values()) == {bounds["infinite"]}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=2, max_size=14),
+    st.lists(st.integers(1, 4), min_size=5, max_size=5),
+    st.integers(0, 12),
+)
+def test_foresight_is_never_worse_than_recency(paths: list[list[int]], sizes: list[int], spare_units: int) -> None:
+    runs = [Run(at * 100, UNIT * size) for at, size in enumerate(sizes)]
+    workload = requests(*([runs[at] for at in path] for path in paths))
+    longest = max(request.num_prompt_tokens for request in workload)
+    bounds = hit_bounds(workload, footprint(longest + UNIT * spare_units))
+    assert bounds["full_alone_lru"] <= bounds["full_alone_clairvoyant"] <= bounds["infinite"]

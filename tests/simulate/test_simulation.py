@@ -10,7 +10,7 @@ import pytest
 from tiny_model import write_model
 
 from transom_worker.config import SchedulerConfig
-from transom_worker.errors import ConfigError
+from transom_worker.errors import ConfigError, ModelError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import ARRIVALS
 from transom_worker.simulate.geometry import read_geometry
@@ -125,5 +125,5 @@ def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None
         ({"memory": "many"}, "memory is 'many'"),
         ({"model": tmp_path / "nothing"}, "config.json"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises((ConfigError, ModelError), match=message):
             simulate(SimulationConfig(**(good | changes)))  # type: ignore[arg-type]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from transom_worker.config import parse_bytes
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.errors import ConfigError, ModelError
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.models.architecture import read_architecture
+from transom_worker.planner.blocks import cache_groups, kv_dtype
+from transom_worker.planner.plan import plan_from_config
 from transom_worker.simulate.conversations import WORKING_SET_TOKENS
 
 
@@ -23,62 +28,46 @@ class Geometry:
     layout: ArenaLayout
 
 
-def read_geometry(folder: Path, *, memory: str, block_size: int) -> Geometry:
-    """From a folder with a `config.json`; `memory` is a size, or a multiple of the sessions' working set such as 2x.
+def read_geometry(path: Path, *, memory: str, block_size: int = 16, max_num_batched_tokens: int = 8192) -> Geometry:
+    """From a folder with a `config.json`, or the file; `memory` is a size, or a multiple of the sessions' working set: 2x.
 
     Raises:
-        ConfigError: no such folder, a geometry that is not known, or a size that is none.
+        ModelError: no such file, or a model that cannot be planned.
+        ConfigError: a size that is none, or too little memory.
     """
-    path = folder / "config.json" if folder.is_dir() else folder
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a model's config.json: {error}.") from None
-    groups = _groups(config, block_size)
-    memory_bytes = parse_memory(memory, groups)
-    page_bytes = 2 * max(group.stride_bytes for group in groups)
-    return Geometry(
-        name=path.parent.name,
-        max_model_len=config["max_position_embeddings"],
-        layout=ArenaLayout(page_bytes=page_bytes, num_pages=memory_bytes // page_bytes, groups=groups),
+    file = path / "config.json" if path.is_dir() else path
+    config = _read_config(file)
+    plan = plan_from_config(
+        config,
+        memory_bytes=_memory_bytes(memory, config, block_size),
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
+    return Geometry(name=file.resolve().parent.name, max_model_len=plan.max_model_len, layout=plan.layout)
 
 
-def parse_memory(text: str, groups: tuple[GroupLayout, ...]) -> int:
-    """Bytes of the pool; `1x` are the full-length blocks of all synthetic sessions at their end."""
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}; give a folder with a config.json.") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} holds no JSON object; give a model's config.json.")
+    return config
+
+
+def _memory_bytes(text: str, config: Mapping[str, Any], block_size: int) -> int:
     if not text.endswith("x"):
         return parse_bytes(text, name="--memory")
-    try:
-        multiple = float(text[:-1])
-    except ValueError:
-        raise ConfigError(f"--memory is {text!r}; give a size such as 40GiB, or a multiple such as 2x.") from None
-    token_bytes = sum(g.stride_bytes / g.spec.block_size for g in groups if g.spec.keeps_everything)
-    return int(multiple * WORKING_SET_TOKENS * token_bytes)
+    multiple = re.fullmatch(r"(\d+(?:\.\d+)?)x", text)
+    if multiple is None:
+        raise ConfigError(f"--memory is {text!r}; give a size such as 40GiB, or a multiple such as 2x.")
+    return int(Fraction(multiple[1]) * _working_set_bytes(config, block_size))
 
 
-def _groups(config: dict[str, Any], block_size: int) -> tuple[GroupLayout, ...]:
-    full: list[int] = []
-    sliding: list[int] = []
-    for layer, kind in enumerate(config["layer_types"]):
-        (full if kind == "full_attention" else sliding).append(layer)
-    specs = (
-        GroupSpec(name="full", kind=GroupKind.FULL, layers=tuple(full), block_size=block_size),
-        GroupSpec(
-            name="window",
-            kind=GroupKind.WINDOW,
-            layers=tuple(sliding),
-            block_size=block_size,
-            window=config["sliding_window"],
-        ),
-    )
-    groups = []
-    for spec in specs:
-        num_bytes = sum(_row_bytes(config, layer) for layer in spec.layers) * block_size
-        groups.append(GroupLayout(spec=spec, block_bytes=num_bytes, stride_bytes=num_bytes, layers=()))
-    return tuple(groups)
-
-
-def _row_bytes(config: dict[str, Any], layer: int) -> int:
-    own = config.get("per_layer_config", {}).get(f"{layer:02}", {})
-    sizes = {**config, **own}
-    return int(sizes["num_key_value_heads"] * sizes["head_dim"] * 2 * 2)
+def _working_set_bytes(config: Mapping[str, Any], block_size: int) -> int:
+    """`1x`: the full-length groups' blocks of all synthetic sessions at their end."""
+    architecture = read_architecture(config)
+    groups = cache_groups(architecture, block_size=block_size, dtype=kv_dtype("auto", architecture.served_dtype))
+    full = [group for group in groups if group.spec.keeps_everything]
+    return sum(WORKING_SET_TOKENS // group.spec.block_size * group.block_bytes for group in full)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.errors import ConfigError
+from transom_worker.kvcache.eviction import EvictionPolicy
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import ARRIVALS
 from transom_worker.simulate.bounds import Footprint, hit_bounds
@@ -38,6 +39,7 @@ class SimulationConfig:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
     seed: int = 0
+    window_repair: bool = True
     clairvoyant: bool = False
     cost: StepCost = field(default_factory=StepCost)
 
@@ -49,17 +51,23 @@ class SimulationConfig:
 
 
 class Simulation:
-    """Everything read and built; `run` replays it once.
+    """Everything read and built; `run` replays it once. `policy` decides what is evicted, the cache's own if None.
 
     Raises:
-        ConfigError: settings that contradict each other, or files that cannot be read.
+        ConfigError: settings that contradict each other, or a trace that cannot be read.
+        ModelError: a model that cannot be planned.
     """
 
-    def __init__(self, config: SimulationConfig) -> None:
+    def __init__(self, config: SimulationConfig, *, policy: EvictionPolicy | None = None) -> None:
         _check(config)
         self._config = config
         self.workload = _workload(config)
-        self.geometry: Geometry = read_geometry(config.model, memory=config.memory, block_size=config.block_size)
+        self.geometry: Geometry = read_geometry(
+            config.model,
+            memory=config.memory,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.batched_tokens,
+        )
         self._clock = VirtualClock()
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -71,6 +79,9 @@ class Simulation:
             block_size=config.block_size,
             max_model_len=self.geometry.max_model_len,
             enable_prefix_caching=True,
+            window_repair=config.window_repair,
+            policy=policy,
+            clock=self._clock,
         )
 
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Report:
@@ -96,12 +107,13 @@ class Simulation:
             "block_size": config.block_size,
             "max_num_batched_tokens": config.batched_tokens,
             "max_num_seqs": config.max_num_seqs,
+            "window_repair": config.window_repair,
             "step_cost": asdict(config.cost),
         }
 
 
 def simulate(config: SimulationConfig, on_progress: Callable[[int], None] = lambda num_ended: None) -> Report:
-    """Build and run. Raises ConfigError as `Simulation` does."""
+    """Build and run. Raises as `Simulation` does."""
     return Simulation(config).run(on_progress)
 
 
