@@ -9,6 +9,7 @@ import typer
 
 from transom_cluster import __version__
 from transom_cluster.cli_bench import bench
+from transom_cluster.cli_plan import plan
 from transom_cluster.cli_settings import take_settings
 from transom_worker.config import Settings
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
+app.command()(plan)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USAGE_ERROR = 2

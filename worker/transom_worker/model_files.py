@@ -57,11 +57,27 @@ def resolve_model(name: str) -> ModelFiles:
     if name == DEMO_MODEL:
         return _from_gguf(name, _demo_file())
     if _HUB_ID.fullmatch(name):
-        return _from_folder(name, _download(name))
+        return _from_folder(name, _download(name, _HUB_FILES))
     raise ModelError(
         f"There is no model {name!r}: give a folder of safetensors, a .gguf file, "
         f"a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct, or {DEMO_MODEL} (the demo)."
     )
+
+
+def resolve_config(name: str) -> dict[str, Any]:
+    """The `config.json` of a model by any of its names, or of a folder or file that has nothing else; needs no weights.
+
+    Raises:
+        ModelError: nothing of that name, or what is there is no config.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return read_json(path / "config.json")
+    if path.suffix == ".json":
+        return read_json(path)
+    if not path.exists() and _HUB_ID.fullmatch(name):
+        return read_json(_download(name, ["config.json"]) / "config.json")
+    return resolve_model(name).config
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -120,12 +136,12 @@ def _demo_file() -> Path:
     )
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # late: half a second that only this path needs
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except GatedRepoError:
         raise ModelError(f"{hub_id} needs its terms accepted on Hugging Face, then HF_TOKEN set.") from None
     except RepositoryNotFoundError:

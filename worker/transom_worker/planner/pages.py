@@ -64,8 +64,8 @@ def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
     if largest * num_groups > pool:
         raise ConfigError(
             f"The KV pool of {pool_bytes} bytes cannot hold one block of each of {num_groups} cache group(s), which take "
-            f"{', '.join(str(size * BLOCK_ALIGNMENT_BYTES) for size in sizes)} bytes; give --kv-cache-memory-bytes "
-            f"at least {2 * num_groups * largest * BLOCK_ALIGNMENT_BYTES}."
+            f"{', '.join(str(size * BLOCK_ALIGNMENT_BYTES) for size in sizes)} bytes; give a pool "
+            f"(--kv-cache-memory-bytes) of at least {2 * num_groups * largest * BLOCK_ALIGNMENT_BYTES}."
         )
     page = _best_page(sizes, pool)
     fits = [_fit(page, size) for size in sizes]

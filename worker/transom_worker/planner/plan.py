@@ -90,6 +90,7 @@ def plan_from_config(
     tensor_parallel_size: int = 1,
     kv_cache_dtype: str = "auto",
     hybrid: bool = True,
+    steps_in_flight: int = 1,
 ) -> CachePlan:
     """The plan for a `config.json`.
 
@@ -109,6 +110,7 @@ def plan_from_config(
         max_num_batched_tokens=max_num_batched_tokens,
         tensor_parallel_size=tensor_parallel_size,
         kv_dtype=dtype,
+        steps_in_flight=steps_in_flight,
     )
 
 

@@ -1,0 +1,54 @@
+"""`transom plan`: what a model's KV cache takes and how many requests fit, from its config alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+USAGE_ERROR = 2
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A config.json, a folder that has one, or any model that `transom serve` takes.")
+    ],
+    memory: Annotated[str, typer.Option(help="KV pool of each rank: bytes, or such as 512MiB.")] = "40GiB",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks; what the fullest holds is shown.")] = 1,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt + answer; the model's own limit if unset.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), bf16, fp16, fp32 or fp8.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per KV block and unit of hashing.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed per step.")] = 1024,
+    steps_in_flight: Annotated[int, typer.Option(min=1, max=2, help="2 as with --device cuda.")] = 1,
+    hybrid_kv_cache: Annotated[bool, typer.Option(help="Off: every layer keeps full length.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights."""
+    from transom_cluster.plan_report import print_plan
+    from transom_worker.config import parse_bytes
+    from transom_worker.errors import ConfigError, ModelError
+    from transom_worker.model_files import resolve_config
+    from transom_worker.planner import plan_from_config
+
+    try:
+        result = plan_from_config(
+            resolve_config(model),
+            memory_bytes=parse_bytes(memory, name="--memory"),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            tensor_parallel_size=tensor_parallel_size,
+            kv_cache_dtype=kv_cache_dtype,
+            hybrid=hybrid_kv_cache,
+            steps_in_flight=steps_in_flight,
+        )
+    except (ConfigError, ModelError) as error:
+        typer.echo(f"transom: {error}", err=True)
+        raise typer.Exit(USAGE_ERROR) from None
+    if as_json:
+        typer.echo(json.dumps({"model": model, **result.as_json()}))
+    else:
+        print_plan(result, model)

@@ -1,0 +1,83 @@
+"""A cache plan on the terminal."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from transom_worker.planner import CachePlan
+
+LEAST_WIDTH = 110  # where there is no terminal
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> None:
+    """The set-up, a row by group, what one request takes, and how many run at once by length."""
+    console = console or _console()
+    ranks = plan.tensor_parallel_size
+    console.print(
+        f"[bold]{model}[/bold]: {readable(plan.memory_bytes)} of KV cache"
+        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}, {plan.kv_dtype}, up to {plan.max_model_len:,} tokens, "
+        f"{plan.max_num_batched_tokens:,} tokens a step"
+    )
+    console.print(
+        f"{plan.num_pages:,} pages of {plan.page_bytes:,} bytes; blocks leave at most {plan.waste:.2%} of a page unused"
+    )
+    console.print(_groups(plan))
+    console.print(f"One request of {plan.max_model_len:,} tokens takes {readable(plan.request_bytes)}.")
+    if plan.in_flight_bytes:
+        console.print(f"A step's tokens take up to {readable(plan.in_flight_bytes)} more, once for all requests.")
+    if plan.repair_tokens:
+        console.print(f"Lost windows are restored exactly by computing {plan.repair_tokens:,} tokens again.")
+    console.print(_concurrency(plan))
+
+
+def readable(num_bytes: int) -> str:
+    """Bytes in a unit that leaves few digits: 1.25 GiB."""
+    power = min(max(0, num_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
+    return f"{num_bytes / 1024**power:,.{2 if power else 0}f} {UNITS[power]}"
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=max(LEAST_WIDTH, console.width))
+
+
+def _groups(plan: CachePlan) -> Table:
+    table = _table("group", "layers", "tokens\na block", "bytes\na block", "blocks\na page", "unused")
+    for name in ("live", "at most", "in flight"):
+        table.add_column(f"blocks\n{name}", justify="right")
+    for group in plan.groups:
+        table.add_row(
+            group.name,
+            f"{group.num_layers:,}",
+            f"{group.block_tokens:,}",
+            f"{group.block_bytes:,}",
+            f"{group.blocks_per_page:,}",
+            f"{group.waste:.2%}",
+            f"{group.live_blocks:,}",
+            f"{group.peak_blocks:,}",
+            f"{group.in_flight_blocks:,}" if group.in_flight_blocks else "",
+        )
+    return table
+
+
+def _concurrency(plan: CachePlan) -> Table:
+    table = _table("tokens a request", "bytes a request", "requests at once", "beside a full step")
+    for point in plan.concurrency:
+        table.add_row(
+            f"{point.length:,}",
+            readable(point.request_bytes),
+            f"{point.requests:,}",
+            f"{point.requests_with_budget:,}",
+        )
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, justify="left" if first == "group" else "right")
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

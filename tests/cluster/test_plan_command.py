@@ -1,0 +1,111 @@
+"""`transom plan` on configs, files and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from transom_cluster.cli import app
+from transom_cluster.plan_report import readable
+from transom_worker.planner import plan_from_config
+
+CONFIG = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "dtype": "bfloat16",
+}
+
+
+def plan(*arguments: object):  # type: ignore[no-untyped-def]
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_json_has_the_planners_integers(folder: Path) -> None:
+    flags = [
+        "--memory",
+        "8MiB",
+        "--max-model-len",
+        "6000",
+        "--tensor-parallel-size",
+        "2",
+        "--kv-cache-dtype",
+        "fp8",
+        "--json",
+    ]
+    result = plan(folder, *flags)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    expected = plan_from_config(
+        CONFIG,
+        memory_bytes=8 * 2**20,
+        max_model_len=6000,
+        tensor_parallel_size=2,
+        kv_cache_dtype="fp8",
+        max_num_batched_tokens=1024,
+    )
+    assert found == {"model": str(folder), **expected.as_json()}
+    assert [group["name"] for group in found["groups"]] == ["full", "window_128"]
+    assert found["groups"][0]["block_bytes"] == 2 * 16 * 2 * 16 * 2
+    assert [point["length"] for point in found["concurrency"]] == [1024, 4096, 6000]
+
+
+def test_the_table_for_people_has_them_too(folder: Path) -> None:
+    result = plan(folder / "config.json", "--memory", "64MiB")
+    assert result.exit_code == 0, result.output
+    expected = plan_from_config(CONFIG, memory_bytes=64 * 2**20, max_num_batched_tokens=1024)
+    lines = result.stdout.splitlines()
+    (group,) = [line.split() for line in lines if "window_128" in line]
+    assert group == ["window_128", "2", "16", "8,192", "1", "0.00%", "9", "9", "64"]
+    assert f"{expected.num_pages:,} pages of {expected.page_bytes:,} bytes" in result.stdout
+    assert "restored exactly by computing 254 tokens again" in result.stdout
+    longest = expected.concurrency[-1]
+    row = lines[-2].split() if not lines[-1].strip() else lines[-1].split()
+    assert row == [
+        "8,192",
+        *readable(longest.request_bytes).split(),
+        str(longest.requests),
+        str(longest.requests_with_budget),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nix"], "There is no model 'nix'"),
+        (["."], "config.json is missing"),
+        (["config.json", "--memory", "much"], "--memory is 'much'; give bytes, or a size such as"),
+        (["config.json", "--memory", "5"], "cannot hold one block of each of 2 cache group"),
+        (["config.json", "--max-model-len", "9000"], "--max-model-len is 9000; the model reaches 8192"),
+        (["config.json", "--kv-cache-dtype", "int3"], "--kv-cache-dtype is 'int3'; give auto"),
+        (["other.json"], "model_type 'bert'"),
+    ],
+)
+def test_mistakes_are_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "config.json").write_text(json.dumps(CONFIG))
+    (models / "other.json").write_text(json.dumps(CONFIG | {"model_type": "bert"}))
+    monkeypatch.chdir(tmp_path if arguments == ["."] else models)
+    result = plan(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
