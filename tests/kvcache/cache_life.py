@@ -69,6 +69,7 @@ class CacheLife:
         self.lives: list[Life] = []
         self.steps: deque[Step] = deque()
         self.truth: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}  # (group, digest) -> a block's contents
+        self.num_prompt_tokens = 0
         self.num_repairs = 0
         self.num_refused = 0
 
@@ -96,6 +97,8 @@ class CacheLife:
             self.lives.remove(life)
             self.cache.release(blocks, kind=None)
             return False
+        self.num_prompt_tokens += len(token_ids)
+        self.cache.count_outcome(hit, chain, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids))
         after_hit = hit.num_units if hit else 0
         self.cache.plan_checkpoints(blocks, [(units, kind) for units, kind in boundaries if units > after_hit])
         self.num_repairs += blocks.replay_until > 0
@@ -133,6 +136,20 @@ class CacheLife:
             row.life.num_in_flight -= 1
             self.cache.advance(row.life.blocks, row.life.token_ids, row.end)
             self._check()
+
+    def complete(self, index: int, kind: CheckpointKind | None, *, chunk: int) -> None:
+        """Run a sequence to its end, as far as there is room."""
+        if self.lives:
+            life = self.lives[index % len(self.lives)]
+            while life.scheduled < len(life.token_ids):
+                before = life.scheduled
+                self.plan([(self.lives.index(life), chunk)])
+                if life.scheduled == before:
+                    break
+                self.receive()
+            while life.num_in_flight:
+                self.receive()
+            self.release(self._idle().index(life), kind)
 
     def release(self, index: int, kind: CheckpointKind | None) -> Life | None:
         """End a sequence that no step in flight computes."""
@@ -271,6 +288,10 @@ class CacheLife:
         check_cache(self.cache, [life.blocks for life in self.lives])
         self.mirror.apply(self.cache.take_events())
         assert [set(group) for group in self.mirror.groups] == [set(group) for group in self.cache.index.groups]
+        stats = self.cache.stats()
+        assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
+        for group in stats.groups:
+            assert sum(group.residency.counts) == sum(group.evicted_blocks.values())
         if not self.cache._copies and not self.steps:  # else contents are still on their way
             for group, found in enumerate(self.cache.index.groups):
                 for digest, block in found.items():

@@ -184,6 +184,7 @@ def check_tree(cache: KvCache) -> None:
     holds: list[Counter[bytes]] = [Counter() for _ in cache.pools]
     owned: dict[bytes, object] = {}
     nodes = list(tree.nodes())
+    chains: dict[int, list[bytes]] = {id(tree.root): []}
     assert len(nodes) == tree.num_nodes
     assert {id(node) for node in nodes} == {id(node) for node in checkpoints._candidates.all()}
     for node in nodes:
@@ -197,11 +198,13 @@ def check_tree(cache: KvCache) -> None:
             for group, step in tree._full_groups:
                 if (node.parent.boundary + at + 1) % step == 0:
                     holds[group][digest] += 1
+        chain = chains[id(node)] = [*chains[id(node.parent)], *node.units]
+        assert node.windows is None or len(node.windows) == len(checkpoints._sliding)
         for group, digests in zip(checkpoints._sliding, node.windows or (), strict=False):
             holds[group].update(digests)
-            if node.windows is not None:
-                live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
-                assert len(digests) >= len(live)
+            live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
+            assert {chain[block] for block in live} <= set(digests) <= set(chain)
+            assert len(set(digests)) == len(digests)
     assert owned == tree.owner
     for group, counts in enumerate(holds):
         found = cache.index.groups[group]
