@@ -1,7 +1,8 @@
 """Everything on at once, and exact: every feature in every combination gives the tokens of a plain reference.
 
-Each feature that lands adds its switch here: prefix cache, chunk size, pool size (preemption), steps in flight, the hybrid
-cache on or off, resumed requests; over models with full, window and sink + window layers.
+Each feature that lands adds its switch here: prefix cache, window repair, chunk size, pool size (preemption), steps in flight,
+the hybrid cache on or off, resumed requests; over models with full, window, sink + window and chunked layers. Chunk
+sizes take turns, the rest meets in every combination.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_driver import make_engine, make_request, run
+from engine_driver import lose_windows, make_engine, make_request, run
 from tiny_checkpoints import HybridCase, reference_greedy
 
 NUM_TOKENS = 24
@@ -22,8 +23,11 @@ MODELS = {
     "SF": (HybridCase(window=24, pattern="SF"), 190),
     "SSF with sinks": (HybridCase(window=17, sinks=5, pattern="SSF"), 190),
     "windows only": (HybridCase(window=16, pattern="S"), 120),
+    "CF": (HybridCase(chunk=32, pattern="CF"), 190),
+    "SCF": (HybridCase(window=12, chunk=20, pattern="SCF"), 190),
 }
-SWITCHES = list(itertools.product([True, False], [16, 64, 1024], [1, 2], ["roomy", "tight"]))
+SWITCHES = list(itertools.product(["repair", "on", "off"], ["tight", "roomy"], [1, 2]))
+CHUNKS = (16, 64, 1024)
 
 
 def prompts() -> list[list[int]]:
@@ -50,13 +54,15 @@ def test_every_combination_is_exact(
 ) -> None:
     case, tight_kib = MODELS[name]
     want = expected[name]
-    preemptions = hits = 0
-    for caching, chunk, in_flight, pool in SWITCHES if hybrid else SWITCHES[::3]:
+    preemptions = hits = repaired = 0
+    for at, (caching, pool, in_flight) in enumerate(SWITCHES if hybrid else SWITCHES[::3]):
+        chunk = CHUNKS[(at + list(MODELS).index(name)) % len(CHUNKS)]
         engine = make_engine(
             str(tiny_model),
             **case.settings(),
             hybrid_kv_cache=hybrid,
-            enable_prefix_caching=caching,
+            enable_prefix_caching=caching != "off",
+            window_repair=caching == "repair",
             max_num_batched_tokens=chunk,
             steps_in_flight=in_flight,
             block_size=8,
@@ -72,10 +78,14 @@ def test_every_combination_is_exact(
         where = (name, caching, chunk, in_flight, pool)
         got = run(engine, fresh)
         assert [whole.token_ids for whole in got] == want, where
+        if caching == "repair":
+            lose_windows(engine)
         rest = run(engine, resumed)
         assert [whole.token_ids for whole in rest] == [w[i % NUM_TOKENS :] for i, w in enumerate(want)], where
         preemptions += engine.num_preemptions
         hits += sum(whole.num_cached_tokens for whole in got + rest)
+        repaired += engine.stats().outcome_tokens.get("repaired", 0)
         engine.shutdown()
     assert preemptions > 0
     assert hits > 0
+    assert (repaired > 0) == (hybrid and name not in ("full", "windows only"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_driver import make_engine, make_request, run
+from engine_driver import lose_windows, make_engine, make_request, run
 from tiny_checkpoints import HybridCase, reference_greedy
 from transom_worker.contract import Request
 from transom_worker.engine import Engine
@@ -32,18 +32,6 @@ def prompt(length: int) -> list[int]:
 
 def requests(name: str) -> list[Request]:
     return [make_request(f"{name}{n}", prompt(n), max_tokens=NUM_TOKENS) for n in LENGTHS]
-
-
-def lose_windows(engine: Engine) -> None:
-    """Evict every sliding block but those that hold sink tokens."""
-    cache = engine._scheduler.cache
-    for node in list(cache._checkpoints.tree.nodes()):
-        cache._checkpoints.tree.drop_windows(node)
-    for pool, retention in zip(cache.pools, cache.retentions, strict=True):
-        if not retention.keeps_everything:
-            for block in list(pool.loose):
-                if pool.published[block][1] >= retention.num_pinned:
-                    cache._evict(pool.group, block, "test")
 
 
 def after_loss(engine: Engine, length: int) -> tuple[int, int]:
