@@ -113,6 +113,14 @@ def test_what_the_model_or_the_pool_cannot_hold_is_refused_and_counted(model: Pa
     assert ended == [1, 2, 3, 4]
 
 
+def test_a_model_of_windows_alone_has_bounds_and_no_working_set(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "sliding", layer_types=["sliding_attention"] * 4)
+    report = simulate(SimulationConfig(model=model, memory="1MiB", workload="sessions", limit=40, clairvoyant=True))
+    assert report.bounds["clairvoyant"] <= report.bounds["full_alone_lru"] == report.bounds["infinite"]
+    with pytest.raises(ConfigError, match="every layer of this model slides"):
+        simulate(SimulationConfig(model=model, memory="2x", workload="sessions"))
+
+
 def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None:
     good = dict(model=model, memory="1MiB", workload="sessions")
     for changes, message in (

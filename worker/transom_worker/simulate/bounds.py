@@ -31,7 +31,7 @@ class Footprint:
 
     unit_tokens: int
     pool_bytes: int
-    token_bytes: int
+    token_bytes: int  # 0 where every group slides
     sliding: tuple[tuple[Retention, int], ...] = ()  # (rule, bytes of a block)
 
     @classmethod
@@ -87,7 +87,7 @@ def _reachable(paths: Sequence[ContentPath], footprint: Footprint) -> list[int]:
 
 
 def _least_recent(paths: Sequence[ContentPath], footprint: Footprint) -> int:
-    capacity_tokens = footprint.pool_bytes // footprint.token_bytes
+    capacity_tokens = footprint.pool_bytes // max(1, footprint.token_bytes)
     by_age: OrderedDict[Node, None] = OrderedDict()
     num_kept = num_hit = 0
     for path in paths:
@@ -174,7 +174,7 @@ class Clairvoyant:
         token_bytes = self._footprint.token_bytes
         while self._kept_bytes > capacity_bytes and self._demands:
             place, demand = max(self._demands.items(), key=lambda item: self._cost(now, *item))
-            excess_tokens = -(-(self._kept_bytes - capacity_bytes) // token_bytes)
+            excess_tokens = -(-(self._kept_bytes - capacity_bytes) // max(1, token_bytes))
             self._kept_bytes -= demand.cut(excess_tokens) * token_bytes
             if not demand.nodes:
                 self._kept_bytes -= demand.checkpoint_bytes

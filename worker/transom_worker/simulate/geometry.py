@@ -70,4 +70,8 @@ def _working_set_bytes(config: Mapping[str, Any], block_size: int) -> int:
     architecture = read_architecture(config)
     groups = cache_groups(architecture, block_size=block_size, dtype=kv_dtype("auto", architecture.served_dtype))
     full = [group for group in groups if group.spec.keeps_everything]
+    if not full:
+        raise ConfigError(
+            "--memory is a multiple of full-length blocks, and every layer of this model slides; give bytes."
+        )
     return sum(WORKING_SET_TOKENS // group.spec.block_size * group.block_bytes for group in full)
