@@ -45,7 +45,9 @@ def main(
     for case, name, report in _in_order(runs, jobs):
         results[case.name][name] = report
         if len(results[case.name]) == len(policies):
-            print_row(*case_row(case, results[case.name], policies))
+            whole = limit is None or not case.trace  # as published
+            published = (case.vllm_default, case.vllm_dense) if whole else (None, None)
+            print_row(*case_row(case, results[case.name], policies, published))
     if json_path is not None:
         json_path.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -78,10 +80,15 @@ def simulate_case(run: Run) -> dict[str, Any]:
     return Simulation(config, policy=POLICIES[policy]()).run().as_json()
 
 
-def case_row(case: Case, reports: dict[str, dict[str, Any]], policies: tuple[str, ...]) -> Iterator[str]:
-    """The cells of one line."""
+def case_row(
+    case: Case,
+    reports: dict[str, dict[str, Any]],
+    policies: tuple[str, ...],
+    published: tuple[float | None, float | None],
+) -> Iterator[str]:
+    """The cells of one line; `published` are vLLM's shares."""
     yield case.name
-    yield from (percent(share) for share in (case.vllm_default, case.vllm_dense))
+    yield from map(percent, published)
     for name in policies:
         report = reports[name]
         repaired = f" + {percent(report['repaired_share'])}" if report["repaired_tokens"] else ""
