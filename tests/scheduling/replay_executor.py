@@ -11,11 +11,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from transom_worker.contract import Logprob, TokenLogprobs
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
 
 VOCABULARY = 50
 WRONG = b"wrong"
+ENTRIES = (GroupKind.COMPRESSED, GroupKind.INDEXER)
 
 Content = tuple[int, dict[int, bytes]]  # position, tag by layer
 
@@ -169,8 +171,13 @@ class ReplayExecutor:
             spec, attend_from = self.specs[group], plan.attend_from[group][row]
             assert not (replays and spec.keeps_everything) or attend_from == 0
             for position in range(max(start, plan.write_from[group][row]), end):
-                self._write(layer, group, sequence, position, WRONG if position in wrong else tags[position])
+                for written in _written(spec, position):
+                    self._write(layer, group, sequence, written, WRONG if position in wrong else tags[written])
             queries = range(start, end) if replays else {start, end - 1}
+            if (
+                spec.kind is GroupKind.COMPRESSOR_STATE
+            ):  # read for entries alone, which are there below the replay's end
+                queries = [query for query in queries if query >= exact_from]
             reads = ((query, self._read(layer, group, sequence, query, tags, attend_from)) for query in queries)
             wrong |= {query for query, right in reads if not right}
             assert replays or not wrong
@@ -189,7 +196,8 @@ class ReplayExecutor:
         """Whether the query sees all keys that it should, and none that a replay left wrong; another prefix's is an error."""
         right = True
         spec = self.specs[group]
-        for begin, stop in (*spec.live(query), (query, query + 1)):
+        own = () if spec.kind in ENTRIES else ((query, query + 1),)
+        for begin, stop in (*spec.live(query), *own):
             for position in range(begin, stop):
                 if spec.sinks <= position < attend_from:
                     right = False
@@ -212,6 +220,13 @@ class ReplayExecutor:
                 TokenLogprobs(Logprob(sequence.token_ids[position + 1], -float(position), 1))
                 for position in range(plan.logits_from[row], end)
             ]
+
+
+def _written(spec: GroupSpec, position: int) -> range:
+    """Positions whose content comes with this one: its own, or those of the entry that it completes."""
+    if spec.kind not in ENTRIES:
+        return range(position, position + 1)
+    return range(position + 1 - spec.ratio if (position + 1) % spec.ratio == 0 else position + 1, position + 1)
 
 
 def _tags(token_ids: list[int]) -> list[bytes]:
