@@ -366,17 +366,17 @@ class KvCache:
 
     def _name(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
         """Make logical blocks `[begin, end)` findable, as far as they are there and no twin of theirs is."""
+        if begin >= end:
+            return
         step = self.retentions[group].block_size // self.block_size
         found, published = self.index.groups[group], self.pools[group].published
+        digests = chain[(begin + 1) * step - 1 : end * step : step]
         named = []
-        for logical in range(begin, end):
-            digest = chain[(logical + 1) * step - 1]
-            if digest not in found:
-                block = table.at(logical)
-                if block is not None:
-                    found[digest] = block
-                    entry = published[block] = (digest, logical)
-                    named.append(entry)
+        for logical, digest, block in zip(range(begin, end), digests, table.blocks(begin, end), strict=True):
+            if block is not None and digest not in found:
+                found[digest] = block
+                entry = published[block] = (digest, logical)
+                named.append(entry)
         if named:
             self._emit("added", group, named)
 

@@ -46,6 +46,13 @@ class BlockTable:
         offset = logical - self.first_block
         return self.run[offset] if 0 <= offset < len(self.run) else None
 
+    def blocks(self, begin: int, end: int) -> list[int | None]:
+        """The block ids of logical blocks `[begin, end)`, None where there is none."""
+        first = begin - self.first_block
+        if begin >= self.num_pinned and 0 <= first and end - self.first_block <= len(self.run):
+            return [*self.run[first : end - self.first_block]]
+        return [self.at(logical) for logical in range(begin, end)]
+
     def logical_of(self, block: int) -> int:
         """The logical index of a block id that is in the table."""
         if block in self.pinned:

@@ -49,7 +49,7 @@ class Node:
         self.digest = digest
         self.parent = parent
         self.kind = kind
-        self.children: set[Node] = set()
+        self.children: dict[Node, None] = {}  # in order of arrival
         self.units: list[bytes] = []  # digests of (parent.boundary, boundary]
         self.windows: tuple[list[bytes], ...] | None = None
         self.locks = 0  # running sequences that build on it
@@ -126,7 +126,7 @@ class PrefixTree:
         node = Node(boundary, chain[boundary - 1], parent, kind)
         node.units = list(chain[reach:boundary])
         node.windows = None if self._sliding_groups else ()
-        parent.children.add(node)
+        parent.children[node] = None
         for digest in node.units:
             self.owner[digest] = node
         self._each_block(node, self._hold)
@@ -154,7 +154,7 @@ class PrefixTree:
         self._each_block(node, self._let_go)
         for digest in node.units:
             del self.owner[digest]
-        node.parent.children.remove(node)
+        del node.parent.children[node]
         node.parent = None
         self.num_nodes -= 1
 
@@ -165,8 +165,8 @@ class PrefixTree:
         (child,) = node.children
         child.units = node.units + child.units
         child.parent = node.parent
-        node.parent.children.remove(node)
-        node.parent.children.add(child)
+        del node.parent.children[node]
+        node.parent.children[child] = None
         for digest in node.units:
             self.owner[digest] = child
         self.num_nodes -= 1
@@ -183,9 +183,9 @@ class PrefixTree:
         upper.turns = lower.turns
         for unit in upper.units:
             self.owner[unit] = upper
-        above.children.remove(lower)
-        above.children.add(upper)
-        upper.children.add(lower)
+        del above.children[lower]
+        above.children[upper] = None
+        upper.children[lower] = None
         lower.parent = upper
         self.num_nodes += 1
         return upper
