@@ -62,14 +62,3 @@ def run(engine: Engine, requests: list[Request]) -> list[Whole]:
     assert all(whole.finish_reason for whole in answers.values())
     assert sum(group.active_blocks for group in engine.stats().groups) == 0
     return list(answers.values())
-
-
-def lose_windows(engine: Engine) -> None:
-    """Evict every sliding block but those that hold sink tokens."""
-    cache = engine._scheduler.cache
-    for node in list(cache._checkpoints.tree.nodes()):
-        cache._checkpoints.tree.drop_windows(node)
-    for pool, retention in zip(cache.pools, cache.retentions, strict=True):
-        if not retention.keeps_everything:
-            sliding = [block for block in pool.loose if pool.published[block][1] >= retention.num_pinned]
-            cache._evict(pool.group, sliding, "test")

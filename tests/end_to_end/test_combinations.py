@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_driver import lose_windows, make_engine, make_request, run
+from engine_driver import make_engine, make_request, run
+from lost_windows import lose_windows
 from tiny_checkpoints import HybridCase, reference_greedy
 
 NUM_TOKENS = 24
@@ -79,7 +80,7 @@ def test_every_combination_is_exact(
         got = run(engine, fresh)
         assert [whole.token_ids for whole in got] == want, where
         if caching == "repair":
-            lose_windows(engine)
+            lose_windows(engine._scheduler.cache)
         rest = run(engine, resumed)
         assert [whole.token_ids for whole in rest] == [w[i % NUM_TOKENS :] for i, w in enumerate(want)], where
         preemptions += engine.num_preemptions

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_driver import lose_windows, make_engine, make_request, run
+from engine_driver import make_engine, make_request, run
+from lost_windows import lose_windows
 from tiny_checkpoints import HybridCase, reference_greedy
 from transom_worker.contract import Request
 from transom_worker.engine import Engine
@@ -73,7 +74,7 @@ def test_every_way_to_start_gives_the_same_tokens(
         ("again", whole_units),
     ):
         if way == "repair":
-            lose_windows(engine)
+            lose_windows(engine._scheduler.cache)
         answers = run(engine, requests(way))
         assert [answer.token_ids for answer in answers] == expected[name], way
         assert [answer.num_cached_tokens for answer in answers] == starts, way
@@ -94,7 +95,7 @@ def test_without_repair_lost_windows_are_computed_from_the_last_good_boundary(
         str(tiny_model), **CASES["windows"].settings(), block_size=BLOCK, max_model_len=256, window_repair=False
     )
     run(engine, requests("miss"))
-    lose_windows(engine)
+    lose_windows(engine._scheduler.cache)
     answers = run(engine, requests("lost"))
     assert [answer.token_ids for answer in answers] == expected["windows"]
     assert not any(answer.num_cached_tokens for answer in answers)
@@ -112,6 +113,6 @@ def test_an_answer_goes_on_behind_a_repair(tiny_model: Path) -> None:
         assert answer.token_ids == reference_greedy(tiny_model, first, 30, case)
         first = [*first, *answer.token_ids, 77 + turn]
         if turn == 0:
-            lose_windows(engine)
+            lose_windows(engine._scheduler.cache)
         assert answer.num_cached_tokens == (0, after_loss(engine, 101)[0], 128)[turn]
     engine.shutdown()

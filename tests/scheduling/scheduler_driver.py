@@ -16,9 +16,9 @@ from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kvcache"))
-from cache_model import BLOCK, MIXES, Mirror, check_cache, layout
+from cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
 
-__all__ = ["BLOCK", "MIXES", "Driver", "layout", "request"]
+__all__ = ["BLOCK", "ENTRY_MIXES", "MIXES", "Driver", "layout", "request"]
 
 
 def request(
@@ -43,7 +43,15 @@ def request(
 class Driver:
     """Plays the engine: finishes requests at their limit, and at stops where `stop_at` says so."""
 
-    def __init__(self, layout: ArenaLayout, *, max_model_len: int = 96, caching: bool = True, **config: object) -> None:
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        *,
+        max_model_len: int = 96,
+        caching: bool = True,
+        window_repair: bool = True,
+        **config: object,
+    ) -> None:
         settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
         self.scheduler = Scheduler(
             SchedulerConfig(**settings),  # type: ignore[arg-type]
@@ -51,6 +59,7 @@ class Driver:
             block_size=BLOCK,
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
+            window_repair=window_repair,
         )
         self.max_model_len = max_model_len
         self.executor = ReplayExecutor(layout)
@@ -126,12 +135,26 @@ class Driver:
 
     def check(self) -> None:
         scheduler = self.scheduler
+        self.check_window_blocks()
         blocks = {id(s.blocks): s.blocks for s in scheduler._by_request.values() if s.blocks}
         blocks |= {id(s.blocks): s.blocks for step in scheduler._in_flight for s in step.rows if s.blocks}
         check_cache(scheduler.cache, blocks.values())
         self.mirror.apply(scheduler.take_events())
         for group, index in enumerate(scheduler.cache.index.groups):
             assert set(self.mirror.groups[group]) == set(index)
+
+    def check_window_blocks(self) -> None:
+        """Beyond what a sequence always holds, window blocks are bounded once for the engine, by tokens in flight."""
+        config, cache = self.scheduler.config, self.scheduler.cache
+        most = -(-config.max_num_batched_tokens // BLOCK) * config.steps_in_flight
+        running = [s.blocks for s in self.scheduler._by_request.values() if s.blocks]
+        for group, retention in enumerate(cache.retentions):
+            if not retention.keeps_everything:
+                spec = retention.spec
+                width = spec.window or spec.chunk or spec.ratio * (1 + spec.overlap)
+                always = -(-width // BLOCK) + 1
+                extra = sum(max(0, len(blocks.tables[group].run) - always) for blocks in running)
+                assert extra <= most
 
     def check_idle(self) -> None:
         """After the last request: nothing is referenced, everything is cache or free, outcomes add up."""

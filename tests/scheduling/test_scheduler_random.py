@@ -7,8 +7,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import BLOCK, MIXES, Driver, layout, request
+from scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
 
+from lost_windows import lose_windows
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.manager import KvCache
 
@@ -17,10 +18,11 @@ def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_req
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).worst_case_pages(80)
     driver = Driver(
-        layout(mix, num_pages=max(1, least + rng.choice([-1, 0, 0, 1, 2, 5, 30]))),
+        layout(mix, num_pages=max(1, least + rng.choice([-1, 0, 0, 0, 1, 2, 30]))),
         steps_in_flight=steps_in_flight,
         policy=rng.choice(["fcfs", "priority"]),
         caching=rng.random() < 0.9,
+        window_repair=rng.random() < 0.8,
         max_num_seqs=rng.choice([2, 5, 8]),
         max_num_batched_tokens=rng.choice([3, 16, 64]),
         max_model_len=80,
@@ -29,12 +31,14 @@ def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_req
     waiting = [f"r{i}" for i in range(num_requests)]
     admitted_tokens = 0
     while waiting or driver.scheduler.has_work:
-        if waiting and rng.random() < 0.4:
+        if waiting and rng.random() < 0.6:
             name = waiting.pop()
-            prompt = rng.choice(prefixes)[: rng.randrange(1, 60)] + [rng.randrange(50) for _ in range(rng.randrange(6))]
+            prompt = rng.choice(prefixes)[: rng.randrange(1, 60 if rng.random() < 0.6 else 16)] + [
+                rng.randrange(50) for _ in range(rng.randrange(6))
+            ]
             resumed = tuple(rng.randrange(50) for _ in range(rng.choice([0, 0, 0, 5])))
-            max_tokens = len(resumed) + rng.randrange(1, 14)
-            driver.stop_at[name] = rng.randrange(1, 30)
+            max_tokens = len(resumed) + rng.randrange(1, 30)
+            driver.stop_at[name] = rng.randrange(1, 50)
             try:
                 driver.add(
                     request(
@@ -44,10 +48,12 @@ def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_req
                 admitted_tokens += len(prompt)
             except RequestTooLarge:
                 driver.requests.pop(name, None)
-        if rng.random() < 0.05 and driver.requests:
+        if rng.random() < 0.03 and driver.requests:
             driver.abort(rng.choice(sorted(driver.requests)))
-        if rng.random() < 0.02:
+        if rng.random() < 0.01:
             driver.fail()
+        if rng.random() < 0.05:
+            lose_windows(driver.scheduler.cache)
         if rng.random() < 0.5:
             driver.schedule()
         elif driver.in_flight:
@@ -66,15 +72,16 @@ def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_req
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_random_lives(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    preemptions = sum(
-        random_run(mix, seed, steps_in_flight=steps_in_flight).scheduler.preemptions["recompute"] for seed in range(12)
-    )
-    assert preemptions > 0 or "full" not in mix  # the pools are tiny enough to matter
+    drivers = [random_run(mix, seed, steps_in_flight=steps_in_flight) for seed in range(12)]
+    if mix[0] != "full":
+        return
+    assert any(driver.scheduler.preemptions["recompute"] for driver in drivers)  # the pools are tiny enough to matter
+    assert any(driver.executor.num_replayed for driver in drivers) == (len(mix) > 1)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(MIXES), st.integers(0, 10**6), st.sampled_from([1, 2]))
+@given(st.sampled_from((*MIXES, *ENTRY_MIXES)), st.integers(0, 10**6), st.sampled_from([1, 2]))
 def test_random_lives_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int) -> None:
     random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8)

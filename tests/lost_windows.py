@@ -1,0 +1,16 @@
+"""Takes the windows out of a cache, as pressure would: what is left can be hit by repair alone."""
+
+from __future__ import annotations
+
+from transom_worker.kvcache.manager import KvCache
+
+
+def lose_windows(cache: KvCache) -> None:
+    """Evict every sliding block that no running sequence uses, but those that hold sink tokens."""
+    tree = cache._checkpoints.tree
+    for node in list(tree.nodes()):
+        tree.drop_windows(node)
+    for pool, retention in zip(cache.pools, cache.retentions, strict=True):
+        if not retention.keeps_everything:
+            sliding = [block for block in pool.loose if pool.published[block][1] >= retention.num_pinned]
+            cache._evict(pool.group, sliding, "test")
