@@ -1,0 +1,165 @@
+"""Routers and experts against the obvious: one token at a time, one expert after the other."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from transom_kernels.gated_mlp import gated_silu
+from transom_worker.layers.experts import Experts, ExpertWeights, clamped_swiglu
+from transom_worker.layers.mlp import GatedMlp
+from transom_worker.layers.moe import Moe
+from transom_worker.layers.router import Router, Routes, Routing, route
+
+HIDDEN, INNER, EXPERTS, CHOSEN = 24, 16, 7, 3
+
+
+def reference_routes(logits, routing, correction=None):
+    """Experts and weights of one token, as (expert, weight)."""
+    if routing.score == "softmax":
+        scores = [math.exp(v) / sum(math.exp(w) for w in logits) for v in logits]
+    elif routing.score == "sigmoid":
+        scores = [1 / (1 + math.exp(-v)) for v in logits]
+    else:
+        scores = [math.sqrt(math.log1p(math.exp(v))) for v in logits]
+    preference = scores if correction is None else [s + c for s, c in zip(scores, correction, strict=True)]
+    chosen = sorted(range(len(scores)), key=lambda e: -preference[e])[: routing.num_chosen]
+    total = sum(scores[e] for e in chosen) if routing.normalise else 1.0
+    return [(e, scores[e] / total * routing.scale) for e in chosen]
+
+
+def reference_experts(x, routes, weights, activation, *, scales_input):
+    """What one token's experts make of it."""
+    y = torch.zeros_like(x)
+    for e, weight in routes:
+        inner = weights.gate_up[e] @ (x * weight if scales_input else x)
+        inner = inner if weights.gate_up_bias is None else inner + weights.gate_up_bias[e]
+        out = weights.down[e] @ activation(inner[None])[0]
+        out = out if weights.down_bias is None else out + weights.down_bias[e]
+        y = y + (out if scales_input else out * weight)
+    return y
+
+
+def make_weights(dtype=torch.float32, *, biased=True):
+    torch.manual_seed(5)
+    shapes = {"gate_up": (EXPERTS, 2 * INNER, HIDDEN), "down": (EXPERTS, HIDDEN, INNER)}
+    if biased:
+        shapes |= {"gate_up_bias": (EXPERTS, 2 * INNER), "down_bias": (EXPERTS, HIDDEN)}
+    return ExpertWeights(**{name: torch.randn(shape).mul(0.3).to(dtype) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_routes(score, normalise, corrected):
+    torch.manual_seed(3)
+    logits, correction = torch.randn(11, EXPERTS) * 2, torch.randn(EXPERTS)
+    routing = Routing(num_chosen=CHOSEN, score=score, normalise=normalise, scale=1.5)
+    got = route(logits, routing, correction_E=correction if corrected else None)
+    for t, row in enumerate(logits.tolist()):
+        wanted = reference_routes(row, routing, correction.tolist() if corrected else None)
+        assert got.experts_TK[t].tolist() == [e for e, _ in wanted]
+        torch.testing.assert_close(got.weights_TK[t], torch.tensor([w for _, w in wanted]))
+
+
+def test_a_softmax_after_the_choice_is_the_normalised_one():
+    logits = torch.randn(9, EXPERTS) * 30
+    got = route(logits, Routing(num_chosen=CHOSEN))
+    best = logits.topk(CHOSEN)
+    assert got.experts_TK.equal(best.indices)
+    torch.testing.assert_close(got.weights_TK, best.values.softmax(-1))
+
+
+def test_given_experts_are_weighed_by_their_scores():
+    logits, chosen = torch.randn(4, EXPERTS), torch.tensor([[6, 0], [1, 2], [3, 3], [5, 4]])
+    got = route(logits, Routing(num_chosen=2, score="sigmoid"), chosen_TK=chosen)
+    scores = logits.sigmoid().gather(1, chosen)
+    assert got.experts_TK.equal(chosen)
+    torch.testing.assert_close(got.weights_TK, scores / scores.sum(-1, keepdim=True))
+
+
+def test_a_router_computes_in_float32():
+    weight, bias = torch.randn(EXPERTS, HIDDEN).bfloat16(), torch.randn(EXPERTS).bfloat16()
+    x = torch.randn(5, HIDDEN).bfloat16()
+    got = Router(weight, Routing(num_chosen=2), bias_E=bias)(x)
+    wanted = route(F.linear(x.float(), weight.float(), bias.float()), Routing(num_chosen=2))
+    assert got.experts_TK.equal(wanted.experts_TK)
+    assert got.weights_TK.dtype == torch.float32
+    assert got.weights_TK.equal(wanted.weights_TK)
+
+
+@pytest.mark.parametrize("scales_input", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 40])
+@pytest.mark.parametrize(
+    "activation", [gated_silu, partial(clamped_swiglu, limit=0.4, alpha=1.702, up_offset=1.0)], ids=["silu", "clamped"]
+)
+def test_experts(scales_input, biased, num_tokens, activation):
+    weights = make_weights(biased=biased)
+    x = torch.randn(num_tokens, HIDDEN)
+    routes = route(torch.randn(num_tokens, EXPERTS), Routing(num_chosen=CHOSEN))
+    experts = Experts(weights, activation, quantization="none", scales_input=scales_input)
+    got = experts(x, routes)
+    assert got.shape == x.shape
+    for t in range(num_tokens):
+        pairs = list(zip(routes.experts_TK[t].tolist(), routes.weights_TK[t].tolist(), strict=True))
+        wanted = reference_experts(x[t], pairs, weights, activation, scales_input=scales_input)
+        torch.testing.assert_close(got[t], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8")])
+def test_experts_in_other_formats_stay_close(dtype, quantization):
+    weights, x = make_weights(getattr(torch, dtype)), torch.randn(30, HIDDEN).to(getattr(torch, dtype))
+    routes = route(torch.randn(30, EXPERTS), Routing(num_chosen=CHOSEN))
+    got = Experts(weights, gated_silu, quantization=quantization)(x, routes).float()
+    wide = ExpertWeights(**{name: getattr(weights, name).float() for name in weights.__slots__})
+    wanted = Experts(wide, gated_silu, quantization="none")(x.float(), routes)
+    assert (got - wanted).norm() / wanted.norm() < 0.03
+
+
+def test_a_token_alone_gets_what_it_gets_in_company():
+    weights, x = make_weights(), torch.randn(50, HIDDEN)
+    routes = route(torch.randn(50, EXPERTS), Routing(num_chosen=CHOSEN))
+    experts = Experts(weights, gated_silu, quantization="none")
+    together = experts(x, routes)
+    for t in range(50):
+        alone = experts(x[t : t + 1], Routes(routes.experts_TK[t : t + 1], routes.weights_TK[t : t + 1]))
+        torch.testing.assert_close(together[t], alone[0], atol=2e-6, rtol=0)
+
+
+def test_all_tokens_may_choose_the_same_expert():
+    weights, x = make_weights(), torch.randn(6, HIDDEN)
+    routes = Routes(torch.full((6, 1), EXPERTS - 1), torch.ones(6, 1))
+    got = Experts(weights, gated_silu, quantization="none")(x, routes)
+    wanted = reference_experts(x[0], [(EXPERTS - 1, 1.0)], weights, gated_silu, scales_input=False)
+    torch.testing.assert_close(got[0], wanted)
+
+
+def test_weights_are_held_once():
+    weights = make_weights(biased=False)
+    experts = Experts(weights, gated_silu, quantization="none")
+    assert experts.weight_bytes == weights.gate_up.nbytes + weights.down.nbytes
+    assert experts._down[3]._weight_NK.data_ptr() == weights.down[3].data_ptr()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_mixture_adds_router_experts_and_the_shared_expert(shared):
+    weights = make_weights(biased=False)
+    x, residual, gate = torch.randn(9, HIDDEN), torch.randn(9, HIDDEN), torch.randn(EXPERTS, HIDDEN)
+    matrices = [torch.randn(shape) for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
+    dense = GatedMlp(matrices, None, quantization="none") if shared else None
+    router = Router(gate, Routing(num_chosen=CHOSEN))
+    experts = Experts(weights, gated_silu, quantization="none")
+    moe = Moe(router, experts, dense)
+    kept = residual.clone()
+    got = moe.add_to(residual, x)
+    assert residual.equal(kept)
+    wanted = residual + experts(x, router(x))
+    wanted = wanted if dense is None else dense.add_to(wanted, x)
+    torch.testing.assert_close(got, wanted)
+    parts = gate.nbytes + experts.weight_bytes + (dense.weight_bytes if dense else 0)
+    assert moe.weight_bytes == parts
