@@ -14,3 +14,9 @@ def lose_windows(cache: KvCache) -> None:
         if not retention.keeps_everything:
             sliding = [block for block in pool.loose if pool.published[block][1] >= retention.num_pinned]
             cache._evict(pool.group, sliding, "test")
+
+
+def lose_left_behind(cache: KvCache) -> None:
+    """Evict every block that no running sequence uses and no checkpoint counts on."""
+    for pool in cache.pools:
+        cache._evict(pool.group, list(pool.loose), "test")
