@@ -1,0 +1,67 @@
+"""`latent_attention`: one softmax over a window's latent rows, chosen compressed entries, and a learned sink.
+
+A latent row is key and value at once, for all heads: so every query reads its own rows, once for all heads.
+
+Legend: T queries, H heads, D latent width, W rows of the window, K entries.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.latent_attention.rows import read_rows, rows_per_tile
+
+
+def latent_attention(
+    q: torch.Tensor,
+    window_cache: torch.Tensor,
+    window_slots: torch.Tensor,
+    sink_logits: torch.Tensor,
+    *,
+    scale: float,
+    entry_cache: torch.Tensor | None = None,
+    entry_slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `q` [T, H, D] over rows of `window_cache` and `entry_cache` [ids, P, 1, D]; [T, H, D].
+
+    Query `t` sees the rows at `window_slots[t]` [W] and `entry_slots[t]` [K], negative slots apart; `sink_logits` [H] float32
+    take part in the softmax's denominator alone. Scores are `q k * scale`. A query that sees no row gets zeros.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check(q, window_cache, window_slots, sink_logits)
+    if (entry_cache is None) != (entry_slots is None):
+        raise ValueError("entry_cache and entry_slots belong together: give both or neither.")
+    if entry_cache is not None and entry_slots is not None and entry_slots.shape[1]:
+        _check(q, entry_cache, entry_slots, sink_logits)
+        pairs = [(window_cache, window_slots), (entry_cache, entry_slots)]
+    else:
+        pairs = [(window_cache, window_slots)]
+    num_rows = sum(slots.shape[1] for _, slots in pairs)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    step = rows_per_tile(num_rows * q.shape[2])
+    for begin in range(0, len(q), step):
+        tile = slice(begin, begin + step)
+        rows = torch.cat([read_rows(cache, slots[tile]) for cache, slots in pairs], dim=1)  # [t, W + K, D]
+        absent = torch.cat([slots[tile] < 0 for _, slots in pairs], dim=1)
+        scores = torch.matmul(q[tile], rows.transpose(1, 2)).float().mul_(scale)  # [t, H, W + K]
+        scores.masked_fill_(absent[:, None], float("-inf"))
+        sinks = sink_logits[:, None].expand(len(rows), -1, 1)
+        weights = torch.cat([scores, sinks], dim=2).softmax(dim=2)[:, :, :-1]
+        torch.matmul(weights.to(q.dtype), rows, out=out[tile])
+    return out
+
+
+def _check(q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sink_logits: torch.Tensor) -> None:
+    if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[3] != q.shape[2] or cache.dtype != q.dtype:
+        raise ValueError(
+            f"q {tuple(q.shape)} {q.dtype} does not fit a cache {tuple(cache.shape)} {cache.dtype}: one head of q's width "
+            "and dtype is read."
+        )
+    if slots.dim() != 2 or len(slots) != len(q):
+        raise ValueError(f"slots {tuple(slots.shape)} do not fit {len(q)} queries: give a row of them for each.")
+    if sink_logits.shape != (q.shape[1],) or sink_logits.dtype != torch.float32:
+        raise ValueError(
+            f"sink_logits {tuple(sink_logits.shape)} {sink_logits.dtype}: give one float32 for each of {q.shape[1]} heads."
+        )
