@@ -15,6 +15,7 @@ class PlanBuilder:
     def __init__(self, step_id: int, retentions: tuple[Retention, ...]) -> None:
         self.plan = StepPlan(step_id=step_id)
         self.rows: list[Sequence] = []
+        self._columns: list[tuple[int, ...]] = []  # of the plan's arrays over rows, row by row
         self._retentions = retentions
         self._replays: list[tuple[int, SequenceBlocks]] = []  # rows that begin inside a window repair
 
@@ -38,14 +39,15 @@ class PlanBuilder:
 
     def add_row(self, sequence: Sequence, blocks: SequenceBlocks, count: int) -> None:
         """Compute the next `count` tokens of a sequence whose blocks are there."""
-        plan = self.plan
         start = sequence.scheduled
         end = start + count
-        samples = end == len(sequence.token_ids) + sequence.num_pending
+        pending = sequence.num_pending
+        samples = end == len(sequence.token_ids) + pending
+        logits_from = end
         input_id = input_row = NO_ID
         if end > sequence.rank_known:
-            if sequence.num_pending:
-                assert sequence.sampled_step == plan.step_id - 1
+            if pending:
+                assert sequence.sampled_step == self.plan.step_id - 1
                 input_row = sequence.sampled_row
             else:
                 input_id = sequence.token_ids[-1]
@@ -53,20 +55,14 @@ class PlanBuilder:
         if blocks.changed:
             self._add_deltas(sequence.seq_id, blocks)
         if start < blocks.replay_until:
-            self._replays.append((len(plan.seq_ids), blocks))
+            self._replays.append((len(self.rows), blocks))
         if samples:
-            sequence.sampled_step, sequence.sampled_row = plan.step_id, len(plan.seq_ids)
-            sequence.num_pending += 1
-        plan.seq_ids.append(sequence.seq_id)
-        plan.start.append(start)
-        plan.count.append(count)
-        plan.input_id.append(input_id)
-        plan.input_row.append(input_row)
-        plan.sample.append(1 if samples else 0)
+            sequence.sampled_step, sequence.sampled_row = self.plan.step_id, len(self.rows)
+            sequence.num_pending = pending + 1
+            logits_from = end - 1
         if not sequence.has_output and sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens - 1:
-            plan.logits_from.append(start)
-        else:
-            plan.logits_from.append(end - 1 if samples else end)
+            logits_from = start
+        self._columns.append((sequence.seq_id, start, count, input_id, input_row, logits_from, int(samples)))
         sequence.scheduled = end
         sequence.num_in_flight += 1
         self.rows.append(sequence)
@@ -75,6 +71,8 @@ class PlanBuilder:
         """The complete plan."""
         plan = self.plan
         plan.finished = finished
+        columns = (list(column) for column in zip(*self._columns, strict=True))
+        plan.seq_ids, plan.start, plan.count, plan.input_id, plan.input_row, plan.logits_from, plan.sample = columns
         if copies:
             self._add_moves()
         plan.attend_from = [[0] * len(plan.seq_ids) for _ in self._retentions]

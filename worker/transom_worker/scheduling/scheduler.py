@@ -184,11 +184,12 @@ class Scheduler:
             raise ValueError(f"result of step {result.step_id} where step {plan.step_id} was due")
         outputs = []
         sample = 0
-        for row, sequence in enumerate(step.rows):
-            samples = plan.sample[row]
-            # an aborted one may have computed a token whose id was discarded
-            processed = min(plan.start[row] + plan.count[row], len(sequence.token_ids))
+        rows = zip(step.rows, plan.start, plan.count, plan.sample, strict=True)
+        for row, (sequence, start, count, samples) in enumerate(rows):
+            processed = start + count
             sequence.num_in_flight -= 1
+            if sequence.state is State.DONE:  # it may have computed a token whose id was discarded
+                processed = min(processed, len(sequence.token_ids))
             blocks = sequence.blocks
             assert blocks is not None
             if processed >= blocks.next_event:
@@ -248,7 +249,10 @@ class Scheduler:
                 count = self._placement.make_room(sequence, count, steps_in_flight=len(self._in_flight))
             if not count:
                 continue
-            budget.take(sequence, count)
+            if count > 1 or sequence.num_in_flight:
+                budget.take(sequence, count)
+            else:
+                budget.num_tokens -= 1  # one token alone needs no extra blocks
             builder.add_row(sequence, blocks, count)
         return self._placement.num_preemptions > before
 
@@ -274,21 +278,21 @@ def _collect_prompt_logprobs(sequence: Sequence, logprobs: list[TokenLogprobs]) 
 def _take_token(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
     """The sampled token is known from here on."""
     sequence.num_pending -= 1
-    token_ids = sequence.token_ids
-    token_ids.append(token_id)
+    sequence.token_ids.append(token_id)
+    num_tokens = len(sequence.token_ids)
     is_first = not sequence.has_output
     prompt_logprobs = None
     if is_first:
         sequence.has_output = True
         if sequence.request.params.prompt_logprobs is not None:
             prompt_logprobs = tuple(sequence.prompt_logprobs or (None,))
-    return SequenceOutput(
-        request_id=sequence.request.request_id,
-        token_id=token_id,
-        position=len(token_ids) - 1 - sequence.num_prompt_tokens,
-        num_cached_tokens=sequence.num_cached_tokens,
-        is_first=is_first,
-        at_limit=len(token_ids) >= sequence.max_tokens_total,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+    return SequenceOutput(  # by position: names would cost a third of this function
+        sequence.request.request_id,
+        token_id,
+        num_tokens - 1 - sequence.num_prompt_tokens,
+        sequence.num_cached_tokens,
+        is_first,
+        num_tokens >= sequence.max_tokens_total,
+        logprobs,
+        prompt_logprobs,
     )
