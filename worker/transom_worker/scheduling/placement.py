@@ -25,18 +25,17 @@ class Placement:
         self.finished_ids: list[int] = []  # ranks have not been told yet
         self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
-        self._blocked_at: int | None = None  # `cache.num_releases` when the first waiting one did not fit
+        self._blocked: Sequence | None = None  # the first waiting one did not fit
+        self._blocked_at = 0  # `cache.num_releases` then
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a new sequence wait for its turn."""
         self.waiting.add(sequence)
-        self._blocked_at = None
 
     def drop(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-            self._blocked_at = None
         else:
             if sequence.num_in_flight and sequence.state is State.RUNNING:
                 self._num_held += 1
@@ -86,7 +85,7 @@ class Placement:
         busy = len(self.running) > 0 or self._num_held > 0
         if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
             return None
-        if busy and (self._blocked_at == self.cache.num_releases or self._someone_is_alone(sequence)):
+        if busy and (self._is_blocked(sequence) or self._someone_is_alone(sequence)):
             return None
         count = self._admit(sequence, budget, busy)
         if not count and not busy and not sequence.alone:
@@ -95,9 +94,16 @@ class Placement:
             self.cache.drop_cached()
             count = self._admit(sequence, budget, busy)
         if not count:
-            self._blocked_at = self.cache.num_releases
+            self._blocked, self._blocked_at = sequence, self.cache.num_releases
             return None
         return sequence, count
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        """Whether it did not fit, and since then nobody left and windows let go hardly more than running sequences took.
+
+        To try costs as much as the hit is long, so it is not done for every block that slides out of a window.
+        """
+        return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
 
     def _someone_is_alone(self, candidate: Sequence) -> bool:
         return candidate.alone or (len(self.running) == 1 and self.running.first.alone)
@@ -176,5 +182,6 @@ class Placement:
     def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
         assert sequence.blocks is not None
         self.cache.release(sequence.blocks, kind=kind)
+        self._blocked = None
         sequence.blocks = None
         self.finished_ids.append(sequence.seq_id)
