@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.models.attention_layers import attention_layers
+from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape, read_deepseek_v4
 from transom_worker.models.layer_attention import LayerAttention
 from transom_worker.models.rope import ROPE_KINDS, Rope, read_ropes
 from transom_worker.models.scales import NO_SCALES, Scales, read_scales
@@ -29,6 +30,7 @@ __all__ = [
 # The others can be planned; `models.registry` has a class for each.
 RUNNABLE_FAMILIES = (
     *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
+    "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gemma4_text", "cohere2", "smollm3")  # configs may leave it out
@@ -54,6 +56,7 @@ class Architecture:
     activation: str = "silu"  # config.json's name of it
     ropes: tuple[Rope | None, ...] = ()  # by layer; None: no rotation
     scales: Scales = NO_SCALES
+    deepseek_v4: DeepseekV4Shape | None = None  # what only that family has
 
     @property
     def num_layers(self) -> int:
@@ -93,6 +96,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]),
             ropes=read_ropes(config, layers),
             scales=read_scales(config),
+            deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
             attention_bias=attention_bias or family in _BIASED_INPUTS,

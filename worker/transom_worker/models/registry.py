@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.layers.linear import Quantization
 from transom_worker.models.architecture import Architecture
+from transom_worker.models.deepseek_v4.model import DeepseekV4
 from transom_worker.models.dense import DENSE_FAMILIES, dense
 from transom_worker.models.model import Model, Weights
 from transom_worker.parallel import Parallel
 
-FAMILIES = dict.fromkeys(DENSE_FAMILIES, dense)
+FAMILIES: dict[str, Callable[..., Model]] = {**dict.fromkeys(DENSE_FAMILIES, dense), "deepseek_v4": DeepseekV4}
 
 
 def build_model(

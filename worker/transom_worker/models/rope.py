@@ -87,6 +87,8 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
 def _parameters(config: Config, layer: LayerAttention) -> Config:
     """This layer's parameters, `rope_theta` among them."""
     family = str(config.get("model_type", ""))
+    if family == "deepseek_v4":
+        return _deepseek_v4_parameters(config, compresses=layer.compression is not None)
     found = config.get("rope_parameters") or {}
     windowed = layer.window is not None and layer.compression is None
     if any(isinstance(value, Mapping) for value in found.values()):
@@ -101,6 +103,18 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
         else config.get("rope_theta") or _DEFAULT_THETA.get(family, 10_000.0)
     )
     return {**found, "rope_theta": theta}
+
+
+def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
+    """Layers that compress have a base of their own, and YaRN that leaves cosine and sine as they are."""
+    found = config.get("rope_parameters") or {}
+    if "main" in found and "compress" in found:
+        parameters: Config = found["compress" if compresses else "main"]
+        return parameters
+    if not compresses:
+        return {"rope_theta": config.get("rope_theta") or 10_000.0}
+    scaling = {**found, **(config.get("rope_scaling") or {})}
+    return {"attention_factor": 1.0, **scaling, "rope_theta": config.get("compress_rope_theta") or 160_000.0}
 
 
 def _attention_factor(parameters: Config, factor: float) -> float:

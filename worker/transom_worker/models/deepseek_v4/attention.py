@@ -1,0 +1,105 @@
+"""Attention with one latent row per token, key and value at once, beside compressed entries.
+
+Legend: T tokens, N hidden width, Q query rank, H heads, D latent width, G groups of heads, R output rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.latent_attention import latent_attention, write_rows
+from transom_kernels.rms_norm import head_norm_
+from transom_worker.layers.forward_batch import CompressedCache, LayerCache
+from transom_worker.layers.rope import RotaryTables
+from transom_worker.models.deepseek_v4.compressor import Compressor, Indexer, rotate
+from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
+from transom_worker.models.deepseek_v4.step import Step
+from transom_worker.models.layer_attention import LayerAttention
+from transom_worker.models.loading import Loader
+
+
+class LatentAttention:
+    """Queries of low rank, a window of latent rows and compressed entries under one softmax, outputs projected by groups.
+
+    Rows are rotated as keys; so what comes out is rotated as well, and is turned back at the query's position.
+    """
+
+    def __init__(self, load: Loader, layer: LayerAttention, shape: DeepseekV4Shape, eps: float) -> None:
+        """`load` reads names within `attn`."""
+        self._layer, self._eps = layer, eps
+        self._scale = float(layer.head_size**-0.5)
+        self._query_rank = shape.query_rank
+        self._down = load.linear("wq_a", "wkv")
+        self._query_norm, self._latent_norm = load.norm("q_norm", eps), load.norm("norm", eps)
+        self._queries = load.linear("wq_b")
+        self._output_GRD = load.tensor("wo_a.weight").view(shape.output_groups, shape.output_rank, -1)
+        self._output = load.linear("wo_b")
+        self._sinks_H = load.tensor("attn_sink", torch.float32)
+        self._compressor, self._indexer = None, None
+        if layer.compression is not None:
+            self._compressor = Compressor(load.under("compressor."), layer.compression, eps)
+            if layer.compression.index_size:
+                self._indexer = Indexer(load.under("indexer."), layer.compression, shape, eps)
+        parts = (
+            *(self._down, self._query_norm, self._latent_norm, self._queries, self._output),
+            *(self._compressor, self._indexer),
+        )
+        own = self._output_GRD.nbytes + self._sinks_H.nbytes
+        self.weight_bytes = own + sum(part.weight_bytes for part in parts if part is not None)
+
+    def __call__(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables,
+        cache: LayerCache,
+        group: int,
+        compressed: CompressedCache | None,
+        step: Step,
+    ) -> torch.Tensor:
+        """[T, N]; writes this step's rows, and the entries that it closes. `group` is that of `cache`."""
+        down_T = self._down(x_TN)
+        query_TQ = self._query_norm(down_T[:, : self._query_rank])
+        latent_TD = self._latent_norm(down_T[:, self._query_rank :])
+        q_THD = self._queries(query_TQ).view(len(x_TN), self._layer.num_heads, -1)
+        head_norm_(q_THD, None, self._eps)
+        rotate(q_THD, tables)
+        rotate(latent_TD[:, None], tables)
+        write_rows(latent_TD, cache.k, step.batch.groups[group].slots)
+        assert self._layer.window is not None
+        y_THD = latent_attention(
+            q_THD,
+            cache.k,
+            step.window(group, self._layer.window),
+            self._sinks_H,
+            scale=self._scale,
+            entry_cache=None if compressed is None else compressed.entries.cache.k,
+            entry_slots=None if compressed is None else self._entries(x_TN, query_TQ, tables, compressed, step),
+        )
+        rotate(y_THD, RotaryTables(tables.cos, -tables.signed_sin, tables.interleaved))
+        return self._project(y_THD)
+
+    def _entries(
+        self,
+        x_TN: torch.Tensor,
+        query_TQ: torch.Tensor,
+        tables: RotaryTables,
+        cache: CompressedCache,
+        step: Step,
+    ) -> torch.Tensor:
+        """Slots of the entries that each query reads, those that this step closes written before."""
+        assert self._compressor is not None
+        assert self._layer.compression is not None
+        ratio, group = self._layer.compression.ratio, cache.entries.group
+        self._compressor(x_TN, cache, step)
+        if self._indexer is None or cache.index is None:
+            return step.visible_entries(group, ratio)
+        self._indexer.write(x_TN, cache.index, step)
+        if self._indexer.reads_all(step):
+            return step.visible_entries(group, ratio)
+        return self._indexer.choose(x_TN, query_TQ, tables, cache.index, step, step.entries(group, ratio))
+
+    def _project(self, y_THD: torch.Tensor) -> torch.Tensor:
+        """Each group of heads by itself to a low rank, all of them together to the hidden width."""
+        y_GTD = y_THD.reshape(len(y_THD), len(self._output_GRD), -1).transpose(0, 1)
+        low_GTR = torch.bmm(y_GTD, self._output_GRD.transpose(1, 2))
+        return self._output(low_GTR.transpose(0, 1).flatten(1))

@@ -1,0 +1,98 @@
+"""What a layer keeps of tokens beyond its window: compressed entries, and an indexer that chooses among them.
+
+Legend: T tokens, N hidden width, R tokens per entry, G groups of R tokens that an entry reads, D width of an entry,
+E entries that a step closes, Q query rank, H indexer heads, K entries chosen, B sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.kv_write import kv_write
+from transom_kernels.latent_attention import pool_rows, select_entries, write_rows
+from transom_kernels.rotary import rotary_
+from transom_worker.layers.forward_batch import CompressedCache
+from transom_worker.layers.norm import RmsNorm
+from transom_worker.layers.rope import RotaryTables
+from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
+from transom_worker.models.deepseek_v4.step import Step
+from transom_worker.models.layer_attention import Compression
+from transom_worker.models.loading import Loader
+
+
+class Compressor:
+    """Every token's (kv, gate) goes into the state, in float32; the last of R tokens makes an entry of those that it reads.
+
+    Rows lie in the cache by position, so that an entry comes out the same wherever chunks, steps or hits begin.
+    """
+
+    def __init__(self, load: Loader, compression: Compression, eps: float) -> None:
+        self._ratio, self._num_groups = compression.ratio, 1 + compression.overlap
+        self._kv_gate = load.linear("wkv", "wgate")
+        self._position_bias = load.tensor("ape", torch.float32)
+        self._norm = RmsNorm(load.tensor("norm.weight", torch.float32), eps)
+        parts = (self._kv_gate, self._norm)
+        self.weight_bytes = self._position_bias.nbytes + sum(part.weight_bytes for part in parts)
+
+    def __call__(self, x_TN: torch.Tensor, cache: CompressedCache, step: Step) -> None:
+        """Writes this step's state and the entries that it closes."""
+        kv_gate = self._kv_gate(x_TN).float().view(len(x_TN), 2, 1, -1)
+        state, group = cache.state.cache, step.batch.groups[cache.state.group]
+        kv_write(kv_gate[:, 0], kv_gate[:, 1], state.k, state.v, group.slots, group.scratch)
+        if not step.closes_entries(cache):
+            return
+        slots = step.state(cache, self._ratio, self._num_groups)
+        entries_ED = self._norm(pool_rows(state.k, state.v, slots, self._position_bias)).to(x_TN.dtype)
+        rotate(entries_ED[:, None], step.entry_tables(cache, self._ratio))
+        write_rows(entries_ED, cache.entries.cache.k, step.batch.groups[cache.entries.group].slots)
+
+
+class Indexer:
+    """Keys of its own by entry, and queries that choose the entries to attend to."""
+
+    def __init__(self, load: Loader, compression: Compression, shape: DeepseekV4Shape, eps: float) -> None:
+        self._compressor = Compressor(load.under("compressor."), compression, eps)
+        self._queries, self._weights = load.linear("wq_b"), load.linear("weights_proj")
+        self._ratio, self._num_heads, self._top_k = compression.ratio, shape.num_index_heads, shape.index_top_k
+        self._scale = float((compression.index_size * shape.num_index_heads) ** -0.5)
+        parts = (self._compressor, self._queries, self._weights)
+        self.weight_bytes = sum(part.weight_bytes for part in parts)
+
+    def write(self, x_TN: torch.Tensor, cache: CompressedCache, step: Step) -> None:
+        """Writes this step's state and the keys of the entries that it closes."""
+        self._compressor(x_TN, cache, step)
+
+    def choose(
+        self,
+        x_TN: torch.Tensor,
+        query_TQ: torch.Tensor,
+        tables: RotaryTables,
+        cache: CompressedCache,
+        step: Step,
+        slots_BN: torch.Tensor,
+    ) -> torch.Tensor:
+        """Of each sequence's entries at `slots_BN`, the slots of those that each query reads, [T, K]; -1 for none."""
+        q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
+        rotate(q_THD, tables)
+        chosen_TK = select_entries(
+            q_THD,
+            self._weights(x_TN).float(),
+            cache.entries.cache.k,
+            step.entries(cache.entries.group, self._ratio),
+            step.sequence_T,
+            step.num_visible(self._ratio),
+            top_k=self._top_k,
+            scale=self._scale,
+        )
+        slots_TK = slots_BN[step.sequence_T[:, None], chosen_TK.clamp(min=0)]
+        return slots_TK.masked_fill_(chosen_TK < 0, -1)
+
+    def reads_all(self, step: Step) -> bool:
+        """Whether no query sees more entries than it may read."""
+        return step.num_entries(self._ratio) <= self._top_k
+
+
+def rotate(x_THD: torch.Tensor, tables: RotaryTables) -> None:
+    """Turns the last elements of every head, in place."""
+    width = tables.cos.shape[-1]
+    rotary_(x_THD[..., x_THD.shape[-1] - width :], tables.cos, tables.signed_sin, interleaved=tables.interleaved)

@@ -1,0 +1,131 @@
+"""The DeepSeek V4 decoder.
+
+Legend: T tokens, R rows whose logits are wanted, S streams of the residual, N hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_worker.errors import ConfigError, ModelError
+from transom_worker.layers.embedding import Embedding, Head
+from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.layers.linear import Quantization
+from transom_worker.layers.rope import RotaryEmbedding, RotaryTables
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.deepseek_v4.attention import LatentAttention
+from transom_worker.models.deepseek_v4.experts import ExpertLayer
+from transom_worker.models.deepseek_v4.names import either_name
+from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
+from transom_worker.models.deepseek_v4.step import Step
+from transom_worker.models.deepseek_v4.streams import StreamHead, StreamMixer
+from transom_worker.models.frequencies import frequencies
+from transom_worker.models.loading import Loader
+from transom_worker.models.model import Weights
+from transom_worker.models.rope import Rope
+
+
+class DeepseekV4:
+    """Embedding, layers over several streams, head."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization,
+    ) -> None:
+        """`weights` gives tensors by their names in the checkpoint.
+
+        Raises:
+            ModelError: layers without a window.  ConfigError: sinks or chunks, which these layers do not have.
+        """
+        shape = _checked(architecture)
+        load = Loader(weights=either_name(weights), dtype=dtype, device=device, quantization=quantization)
+        eps = architecture.rms_norm_eps
+        self.architecture, self._num_streams = architecture, shape.num_streams
+        self._embedding = Embedding(load.tensor("model.embed_tokens.weight"))
+        self._layers = [
+            DeepseekV4Layer(load.under(f"model.layers.{index}."), architecture, shape, index)
+            for index in range(architecture.num_layers)
+        ]
+        self._stream_head = StreamHead(load, "model.hc_head.hc", shape, eps)
+        self._norm = load.norm("model.norm", eps)
+        tied = architecture.tie_embeddings
+        head_VN = self._embedding.weight_VN if tied else load.tensor("head.weight")
+        self._head = Head(head_VN, quantization=quantization, tied=tied)
+        self._rotary = {
+            rope: RotaryEmbedding(frequencies(rope, device), dtype=dtype, scale=rope.attention_factor, interleaved=True)
+            for rope in set(architecture.ropes)
+            if rope is not None
+        }
+        self._entry_rope = _entry_rope(architecture)
+        ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
+        self.weight_bytes = ends + self._stream_head.weight_bytes + sum(layer.weight_bytes for layer in self._layers)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [R, V] in float32; writes the batch's rows and entries into its caches."""
+        step = Step(batch, None if self._entry_rope is None else self._rotary[self._entry_rope])
+        tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
+        x_TSN = self._embedding(batch.token_ids)[:, None].expand(-1, self._num_streams, -1)
+        token_ids = batch.token_ids
+        for index, layer in enumerate(self._layers):
+            rope = self.architecture.ropes[index]
+            assert rope is not None
+            x_TSN = layer.attend(x_TSN, tables[rope], step)
+            if index == len(self._layers) - 1:  # nobody reads the other rows from here on
+                x_TSN, token_ids = x_TSN[batch.logit_rows], token_ids[batch.logit_rows]
+            x_TSN = layer.feed_forward(x_TSN, token_ids)
+        return self._head(self._norm(self._stream_head(x_TSN)))
+
+
+class DeepseekV4Layer:
+    """One decoder layer."""
+
+    def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:
+        eps = architecture.rms_norm_eps
+        self._index = index
+        self._attention = LatentAttention(load.under("attn."), architecture.layers[index], shape, eps)
+        self._experts = ExpertLayer(load.under("ffn."), shape, hashed=shape.hashed[index])
+        self._attention_norm, self._expert_norm = load.norm("attn_norm", eps), load.norm("ffn_norm", eps)
+        self._attention_streams = StreamMixer(load, "hc_attn", shape, eps)
+        self._expert_streams = StreamMixer(load, "hc_ffn", shape, eps)
+        norms, mixers = (self._attention_norm, self._expert_norm), (self._attention_streams, self._expert_streams)
+        self.weight_bytes = sum(part.weight_bytes for part in (self._attention, self._experts, *norms, *mixers))
+
+    def attend(self, x_TSN: torch.Tensor, tables: RotaryTables, step: Step) -> torch.Tensor:
+        """[T, S, N]."""
+        batch, index = step.batch, self._index
+        x_TN, expand_TS, mix_TSS = self._attention_streams.collapse(x_TSN)
+        y_TN = self._attention(
+            self._attention_norm(x_TN),
+            tables,
+            batch.caches[index],
+            batch.group_of_layer[index],
+            batch.compressed[index] if batch.compressed else None,
+            step,
+        )
+        return self._attention_streams.expand(y_TN, x_TSN, expand_TS, mix_TSS)
+
+    def feed_forward(self, x_TSN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, S, N]."""
+        x_TN, expand_TS, mix_TSS = self._expert_streams.collapse(x_TSN)
+        y_TN = self._experts(self._expert_norm(x_TN), token_ids_T)
+        return self._expert_streams.expand(y_TN, x_TSN, expand_TS, mix_TSS)
+
+
+def _checked(architecture: Architecture) -> DeepseekV4Shape:
+    if architecture.deepseek_v4 is None or any(layer.window is None for layer in architecture.layers):
+        raise ModelError("A deepseek_v4 model has a window in every layer; config.json gives some without one.")
+    if any(layer.sinks or layer.chunk is not None for layer in architecture.layers):
+        raise ConfigError("--sinks and --chunk were given; deepseek_v4 layers have windows only. Leave them out.")
+    return architecture.deepseek_v4
+
+
+def _entry_rope(architecture: Architecture) -> Rope | None:
+    """The rotation of compressed entries, which is that of the layers that have them."""
+    pairs = zip(architecture.layers, architecture.ropes, strict=True)
+    return next((rope for layer, rope in pairs if layer.compression is not None), None)

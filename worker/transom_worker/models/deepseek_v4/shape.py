@@ -1,0 +1,75 @@
+"""Sizes that only DeepSeek V4 has, from its `config.json`. No torch. What a config leaves out is the published models'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+
+_SCORES: dict[str, Score] = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+_HASH_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekV4Shape:
+    """Besides layers and widths, which `Architecture` has."""
+
+    query_rank: int
+    output_groups: int  # of heads; each is projected by itself to `output_rank`
+    output_rank: int
+    num_index_heads: int
+    index_top_k: int  # entries that a query reads of a layer with an indexer
+    num_streams: int  # of the residual
+    sinkhorn_rounds: int
+    stream_eps: float
+    num_experts: int
+    num_chosen_experts: int
+    expert_score: Score
+    expert_scale: float  # what a token's expert weights add up to
+    expert_limit: float  # of gates and ups, before the activation
+    hashed: tuple[bool, ...]  # by layer: experts are looked up by token id
+
+
+def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
+    """The sizes that a config gives.
+
+    Raises:
+        TypeError, ValueError: a wrong value.
+    """
+
+    def number(name: str, default: int) -> int:
+        return int(config.get(name) or default)
+
+    score = str(config.get("scoring_func") or "sqrtsoftplus")
+    if score not in _SCORES:
+        raise ValueError(f"scoring_func is {score!r}; supported: {', '.join(_SCORES)}")
+    return DeepseekV4Shape(
+        query_rank=number("q_lora_rank", 1024),
+        output_groups=number("o_groups", 8),
+        output_rank=number("o_lora_rank", 1024),
+        num_index_heads=number("index_n_heads", 64),
+        index_top_k=number("index_topk", 512),
+        num_streams=number("hc_mult", 4),
+        sinkhorn_rounds=number("hc_sinkhorn_iters", 20),
+        stream_eps=float(config.get("hc_eps") or 1e-6),
+        num_experts=number("n_routed_experts", 256),
+        num_chosen_experts=number("num_experts_per_tok", 6),
+        expert_score=_SCORES[score],
+        expert_scale=float(config.get("routed_scaling_factor") or 1.5),
+        expert_limit=float(config.get("swiglu_limit") or 10.0),
+        hashed=_hashed_layers(config),
+    )
+
+
+def _hashed_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    num_layers = int(config["num_hidden_layers"])
+    types = config.get("mlp_layer_types")
+    if types is None:
+        num_hashed = config.get("num_hash_layers")
+        return tuple(index < (_HASH_LAYERS if num_hashed is None else int(num_hashed)) for index in range(num_layers))
+    unknown = set(types) - {"hash_moe", "moe"}
+    if unknown or len(types) < num_layers:
+        raise ValueError(f"mlp_layer_types must be 'hash_moe' or 'moe' for each of {num_layers} layers, not {types}")
+    return tuple(kind == "hash_moe" for kind in types[:num_layers])
