@@ -14,6 +14,7 @@ from transom_worker.errors import ConfigError, ModelError
 from transom_worker.models.attention_layers import attention_layers
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape, read_deepseek_v4
 from transom_worker.models.layer_attention import LayerAttention
+from transom_worker.models.mixture import Mixture, read_mixture
 from transom_worker.models.rope import ROPE_KINDS, Rope, read_ropes
 from transom_worker.models.scales import NO_SCALES, Scales, read_scales
 
@@ -30,6 +31,7 @@ __all__ = [
 # The others can be planned; `models.registry` has a class for each.
 RUNNABLE_FAMILIES = (
     *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "llama4_text"),
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -56,6 +58,8 @@ class Architecture:
     activation: str = "silu"  # config.json's name of it
     ropes: tuple[Rope | None, ...] = ()  # by layer; None: no rotation
     scales: Scales = NO_SCALES
+    mixture: Mixture | None = None
+    norm_after_rotation: bool = False  # each query and key head to one length, in layers that rotate
     deepseek_v4: DeepseekV4Shape | None = None  # what only that family has
 
     @property
@@ -85,7 +89,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     family = str(config.get("model_type", ""))
     try:
         layers = attention_layers(config)
-        attention_bias = bool(config.get("attention_bias", False))
+        attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
         return Architecture(
             family=family,
             layers=layers,
@@ -96,6 +100,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]),
             ropes=read_ropes(config, layers),
             scales=read_scales(config),
+            mixture=read_mixture(config, len(layers)),
+            norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),

@@ -114,6 +114,10 @@ def _sliding_above(config: Config, index: int) -> str:
     return SLIDING if uses and index >= int(config.get("max_window_layers", 28)) else FULL
 
 
+def _sliding_if_used(config: Config, _index: int) -> str:
+    return SLIDING if config.get("use_sliding_window") and config.get("sliding_window") else FULL
+
+
 def _every_other(_config: Config, index: int) -> str:
     return FULL if index % 2 else SLIDING
 
@@ -152,7 +156,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "qwen2": _sliding_above,
     "qwen2_moe": _sliding_above,
     "qwen3": _sliding_above,
-    "qwen3_moe": _sliding_above,
+    "qwen3_moe": _sliding_if_used,
     "gemma": _always_full,
     "gemma2": _every_other,
     "gemma3_text": _full_every(6),

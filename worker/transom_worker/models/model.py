@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.models.architecture import Architecture
+from transom_worker.weights import Weights
 
-Weights = Callable[[str], torch.Tensor]  # a tensor by its Hugging Face name
+__all__ = ["Model", "Weights"]
 
 
 class Model(Protocol):

@@ -8,11 +8,20 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PositionScale:
+    """Queries at position `p` are multiplied by `1 + factor * log(1 + floor((p + 1) / interval))`."""
+
+    factor: float
+    interval: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
     """None or 1: nothing is done."""
 
     embedding: float = 1.0
     query: float | None = None  # of attention scores; None: head size ** -0.5
+    query_by_position: PositionScale | None = None  # in layers that do not rotate
     attention_cap: float | None = None
     logit: float = 1.0
     logit_cap: float | None = None
@@ -39,9 +48,17 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
             )
         case "gemma4_text":
             return Scales(embedding=_root(config), query=1.0, logit_cap=_cap(config, "final_logit_softcapping"))
+        case "llama4_text":
+            return Scales(query_by_position=_llama4_scale(config))
         case "cohere2":
             return Scales(logit=float(config.get("logit_scale", 0.0625)))
     return NO_SCALES
+
+
+def _llama4_scale(config: Mapping[str, Any]) -> PositionScale | None:
+    if not config.get("attn_temperature_tuning", True):
+        return None
+    return PositionScale(factor=float(config.get("attn_scale", 0.1)), interval=int(config.get("floor_scale", 8192)))
 
 
 def _root(config: Mapping[str, Any]) -> float:

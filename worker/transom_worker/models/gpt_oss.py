@@ -1,0 +1,51 @@
+"""gpt-oss: a learned sink for each head, every other layer with a window, experts with biases and a clamped gate.
+
+The experts are published as MXFP4; `weights` makes them look as they do in bfloat16.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from transom_worker.layers.experts import Experts, clamped_swiglu
+from transom_worker.layers.linear import Quantization
+from transom_worker.layers.moe import Moe
+from transom_worker.layers.router import Router, Routing
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.decoder import Decoder
+from transom_worker.models.expert_loading import experts_by_stack
+from transom_worker.models.loading import Loader
+from transom_worker.models.model import Weights
+from transom_worker.models.style import FeedForward, Style
+
+
+def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    mixture, hidden_size = architecture.mixture, architecture.hidden_size
+    assert mixture is not None
+    assert mixture.clamp is not None
+    load = load.under("mlp.")
+    router = Router(
+        load.tensor("router.weight", torch.float32),
+        Routing(num_chosen=mixture.num_chosen),
+        bias_E=load.tensor("router.bias", torch.float32),
+    )
+    weights = experts_by_stack(load.under("experts."), mixture, hidden_size, interleaved=True, biased=True)
+    activation = partial(clamped_swiglu, limit=mixture.clamp, alpha=mixture.gate_gain, up_offset=1.0)
+    return Moe(router, Experts(weights, activation, quantization=load.quantization))
+
+
+_STYLE = Style(sink_logits="sinks", feed_forward=_feed_forward)
+
+
+def gpt_oss(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+) -> Decoder:
+    """The decoder; see `Decoder`."""
+    return Decoder(architecture, weights, _STYLE, dtype=dtype, device=device, quantization=quantization)

@@ -1,0 +1,64 @@
+"""Llama 4's text decoder: layers that see a chunk and turn, layers that see everything and do not, experts on scaled inputs.
+
+Legend: T tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from transom_kernels.gated_mlp import gated_activation
+from transom_worker.layers.experts import Experts
+from transom_worker.layers.linear import Quantization
+from transom_worker.layers.moe import Moe
+from transom_worker.layers.router import Router, Routing
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.decoder import Decoder
+from transom_worker.models.expert_loading import experts_by_stack
+from transom_worker.models.loading import Loader
+from transom_worker.models.model import Weights
+from transom_worker.models.scales import PositionScale
+from transom_worker.models.style import FeedForward, Style
+
+
+def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    mixture, hidden_size = architecture.mixture, architecture.hidden_size
+    assert mixture is not None
+    if index not in mixture.layers:
+        return load.mlp(architecture.gate_activation, prefix="feed_forward.")
+    load = load.under("feed_forward.")
+    routing = Routing(num_chosen=mixture.num_chosen, score="sigmoid", normalise=False)
+    router = Router(load.tensor("router.weight", torch.float32), routing)
+    experts = Experts(
+        experts_by_stack(load.under("experts."), mixture, hidden_size),
+        partial(gated_activation, activation=architecture.gate_activation),
+        quantization=load.quantization,
+        scales_input=True,
+    )
+    return Moe(router, experts, load.mlp(architecture.gate_activation, prefix="shared_expert."))
+
+
+def query_scale(scale: PositionScale, positions_T: torch.Tensor) -> torch.Tensor:
+    """What the queries at these positions are multiplied by: more the farther they look back."""
+    intervals_T = ((positions_T.float() + 1.0) / scale.interval).floor()
+    return intervals_T.log1p() * scale.factor + 1.0
+
+
+def llama4(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+) -> Decoder:
+    """The decoder; see `Decoder`."""
+    scale = architecture.scales.query_by_position
+    style = Style(
+        head_norm_after_rotation=architecture.norm_after_rotation,
+        feed_forward=_feed_forward,
+        query_scale=None if scale is None else partial(query_scale, scale),
+    )
+    return Decoder(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)

@@ -1,0 +1,97 @@
+"""Which layers are mixtures of experts, and of which kind, from a `config.json`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The experts of a model; layers without any have a feed-forward part of `dense_size`."""
+
+    num_experts: int
+    num_chosen: int  # per token
+    inner_size: int  # of one expert
+    dense_size: int
+    layers: frozenset[int]  # those that are mixtures
+    normalise: bool = True  # a token's weights add up to `scale`
+    scale: float = 1.0
+    gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
+    clamp: float | None = None  # of gates from above and of ups on both sides
+
+
+# transformers' own: configs may leave them out.
+_DEFAULTS: dict[str, Config] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16_384},
+    "mimo_v2_flash": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+}
+
+
+def read_mixture(config: Config, num_layers: int) -> Mixture | None:
+    """The family's; None for one without experts.
+
+    Raises:
+        KeyError, TypeError, ValueError: a missing or wrong value.
+    """
+    family = str(config.get("model_type", ""))
+    if family not in _DEFAULTS:
+        return None
+    given = {name: value for name, value in config.items() if value is not None}
+    mixture = _read(family, {**_DEFAULTS[family], **given}, num_layers)
+    if not 1 <= mixture.num_chosen <= mixture.num_experts:
+        raise ValueError(f"{mixture.num_chosen} experts per token are to be chosen from {mixture.num_experts}")
+    return mixture
+
+
+def _read(family: str, config: Config, num_layers: int) -> Mixture:
+    experts = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
+    plain = Mixture(
+        num_experts=int(experts),
+        num_chosen=int(config["num_experts_per_tok"]),
+        inner_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+        dense_size=int(config.get("intermediate_size_mlp") or config["intermediate_size"]),
+        layers=frozenset(range(num_layers)),
+    )
+    match family:
+        case "gpt_oss":
+            return replace(plain, gate_gain=float(config["swiglu_alpha"]), clamp=float(config["swiglu_limit"]))
+        case "qwen3_moe":
+            layers = _qwen_layers(config, num_layers)
+            return replace(plain, layers=layers, normalise=bool(config.get("norm_topk_prob", False)))
+        case "llama4_text":
+            return replace(plain, layers=_llama4_layers(config, num_layers), normalise=False)
+        case "mimo_v2_flash":
+            if int(config.get("n_group", 1)) > 1:
+                raise ValueError("n_group above 1, experts chosen by group, is not supported")
+            return replace(
+                plain,
+                layers=_mimo_layers(config, num_layers),
+                normalise=bool(config.get("norm_topk_prob", True)),
+                scale=float(config.get("routed_scaling_factor", 1.0)),
+            )
+    return plain
+
+
+def _qwen_layers(config: Config, num_layers: int) -> frozenset[int]:
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    return frozenset(index for index in range(num_layers) if index not in dense and (index + 1) % step == 0)
+
+
+def _llama4_layers(config: Config, num_layers: int) -> frozenset[int]:
+    given = config.get("moe_layers")
+    if given is not None:
+        return frozenset(int(index) for index in given)
+    step = int(config.get("interleave_moe_layer_step", 1))
+    return frozenset(range(step - 1, num_layers, step))
+
+
+def _mimo_layers(config: Config, num_layers: int) -> frozenset[int]:
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")

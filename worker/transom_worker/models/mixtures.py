@@ -1,0 +1,80 @@
+"""Families whose experts are matrices of their own in the checkpoint: Mixtral, Qwen3-MoE, MiMo-V2-Flash."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from transom_kernels.gated_mlp import gated_activation
+from transom_worker.layers.experts import Experts
+from transom_worker.layers.linear import Quantization
+from transom_worker.layers.moe import Moe
+from transom_worker.layers.router import Router, Routing
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.decoder import Decoder
+from transom_worker.models.expert_loading import experts_by_name
+from transom_worker.models.loading import Loader
+from transom_worker.models.model import Weights
+from transom_worker.models.style import FeedForward, Style, dense_feed_forward
+
+
+def _mixtral(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    return _routed(architecture, load.under("block_sparse_moe."), names=("w1", "w3", "w2"))
+
+
+def _qwen3(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    return _routed_or_dense(architecture, index, load, corrected=False)
+
+
+def _mimo(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    return _routed_or_dense(architecture, index, load, corrected=True)
+
+
+def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, corrected: bool) -> FeedForward:
+    assert architecture.mixture is not None
+    if index not in architecture.mixture.layers:
+        return dense_feed_forward(architecture, index, load)
+    names = ("gate_proj", "up_proj", "down_proj")
+    return _routed(architecture, load.under("mlp."), names=names, corrected=corrected)
+
+
+def _routed(
+    architecture: Architecture, load: Loader, *, names: tuple[str, str, str], corrected: bool = False
+) -> FeedForward:
+    """`corrected`: sigmoid scores, chosen by score and a learned correction."""
+    mixture = architecture.mixture
+    assert mixture is not None
+    correction_E = load.tensor("gate.e_score_correction_bias", torch.float32) if corrected else None
+    routing = Routing(
+        num_chosen=mixture.num_chosen,
+        score="sigmoid" if corrected else "softmax",
+        normalise=mixture.normalise,
+        scale=mixture.scale,
+    )
+    router = Router(load.tensor("gate.weight", torch.float32), routing, correction_E=correction_E)
+    weights = experts_by_name(
+        load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
+    )
+    activation = partial(gated_activation, activation=architecture.gate_activation)
+    return Moe(router, Experts(weights, activation, quantization=load.quantization))
+
+
+_STYLES = {
+    "mixtral": Style(feed_forward=_mixtral),
+    "qwen3_moe": Style(head_norm="each", feed_forward=_qwen3),
+}
+MIXTURE_FAMILIES = tuple(_STYLES)
+
+
+def mixture_of_matrices(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+) -> Decoder:
+    """The decoder of one of these families; see `Decoder`."""
+    style = _STYLES[architecture.family]
+    return Decoder(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)
