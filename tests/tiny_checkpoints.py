@@ -83,7 +83,7 @@ def tiny_llama(
     model = LlamaForCausalLM(config)
     _scale(model)
     model.to(dtype).save_pretrained(folder)
-    _tiny_tokenizer().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -105,7 +105,7 @@ _GAINS = {"embed_tokens": 0.5, "lm_head": 0.5, "q_proj": 1.5, "k_proj": 1.5, "o_
 
 
 @lru_cache(maxsize=1)
-def _tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """SmolLM2's tokenizer cut to its first 2,048 tokens: the special ones, all bytes, the most common merges."""
     metadata = read_gguf_header(resolve_model("smollm2").path).metadata
     tokens = metadata["tokenizer.ggml.tokens"][:VOCAB_SIZE]

@@ -1,0 +1,134 @@
+"""Small random checkpoints of any family, made by transformers, and what transformers computes with them.
+
+Weights are random but not arbitrary: sublayers outweigh the embeddings, so that greedy text does not repeat itself; heads look
+far back, so that a wrong mask changes the text at once; logits have a set spread, so that margins are clear. They are
+representable in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from tiny_checkpoints import tiny_tokenizer
+
+VOCAB_SIZE = 512
+LOGIT_STD = 4.0
+NUM_TOKENS = 48
+LENGTHS = (1, 5, 40, 200, 700)
+MIN_MARGIN = 1e-3
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# Standard deviation times sqrt(columns): 1 keeps the size of what goes in.
+_GAINS = {"embed_tokens": 0.5, "lm_head": 0.5, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 3.0, "down_proj": 3.0}
+# Norm weights of queries and keys set how sharply heads look.
+_LOOKING_NORMS = ("q_norm", "k_norm")
+
+
+def make_checkpoint(folder: Path, family: str, *, seed: int = 0, looking: float = 1.5, **config: Any) -> Path:
+    """Write a checkpoint of `family` (config.json's model_type) in the sizes above, overridden by `config`; return the folder."""
+    torch.manual_seed(seed)
+    settings = AutoConfig.for_model(family, **(SIZES | config))
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+    scale_weights(model, looking=looking)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def scale_weights(model: PreTrainedModel, *, looking: float = 1.5) -> None:
+    """Random weights whose sizes suit a test; what is not a matrix or a norm is drawn like a bias or left to the caller."""
+    less_one = _holds_norms_less_one(model)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            middle = looking if any(norm in name for norm in _LOOKING_NORMS) else 1.0
+            weight.uniform_(0.8 * middle, 1.2 * middle).sub_(1.0 if less_one else 0.0)
+        elif weight.dim() == 1:
+            weight.normal_(0.0, 0.3)
+        else:
+            gain = next((g for key, g in _GAINS.items() if key in name), 1.0)
+            weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
+    if model.config.model_type.startswith("gemma"):  # these multiply what they look up
+        model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)
+    _spread_logits(model, 1.0 if less_one else 0.0)
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16())
+
+
+def _holds_norms_less_one(model: PreTrainedModel) -> bool:
+    return model.config.model_type in ("gemma", "gemma2", "gemma3_text")
+
+
+def _spread_logits(model: PreTrainedModel, less: float) -> None:
+    """Scale the last norm until logits have LOGIT_STD; soft caps bend, so more than once."""
+    ids = torch.randint(3, VOCAB_SIZE, (1, 64))
+    weight = model.model.norm.weight
+    for _ in range(4):
+        weight.copy_((weight + less) * (LOGIT_STD / model(ids).logits.std()) - less)
+
+
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, with `changes` to its config."""
+    config = AutoConfig.from_pretrained(folder, **changes)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.eval()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A prompt, its greedy continuation, and the log-probabilities [NUM_TOKENS, vocabulary] that each token was chosen from."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: torch.Tensor
+
+    @property
+    def margin(self) -> float:
+        """How far the closest choice was ahead of the next best."""
+        best = self.logprobs.topk(2, dim=-1).values
+        return float((best[:, 0] - best[:, 1]).min())
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """A prompt without structure."""
+    return [(131 * length + 17 * j + j * j * 29 + 7 * salt) % (VOCAB_SIZE - 10) + 5 for j in range(length)]
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, ids: Sequence[int], num_tokens: int = NUM_TOKENS) -> Answer:
+    """What `model` continues `ids` with, token by token; then checked against one pass over all of it."""
+    cache, fresh, tokens = DynamicCache(config=model.config), list(ids), []
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([fresh]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+        fresh = tokens[-1:]
+    logprobs = step_logprobs(model, ids, tokens)
+    assert logprobs.argmax(-1).tolist() == tokens, "transformers with a cache differs from transformers without"
+    return Answer(prompt=list(ids), token_ids=tokens, logprobs=logprobs)
+
+
+@torch.inference_mode()
+def step_logprobs(model: PreTrainedModel, ids: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities at each of `tokens` after `ids`, from one pass without a cache."""
+    logits = model(torch.tensor([[*ids, *tokens[:-1]]]), use_cache=False).logits[0].float()
+    return torch.log_softmax(logits[len(ids) - 1 :], dim=-1)

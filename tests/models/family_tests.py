@@ -1,0 +1,144 @@
+"""The same questions to every family: does the engine compute what transformers computes, however it gets there?
+
+A test module makes checkpoints, gives them as the fixture `family`, and inherits `FamilyTests`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    LENGTHS,
+    MIN_MARGIN,
+    NUM_TOKENS,
+    Answer,
+    greedy,
+    load_oracle,
+    make_checkpoint,
+    prompt,
+    step_logprobs,
+)
+
+from engine_driver import Whole, make_engine, make_request, run
+from lost_windows import lose_windows
+from transom_worker.contract import MAX_LOGPROBS
+from transom_worker.engine import Engine
+
+TOLERANCE = 1e-3
+MAX_MODEL_LEN = 768
+BLOCK = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyCase:
+    """A family's config, and mistakes (changes to the config) that must show in what transformers computes."""
+
+    family: str
+    config: dict[str, Any] = field(default_factory=dict)
+    mistakes: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A case, its checkpoint, and the right answers."""
+
+    case: FamilyCase
+    folder: Path
+    answers: list[Answer]
+
+    @staticmethod
+    def make(folder: Path, case: FamilyCase) -> Family:
+        """Write the checkpoint and ask transformers."""
+        make_checkpoint(folder, case.family, **case.config)
+        return Family.of(folder, case)
+
+    @staticmethod
+    def of(folder: Path, case: FamilyCase) -> Family:
+        """Of a checkpoint that is there."""
+        oracle = load_oracle(folder)
+        return Family(case=case, folder=folder, answers=[greedy(oracle, prompt(length)) for length in LENGTHS])
+
+    def engine(self, **settings: Any) -> Engine:
+        """An engine over it; a roomy one unless `settings` say otherwise."""
+        values = {
+            "block_size": BLOCK,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 8,
+        }
+        return make_engine(str(self.folder), **(values | {"dtype": "float32"} | settings))
+
+    def ask(self, engine: Engine, name: str, which: list[int] | None = None) -> list[Whole]:
+        """Put the prompts to the engine, all at once, and compare tokens and log-probabilities."""
+        chosen = range(len(self.answers)) if which is None else which
+        requests = [
+            make_request(f"{name}{at}", self.answers[i].prompt, max_tokens=NUM_TOKENS, logprobs=MAX_LOGPROBS)
+            for at, i in enumerate(chosen)
+        ]
+        wholes = run(engine, requests)
+        for i, whole in zip(chosen, wholes, strict=True):
+            assert whole.token_ids == self.answers[i].token_ids, f"{name}, prompt of {LENGTHS[i]}"
+            assert worst_difference(whole, self.answers[i]) < TOLERANCE, f"{name}, prompt of {LENGTHS[i]}"
+        return wholes
+
+
+class FamilyTests:
+    """Inherit, and give the fixture `family`."""
+
+    def test_margins_are_clear_and_text_is_not_degenerate(self, family: Family) -> None:
+        assert min(answer.margin for answer in family.answers) > MIN_MARGIN
+        assert min(len(set(answer.token_ids)) for answer in family.answers) >= 8
+
+    def test_mistakes_would_show(self, family: Family) -> None:
+        for mistake in family.case.mistakes:
+            wrong = load_oracle(family.folder, **mistake)
+            moved = [
+                (step_logprobs(wrong, answer.prompt, answer.token_ids) - answer.logprobs).abs().max()
+                for answer in family.answers[2:]
+            ]
+            assert max(moved) > 50 * TOLERANCE, mistake
+
+    def test_alone_and_in_one_chunk(self, family: Family) -> None:
+        engine = family.engine(enable_prefix_caching=False)
+        for i in range(len(LENGTHS)):
+            family.ask(engine, f"alone{i}-", [i])
+
+    @pytest.mark.parametrize("steps_in_flight", [1, 2])
+    def test_together_in_small_chunks_then_from_the_cache_then_with_lost_windows(
+        self, family: Family, steps_in_flight: int
+    ) -> None:
+        engine = family.engine(max_num_batched_tokens=45, steps_in_flight=steps_in_flight)
+        family.ask(engine, "cold")
+        hits = family.ask(engine, "hit")
+        assert [whole.num_cached_tokens for whole in hits] == [(n - 1) // BLOCK * BLOCK for n in LENGTHS]
+        lose_windows(engine._scheduler.cache)
+        family.ask(engine, "repaired")
+        kept = [retention.keeps_everything for retention in engine._scheduler.cache.retentions]
+        assert (engine.stats().outcome_tokens.get("repaired", 0) > 0) == (any(kept) and not all(kept))
+
+    def test_preempted(self, family: Family) -> None:
+        few = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+        plan = family.engine(**few).info.plan
+        tight = plan.request_bytes + plan.in_flight_bytes + 4 * plan.page_bytes
+        engine = family.engine(kv_cache_memory_bytes=tight, **few)
+        family.ask(engine, "tight", [3, 1, 0, 3, 1, 3, 0, 3, 4, 1, 2])
+        assert engine.num_preemptions > 0
+
+    def test_without_the_hybrid_cache(self, family: Family) -> None:
+        engine = family.engine(hybrid_kv_cache=False, max_num_batched_tokens=200)
+        family.ask(engine, "dense")
+        family.ask(engine, "dense-hit")
+
+
+def worst_difference(whole: Whole, answer: Answer) -> float:
+    """Largest difference of any reported log-probability, over all steps."""
+    worst = 0.0
+    for step, reported in enumerate(whole.logprobs):
+        given = (reported.chosen, *reported.top)
+        theirs = answer.logprobs[step, [logprob.token_id for logprob in given]]
+        worst = max(worst, float((torch.tensor([logprob.logprob for logprob in given]) - theirs).abs().max()))
+    return worst

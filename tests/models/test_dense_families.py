@@ -1,0 +1,119 @@
+"""Dense families against transformers' own, on small random checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+from family_tests import Family, FamilyCase, FamilyTests
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
+
+CASES = {
+    "llama3": FamilyCase(
+        family="llama",
+        config={
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},),
+    ),
+    "smollm3": FamilyCase(
+        family="smollm3",
+        config={"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2},
+        mistakes=({"sliding_window": 17}, {"no_rope_layers": [1, 1, 1, 1]}),
+    ),
+    "mistral": FamilyCase(family="mistral", config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
+    "mistral without windows": FamilyCase(family="mistral", config={"sliding_window": None, "seed": 1}),
+    "ministral": FamilyCase(
+        family="ministral",
+        config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
+        mistakes=({"sliding_window": 19},),
+    ),
+    "qwen2": FamilyCase(
+        family="qwen2",
+        config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
+        mistakes=({"sliding_window": 17},),
+    ),
+    "qwen3": FamilyCase(
+        family="qwen3",
+        config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24},
+        mistakes=({"sliding_window": 15},),
+    ),
+    "gemma2": FamilyCase(
+        family="gemma2",
+        config={
+            "seed": 1,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 14.0,
+        },
+        mistakes=(
+            {"sliding_window": 17},
+            {"attn_logit_softcapping": None},
+            {"final_logit_softcapping": None},
+            {"query_pre_attn_scalar": 16},
+        ),
+    ),
+    "gemma3": FamilyCase(
+        family="gemma3_text",
+        config={
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+            },
+        },
+        mistakes=(
+            {"sliding_window": 23},
+            {
+                "rope_parameters": {
+                    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+                    FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+                }
+            },
+            {
+                "rope_parameters": {
+                    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                    FULL: {"rope_type": "default", "rope_theta": 10_000.0},
+                }
+            },
+        ),
+    ),
+    "olmo3": FamilyCase(
+        family="olmo3",
+        config={"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
+        mistakes=({"sliding_window": 21}, {"rope_parameters": {SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}}),
+    ),
+    "cohere2": FamilyCase(
+        family="cohere2", config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family.make(tmp_path_factory.mktemp(request.param), CASES[request.param])
+
+
+class TestDenseFamilies(FamilyTests):
+    """All of `FamilyTests`, by family."""
