@@ -185,10 +185,11 @@ class KvCache:
                 self._copies.append(BlockCopy(group, source, target))
         return child
 
-    def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0) -> bool:
+    def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Give every group blocks for positions below `end`; False, and nothing changed, if memory is short.
 
-        `reserve` blocks per group must stay within reach besides. Evicts cached blocks as needed.
+        `reserve` blocks per group must stay within reach besides. Evicts cached blocks as needed, and moves active ones together
+        if that is what it takes and `compact` allows.
         """
         needs = [
             max(0, -(-end // retention.block_size) - table.end_block)
@@ -198,7 +199,7 @@ class KvCache:
             return False
         pages = self._allocator.pages_needed(needs)
         if pages is None:
-            if not self._compact(needs):
+            if not compact or not self._compact(needs):
                 return False
             pages = self._allocator.pages_needed(needs)
             assert pages is not None
@@ -249,15 +250,12 @@ class KvCache:
     # Bounds
 
     def worst_case_pages(self, num_tokens: int) -> int:
-        """Pages that a sequence of `num_tokens` tokens may need at its peak when it runs alone in an empty cache."""
-        pages = 0
-        for retention, per_page in zip(self.retentions, self.arena.blocks_per_page, strict=True):
-            peak = retention.peak_blocks(num_tokens)
-            everything = -(-num_tokens // retention.block_size)
-            # a sliding run may begin and end inside a page, and so may the pinned blocks before it
-            ragged = 0 if retention.keeps_everything else 1 + bool(retention.num_pinned)
-            pages += min(-(-peak // per_page) + ragged, -(-everything // per_page))
-        return pages
+        """Pages that a sequence of `num_tokens` tokens, its last one sampled but never computed, needs at its peak."""
+        computed = max(1, num_tokens - 1)  # the last token's successor is never asked for
+        return sum(
+            -(-retention.peak_blocks(computed) // per_page)
+            for retention, per_page in zip(self.retentions, self.arena.blocks_per_page, strict=True)
+        )
 
     def capacity_tokens(self, limit: int) -> int:
         """Longest sequence, up to `limit` tokens, that fits the pool alone."""
@@ -313,7 +311,7 @@ class KvCache:
             groups=groups,
             outcome_tokens=dict(self._outcome),
             waste=self.arena.waste,
-            num_checkpoints=self._checkpoints.tree.num_nodes,
+            num_checkpoints=self._checkpoints.num_complete,
             num_compacted_blocks=self._num_compacted,
         )
 
@@ -341,7 +339,7 @@ class KvCache:
             return chain[step - 1 : units : step]
         if blocks.replay_until:
             table.first_block = max(retention.num_pinned, blocks.replay_from // retention.block_size)
-            return chain[: retention.num_pinned]
+            return chain[: min(retention.num_pinned, units)]
         return [chain[block] for block in self._live_blocks(table, units)]
 
     def _live_blocks(self, table: BlockTable, end: int) -> list[int]:

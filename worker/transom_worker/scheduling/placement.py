@@ -62,10 +62,8 @@ class Placement:
             victim = self.running.last
             if victim is sequence and len(self.running) == 1:
                 if not steps_in_flight:
-                    self._preempt(sequence)
-                    sequence.alone = True
-                    self.cache.drop_cached()
-                return 0
+                    raise RuntimeError(f"{sequence.request.request_id} was let in as fitting, and does not fit alone")
+                return 0  # windows slide when the result arrives
             if victim.num_in_flight:
                 victim.state = State.LEAVING
                 self._num_held += 1
@@ -86,25 +84,17 @@ class Placement:
         busy = len(self.running) > 0 or self._num_held > 0
         if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
             return None
-        if busy and (self._blocked_at == self.cache.num_releases or self._someone_is_alone(sequence)):
+        if busy and self._blocked_at == self.cache.num_releases:
             return None
         count = self._admit(sequence, budget, busy)
-        if not count and not busy and not sequence.alone:
-            # nothing runs and still no room: the hit's blocks lie scattered over too many pages
-            sequence.alone = True
-            self.cache.drop_cached()
-            count = self._admit(sequence, budget, busy)
         if not count:
             self._blocked_at = self.cache.num_releases
             return None
         return sequence, count
 
-    def _someone_is_alone(self, candidate: Sequence) -> bool:
-        return candidate.alone or (len(self.running) == 1 and self.running.first.alone)
-
     def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
         hit = self._find_hit(sequence)
-        blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit, publishes=not sequence.alone)
+        blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         count = min(sequence.num_ready, budget)
         if not busy:
@@ -140,7 +130,7 @@ class Placement:
         if not self.cache.enable_prefix_caching:
             return None
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
-        if sequence.alone or sequence.wants_prompt_logprobs:
+        if sequence.wants_prompt_logprobs:
             return None
         return self.cache.find(sequence.chain, len(sequence.token_ids))
 
@@ -148,7 +138,7 @@ class Placement:
         """Blocks for `count` more tokens, or for as many as fit by halving; 0 if not even for one."""
         blocks = sequence.blocks
         assert blocks is not None
-        while count and not self.cache.extend(blocks, sequence.scheduled + count):
+        while count and not self.cache.extend(blocks, sequence.scheduled + count, compact=count == 1):
             count //= 2
         return count
 
