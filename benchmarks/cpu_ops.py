@@ -20,6 +20,7 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.architecture import Architecture, LayerAttention
 from transom_worker.models.registry import build_model
+from transom_worker.models.rope import Rope
 
 BLOCK = 16
 LAYER = LayerAttention(num_heads=9, num_kv_heads=3, head_size=64)
@@ -30,7 +31,7 @@ SMOLLM2 = Architecture(
     vocab_size=49152,
     max_position=8192,
     rms_norm_eps=1e-5,
-    rope_theta=100_000.0,
+    ropes=(Rope(theta=100_000.0, head_size=64, size=64),) * 30,
     tie_embeddings=True,
     attention_bias=False,
     mlp_bias=False,

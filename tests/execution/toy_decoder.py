@@ -28,7 +28,6 @@ def architecture(layers: list[LayerAttention], max_position: int = 512) -> Archi
         vocab_size=VOCABULARY,
         max_position=max_position,
         rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
         tie_embeddings=False,
         attention_bias=False,
         mlp_bias=False,

@@ -10,12 +10,12 @@ from paged_case import Shape, empty_caches
 
 from transom_kernels.block_copy import block_copy
 from transom_kernels.block_copy.reference import block_copy_reference
-from transom_kernels.gated_mlp import gated_silu
-from transom_kernels.gated_mlp.reference import gated_silu_reference
+from transom_kernels.gated_mlp import gated_activation, gated_silu
+from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
 from transom_kernels.kv_write import kv_write
 from transom_kernels.kv_write.reference import kv_write_reference
-from transom_kernels.rms_norm import rms_norm
-from transom_kernels.rms_norm.reference import rms_norm_reference
+from transom_kernels.rms_norm import head_norm_, rms_norm
+from transom_kernels.rms_norm.reference import head_norm_reference, rms_norm_reference
 from transom_kernels.rotary import rotary_
 from transom_kernels.rotary.reference import rotary_reference
 
@@ -72,6 +72,43 @@ def test_rotary(dtype, tokens, heads, table_heads):
     rotary_(wide[:, :heads], cos, sin)
     torch.testing.assert_close(wide[:, :heads].float(), wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
     assert wide[:, heads:].eq(7).all()
+
+
+@pytest.mark.parametrize("width", [2, 6, 10])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_of_a_part_and_interleaved(width, interleaved):
+    x, cos, sin = torch.randn(5, 3, 10), torch.randn(5, 1, width), torch.randn(5, 1, width)
+    wanted = rotary_reference(x, cos, sin, interleaved=interleaved)
+    rotary_(x, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(x, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_heads_are_normalised_by_themselves(dtype, weighted, tokens):
+    wide = torch.randn(tokens, 7, 10).to(dtype)
+    before, weight = wide.clone(), torch.randn(4, 10).to(dtype) if weighted else None
+    wanted = head_norm_reference(wide[:, 1:5].float(), weight.float() if weighted else None, 1e-5)
+    head_norm_(wide[:, 1:5], weight, 1e-5)
+    torch.testing.assert_close(wide[:, 1:5].float(), wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
+    assert wide[:, [0, 5, 6]].equal(before[:, [0, 5, 6]])
+
+
+def test_head_norm_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="give \\[heads, width\\]"):
+        head_norm_(torch.zeros(2, 3, 4), torch.zeros(4), 1e-5)
+
+
+def test_a_wide_weight_is_multiplied_before_rounding():
+    x, weight = torch.randn(5, 16).bfloat16(), torch.randn(16)
+    got = rms_norm(x, weight, 1e-5)[0]
+    assert got.equal(rms_norm_reference(x, weight, 1e-5))
+
+
+def test_gelu_is_the_tanh_approximation():
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(gated_activation(x, "gelu_tanh"), gated_gelu_tanh_reference(x))
 
 
 def test_rotary_turns_pairs():

@@ -11,6 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transom_worker.layers.embedding import Embedding, Head
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.rope import RotaryEmbedding
+from transom_worker.models.frequencies import frequencies
+from transom_worker.models.rope import Rope
 from transom_worker.parallel import Parallel
 
 
@@ -19,7 +21,8 @@ def test_rotary_tables_equal_transformers(dtype):
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_theta=100_000.0, max_position_embeddings=9000)
     positions = torch.tensor([0, 1, 2, 77, 4095, 8191])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), positions[None])
-    ours = RotaryEmbedding(head_size=16, theta=100_000.0, dtype=dtype, device=torch.device("cpu"))(positions)
+    rope = Rope(theta=100_000.0, head_size=16, size=16)
+    ours = RotaryEmbedding(frequencies(rope, torch.device("cpu")), dtype=dtype)(positions)
     assert ours.cos.dtype == dtype
     assert ours.cos[:, 0].equal(cos[0])
     sign = torch.tensor([-1.0] * 8 + [1.0] * 8, dtype=dtype)

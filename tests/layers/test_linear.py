@@ -1,7 +1,10 @@
 """Every linear layer against a plain product."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,9 +44,8 @@ def test_packed_post_operations(shape):
     packed = PackedWeight(weight, bias)
     wanted = x.float() @ weight.float().T + bias.float()
     limit = 0.02 * shape[1] ** 0.5
-    torch.testing.assert_close(
-        packed.apply(x, "swish").float(), torch.nn.functional.silu(wanted), atol=limit, rtol=0.02
-    )
+    for name, function in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
+        torch.testing.assert_close(packed.apply(x, name).float(), function(wanted), atol=limit, rtol=0.02)
     other = torch.randn(shape[0], shape[2]).bfloat16()
     torch.testing.assert_close(packed.combine(x, other, "mul").float(), wanted * other.float(), atol=limit, rtol=0.02)
 

@@ -109,10 +109,10 @@ def test_what_is_not_understood_is_named(changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt_oss", "sliding_window": 8}, "model_type 'gpt_oss'; supported so far: 'llama'"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope scaling 'llama3'; supported so far: 'default'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling 'yarn'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; llama models have 'silu'"),
+        ({"model_type": "gemma"}, "model_type 'gemma'; supported so far: 'llama'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope'; supported so far: 'default'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported so far: 'silu', 'gelu_pytorch_tanh'"),
     ],
 )
 def test_what_can_be_planned_but_not_run_is_refused_to_run(changes: dict[str, Any], message: str) -> None:

@@ -78,6 +78,32 @@ def test_a_preempted_request_goes_on_where_its_cached_blocks_end() -> None:
     assert driver.executor.num_computed <= num_needed(driver) + 4
 
 
+def test_a_request_that_does_not_fit_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try costs as much as its hit is long; windows that slide on free a block in most steps, and take one."""
+    driver = Driver(layout(["full", "window"], num_pages=14), max_num_batched_tokens=128)
+    for name in "abc":
+        driver.add(request(name, [ord(name)] * 8, 40))
+    for _ in range(4):
+        driver.step()
+    tried = []
+    begin = KvCache.begin
+
+    def counted(cache: KvCache, *args: object, **options: object) -> SequenceBlocks:
+        tried.append(len(driver.finished))
+        return begin(cache, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KvCache, "begin", counted)
+    driver.add(request("large", range(84), 10))
+    num_steps = 0
+    while not driver.outputs["large"]:
+        driver.step()
+        num_steps += 1
+    assert num_steps > 30
+    assert len(tried) < num_steps / 3
+    assert driver.scheduler.preemptions["recompute"] == 0
+    driver.run()
+
+
 def test_two_that_cannot_run_together_do_not_take_turns() -> None:
     """The older one runs to its end; the younger one is computed twice at most."""
     driver = Driver(layout(["full"], num_pages=7), max_num_batched_tokens=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_the_checkpoints_dtype_is_kept(tmp_path: Path) -> None:
 
 def test_a_missing_tensor_and_a_wrong_shape_are_named(folder: Path) -> None:
     weights = load_weights(resolve_model(str(folder)))
-    with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.9"):
+    with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.9.*' in model.*\.safetensors"):
         weights("model.layers.9.input_layernorm.weight")
     with pytest.raises(ModelError, match=r"safetensors: tensor 'model\.layers\.0.*\[96\].*\[97\]"):
         weights(NORM, shape=(97,))
@@ -69,6 +70,77 @@ def read_all(folder: Path) -> None:
     weights = load_weights(resolve_model(str(folder)))
     for name in weights.names:
         weights(name)
+
+
+def header(entries: object, size: int = 0) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(size)
+
+
+def entry(shape: list[int], end: int, dtype: str = "F32", start: int = 0) -> dict[str, object]:
+    return {NORM: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00cposix\nsystem\n",
+        b"PK\x03\x04" + bytes(60),
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        header(b"{not json"),
+        header(b"\xff\xfe"),
+        header([1, 2]),
+        header({NORM: {"dtype": "F32"}}),
+        header(entry([4], 16, dtype="PICKLE"), 16),
+        header(entry([5], 16), 16),
+        header(entry([4], 16), 12),
+        header(entry([-4], 16), 16),
+        header(entry([1 << 40, 1 << 40], 16), 16),
+        header(entry([4], 16, start=32), 16),
+        header(entry([4], 16) | {"other": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, 24),
+    ],
+    ids=[
+        "pickle",
+        "zip",
+        "endless header",
+        "no JSON",
+        "no text",
+        "no object",
+        "no shape",
+        "unknown type",
+        "too few bytes",
+        "cut off",
+        "negative",
+        "overflowing",
+        "backwards",
+        "overlapping",
+    ],
+)
+def test_a_hostile_file_is_named(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(contents)
+    with pytest.raises(ModelError, match=r"model\.safetensors is cut off or not safetensors"):
+        read_all(tmp_path)
+
+
+def test_rows_are_read_without_the_rest(tmp_path: Path) -> None:
+    """A file of 3 GiB, all of it a hole; a rank's rows or columns of it take next to no memory."""
+    rows, columns = 3 << 20, 512
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header(entry([rows, columns], rows * columns * 2, dtype="BF16")))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + rows * columns * 2)
+    (tmp_path / "config.json").write_text("{}")
+    before = resident_bytes()
+    weights = load_weights(resolve_model(str(tmp_path)))
+    part = weights(NORM, shape=(rows, columns), rows=slice(1 << 20, (1 << 20) + 4096))
+    assert part.clone().shape == (4096, columns)
+    assert weights(NORM)[:4096, 100:200].clone().shape == (4096, 100)
+    assert resident_bytes() - before < 100 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def index_of(copy: Path, entries: dict[str, str]) -> None:

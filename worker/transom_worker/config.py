@@ -136,7 +136,9 @@ class Settings(BaseModel):
         1024, ge=1, description="Tokens computed per step; longer prompts go in chunks."
     )
     max_waiting: int = Field(1024, ge=0, description="Waiting requests; more are refused with 503.")
-    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="priority: lower numbers first.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="priority: lower numbers first; each step of priority counts as much as 30 s of waiting."
+    )
     steps_in_flight: int | None = Field(
         None, ge=1, le=2, description="Plans ahead of results; if unset 2 with --device cuda, else 1."
     )

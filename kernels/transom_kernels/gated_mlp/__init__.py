@@ -1,5 +1,5 @@
 """The activation of a gated feed-forward layer."""
 
-from transom_kernels.gated_mlp.op import gated_silu
+from transom_kernels.gated_mlp.op import Activation, gated_activation, gated_silu
 
-__all__ = ["gated_silu"]
+__all__ = ["Activation", "gated_activation", "gated_silu"]

@@ -1,16 +1,20 @@
-"""`gated_silu`: silu(gate) * up, of one fused projection.
+"""`gated_activation`: activation(gate) * up, of one fused projection.
 
 Legend: T tokens, N inner width.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
+Activation = Literal["silu", "gelu_tanh"]
 
-def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2N].
+
+def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2N].
 
     Raises:
         ValueError: an odd width.
@@ -18,4 +22,11 @@ def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has width {gate_up.shape[-1]}; it must be gate and up, equally wide.")
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gated_activation` with silu."""
+    return gated_activation(gate_up, "silu")

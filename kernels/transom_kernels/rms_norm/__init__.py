@@ -1,5 +1,6 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalisation, of rows and of heads."""
 
+from transom_kernels.rms_norm.heads import head_norm_
 from transom_kernels.rms_norm.op import rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["head_norm_", "rms_norm"]

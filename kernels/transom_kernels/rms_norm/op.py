@@ -16,6 +16,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise `x` [T, N], or `x + residual` if given, by `weight` [N].
 
+    A float32 weight over rows of fewer bits is multiplied in float32, and the product rounded once.
     Returns the normalised rows and the sum that was normalised (`x` itself without a residual).
 
     Raises:
@@ -26,6 +27,8 @@ def rms_norm(
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)} or residual {other}.")
     if residual is not None:
         x = x + residual
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype), x
     if x.shape[0] < _FEW_ROWS or x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps), x
     wide = x.float()

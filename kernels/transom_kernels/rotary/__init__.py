@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split."""
+"""Rotary position embedding."""
 
 from transom_kernels.rotary.op import rotary_
 

@@ -1,6 +1,6 @@
-"""`rotary_`: rotate pairs (i, i + D/2) of each head.
+"""`rotary_`: rotate pairs of each head, by halves (i, i + R/2) or interleaved (2i, 2i + 1).
 
-Legend: T tokens, H heads, D head width.
+Legend: T tokens, H heads, D head width, R rotated width.
 """
 
 from __future__ import annotations
@@ -8,21 +8,25 @@ from __future__ import annotations
 import torch
 
 
-def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
-    """Rotate `x` [T, H, D], which may be strided, in place.
+def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
+    """Rotate the first R of each head's D elements of `x` [T, H, D], which may be strided, in place.
 
-    `cos` and `signed_sin` are [T, 1 or H, D] in x's dtype; `signed_sin` is the sine with its first half negated.
+    `cos` and `signed_sin` are [T, 1 or H, R] in x's dtype; `signed_sin` is the sine, negated for the first of each pair.
 
     Raises:
         ValueError: an odd width or tables that do not fit.
     """
-    width = x.shape[-1]
+    width = cos.shape[-1]
     if width % 2:
-        raise ValueError(f"head width {width} is odd; rotary needs pairs.")
-    if cos.shape != signed_sin.shape or cos.shape[-1] != width or cos.shape[0] != x.shape[0]:
+        raise ValueError(f"rotated width {width} is odd; rotary needs pairs.")
+    if cos.shape != signed_sin.shape or width > x.shape[-1] or cos.shape[0] != x.shape[0]:
         raise ValueError(
-            f"x {tuple(x.shape)} needs tables [{x.shape[0]}, 1 or {x.shape[1]}, {width}]; "
+            f"x {tuple(x.shape)} needs tables [{x.shape[0]}, 1 or {x.shape[1]}, at most {x.shape[-1]}]; "
             f"got {tuple(cos.shape)} and {tuple(signed_sin.shape)}."
         )
-    swapped = x.roll(width // 2, dims=-1).mul_(signed_sin)
-    torch.addcmul(swapped, x, cos, out=x)
+    rotated = x if width == x.shape[-1] else x[..., :width]
+    if interleaved:
+        swapped = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2).mul_(signed_sin)
+    else:
+        swapped = rotated.roll(width // 2, dims=-1).mul_(signed_sin)
+    torch.addcmul(swapped, rotated, cos, out=rotated)

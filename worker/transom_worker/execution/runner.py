@@ -20,10 +20,10 @@ from transom_worker.execution.dry_run import dry_run, worst_counts
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.execution.model_loading import LoadedModel, load_model, set_threads
 from transom_worker.execution.sequences import SequenceStore
-from transom_worker.execution.slab import allocate_slab, layer_caches
+from transom_worker.execution.slab import allocate_slab
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.models.architecture import choose_max_model_len
-from transom_worker.planner import CachePlan, cache_groups, group_of_layer, make_layout, plan_cache
+from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sampler import Sampled, Sampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
@@ -207,8 +207,7 @@ class ModelRunner:
             ) from error
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
-        groups = group_of_layer([group.spec for group in layout.groups])
-        return BatchBuilder(layout, layer_caches(layout, slab), groups, self._loaded.device)
+        return BatchBuilder(layout, slab, self._loaded.device)
 
     def _profile(self, layout: ArenaLayout) -> None:
         scheduler = self._config.scheduler

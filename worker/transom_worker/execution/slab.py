@@ -1,6 +1,6 @@
-"""The slab: one run of bytes per rank, and views of it as each layer's K and V.
+"""The slab: one run of bytes per rank, and views of it as each layer's caches.
 
-Legend: N block ids of a group (the dump block included), P tokens per block, H KV heads, D head size.
+Legend: N block ids of a group (the dump block included), P rows per block, H KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import mmap
 
 import torch
 
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout, LayerTensors
-from transom_worker.layers.forward_batch import LayerCache
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout, LayerTensors, Role
+from transom_worker.layers.forward_batch import CachePart, CompressedCache, LayerCache
+
+Parts = dict[tuple[int, Role], CachePart]  # by layer and role
 
 
 def allocate_slab(layout: ArenaLayout, device: torch.device) -> torch.Tensor:
@@ -43,12 +45,47 @@ def _lazy_memory(num_bytes: int) -> mmap.mmap:
 
 def layer_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[LayerCache, ...]:
     """Views of every layer's K and V, by layer."""
-    views = {
-        layer.layer: _layer_cache(slab, group, layer, layout.num_block_ids(index))
+    parts = _parts(layout, slab)
+    return tuple(parts[layer, Role.KV].cache for layer in _layers(layout))
+
+
+def group_of_layer(layout: ArenaLayout) -> tuple[int, ...]:
+    """The index of the group that holds a layer's K and V, by layer."""
+    groups = {
+        tensors.layer: index
         for index, group in enumerate(layout.groups)
-        for layer in group.layers
+        for tensors in group.layers
+        if tensors.role is Role.KV
     }
-    return tuple(views[layer] for layer in sorted(views))
+    return tuple(groups[layer] for layer in _layers(layout))
+
+
+def compressed_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[CompressedCache | None, ...]:
+    """What layers that compress keep besides K and V, by layer; empty where no layer does."""
+    parts = _parts(layout, slab)
+    caches = tuple(_compressed_cache(parts, layer) for layer in _layers(layout))
+    return caches if any(caches) else ()
+
+
+def _layers(layout: ArenaLayout) -> list[int]:
+    return sorted({tensors.layer for group in layout.groups for tensors in group.layers})
+
+
+def _parts(layout: ArenaLayout, slab: torch.Tensor) -> Parts:
+    return {
+        (tensors.layer, tensors.role): CachePart(_layer_cache(slab, group, tensors, layout.num_block_ids(index)), index)
+        for index, group in enumerate(layout.groups)
+        for tensors in group.layers
+    }
+
+
+def _compressed_cache(parts: Parts, layer: int) -> CompressedCache | None:
+    if (layer, Role.COMPRESSED) not in parts:
+        return None
+    index = None
+    if (layer, Role.INDEXER) in parts:
+        index = CompressedCache(entries=parts[layer, Role.INDEXER], state=parts[layer, Role.INDEXER_STATE])
+    return CompressedCache(entries=parts[layer, Role.COMPRESSED], state=parts[layer, Role.STATE], index=index)
 
 
 def block_rows(layout: ArenaLayout, slab: torch.Tensor, group: int) -> torch.Tensor:
@@ -74,9 +111,9 @@ def _view(
     at 32 sequences on a CPU as with a token's heads together.
     """
     dtype: torch.dtype = getattr(torch, layer.dtype)
-    heads, tokens = layer.num_kv_heads, group.spec.block_size
+    heads, rows = layer.num_kv_heads, group.rows_per_block
     return slab.view(dtype).as_strided(
-        (num_ids, tokens, heads, size),
-        (group.stride_bytes // dtype.itemsize, size, tokens * size, 1),
+        (num_ids, rows, heads, size),
+        (group.stride_bytes // dtype.itemsize, size, rows * size, 1),
         offset // dtype.itemsize,
     )

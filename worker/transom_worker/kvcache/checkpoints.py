@@ -47,7 +47,8 @@ class Checkpoints:
         self._policy = policy
         self._candidates = Candidates()
         self._offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
-        self.tree = PrefixTree(full, self._sliding, hold=hold, let_go=let_go)
+        sliding = [(group, retentions[group].num_pinned) for group in self._sliding]
+        self.tree = PrefixTree(full, sliding, hold=hold, let_go=let_go)
 
     @property
     def tail_units(self) -> int:
@@ -163,13 +164,12 @@ class Checkpoints:
             retention = self._retentions[group]
             pinned = min(retention.num_pinned, boundary)
             first = min(boundary, retention.first_live_block(boundary * self._block_size))
-            needed = [*chain[:pinned], *chain[first:boundary]]
-            if not all(self._present(group, digest) for digest in needed):
+            if not all(self._present(group, digest) for digest in chain[first:boundary]):
                 return None
             earlier = first
             while earlier > max(pinned, first - tail) and self._present(group, chain[earlier - 1]):
                 earlier -= 1
-            windows.append([*chain[:pinned], *chain[earlier:boundary]])
+            windows.append(list(chain[earlier:boundary]))
         return tuple(windows)
 
     def _came_back(self, kind: CheckpointKind, turns: int, offset: int) -> int:

@@ -55,10 +55,14 @@ class GroupLayout:
     layers: tuple[LayerTensors, ...]
 
     @property
+    def tokens_per_row(self) -> int:
+        """Tokens that a row of its tensors stands for: 1, or those of a compressed entry."""
+        return self.spec.ratio if self.spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER) else 1
+
+    @property
     def rows_per_block(self) -> int:
-        """Rows of each tensor in a block: tokens, or compressed entries."""
-        by_entry = self.spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER)
-        return self.spec.block_size // self.spec.ratio if by_entry else self.spec.block_size
+        """Rows of each tensor in a block."""
+        return self.spec.block_size // self.tokens_per_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class KvCache:
         *,
         block_size: int,
         enable_prefix_caching: bool = True,
-        window_repair: bool = False,
+        window_repair: bool = True,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,15 +141,22 @@ class KvCache:
         blocks.base = self._checkpoints.lock(chain, units)
         return blocks
 
-    def plan_checkpoints(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]]) -> None:
-        """A sequence is admitted: learn from what it came back to, and keep what is live at these boundaries (units, beyond the
-        hit) when `advance` passes them. Where chains were seen to part, a checkpoint is added."""
+    def plan_checkpoints(
+        self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool = True
+    ) -> None:
+        """A sequence is admitted: keep what is live at these boundaries (units, beyond the hit) when `advance` passes them.
+
+        Where chains were seen to part, a checkpoint is added. From a new request the cache learns what clients come back to.
+        """
         if not blocks.publishes:
             return
         planned: dict[int, CheckpointKind] = {}
         hit = blocks.hit
         if hit is not None:
-            blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
+            if is_new:
+                blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
+            elif blocks.base is not None:
+                blocks.turns = blocks.base.turns
             parted = hit.full_reach > hit.num_units or blocks.replay_until > 0
             if parted and any(retention.keeps_everything for retention in self.retentions):
                 planned[hit.full_reach] = CheckpointKind.FORK
@@ -251,7 +258,9 @@ class KvCache:
 
     def worst_case_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of `num_tokens` tokens, its last one sampled but never computed, needs at its peak."""
-        computed = max(1, num_tokens - 1)  # the last token's successor is never asked for
+        computed = num_tokens - 1  # the last token's successor is never asked for
+        if computed <= 0:
+            return 0
         return sum(
             -(-retention.peak_blocks(computed) // per_page)
             for retention, per_page in zip(self.retentions, self.arena.blocks_per_page, strict=True)
@@ -392,14 +401,14 @@ class KvCache:
         owned = self._checkpoints.tree.reach(chain, units)
         for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
             step = retention.block_size // self.block_size
-            begin = owned // step
-            if not retention.keeps_everything:  # what a replay computed below its end's live blocks is wrong
-                begin = max(table.first_block, retention.first_live_block(blocks.replay_until))
-            self._name(group, table, begin, units // step, chain)
+            end = units // step
+            kept = end if retention.keeps_everything else min(end, retention.num_pinned)  # with the segment
+            self._name(group, table, owned // step, kept, chain)
+            # what a replay computed below its end's live blocks is wrong
+            first = max(kept, table.first_block, retention.first_live_block(blocks.replay_until))
+            self._name(group, table, first, end, chain)
             found = self.index.groups[group]
-            if retention.keeps_everything and any(
-                chain[(block + 1) * step - 1] not in found for block in range(begin, units // step)
-            ):
+            if any(chain[(block + 1) * step - 1] not in found for block in range(owned // step, kept)):
                 return
         blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
 

@@ -12,15 +12,17 @@ from transom_worker.layers.linear import PlainLinear, Quantization, make_linear
 
 
 class Embedding:
-    """Rows of a table."""
+    """Rows of a table, times `scale` rounded to the table's dtype."""
 
-    def __init__(self, weight_VN: torch.Tensor) -> None:
+    def __init__(self, weight_VN: torch.Tensor, *, scale: float = 1.0) -> None:
         self.weight_VN = weight_VN
+        self._scale = float(torch.tensor(scale, dtype=weight_VN.dtype))
         self.weight_bytes = weight_VN.nbytes
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
-        return F.embedding(token_ids_T, self.weight_VN)
+        rows_TN = F.embedding(token_ids_T, self.weight_VN)
+        return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
 
 
 class Head:
@@ -30,11 +32,26 @@ class Head:
     because a table that rows are looked up in cannot be packed.
     """
 
-    def __init__(self, weight_VN: torch.Tensor, *, quantization: Quantization, tied: bool) -> None:
+    def __init__(
+        self,
+        weight_VN: torch.Tensor,
+        *,
+        quantization: Quantization,
+        tied: bool,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
+        """Logits are multiplied by `scale`, then bent to stay between plus and minus `soft_cap`."""
+        self._scale, self._soft_cap = scale, soft_cap
         self._linear = make_linear(weight_VN, quantization=quantization)
         shares = tied and isinstance(self._linear, PlainLinear)
         self.weight_bytes = 0 if shares else self._linear.weight_bytes
 
     def __call__(self, x_RN: torch.Tensor) -> torch.Tensor:
         """[R, V] float32."""
-        return self._linear(x_RN).float()
+        logits_RV = self._linear(x_RN).float()
+        if self._scale != 1.0:
+            logits_RV = logits_RV.mul_(self._scale)
+        if self._soft_cap is not None:
+            logits_RV = logits_RV.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits_RV

@@ -1,4 +1,4 @@
-"""Gated feed-forward layer: down(silu(gate(x)) * up(x)).
+"""Gated feed-forward layer: down(activation(gate(x)) * up(x)).
 
 Legend: T tokens, N hidden width, I inner width.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from transom_kernels.gated_mlp import gated_silu
+from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_worker.layers.linear import PackedLinear, Quantization, make_linear, runs_packed
 
 
@@ -22,7 +22,9 @@ class GatedMlp:
         biases: Sequence[torch.Tensor] | None,
         *,
         quantization: Quantization,
+        activation: Activation = "silu",
     ) -> None:
+        self._activation: Activation = activation
         gate_IN, up_IN, down_NI = weights
         gate_bias, up_bias, down_bias = biases or (None, None, None)
         self._pair: tuple[PackedLinear, PackedLinear] | None = None
@@ -39,8 +41,12 @@ class GatedMlp:
         """`residual + mlp(x)`, [T, N]."""
         return self._down.add_to(residual_TN, self._inner(x_TN))
 
+    def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """`mlp(x)`, [T, N]."""
+        return self._down(self._inner(x_TN))
+
     def _inner(self, x_TN: torch.Tensor) -> torch.Tensor:
         if self._pair is None:
-            return gated_silu(self._gate_up(x_TN))
+            return gated_activation(self._gate_up(x_TN), self._activation)
         gate, up = self._pair
-        return up.packed.combine(x_TN, gate.packed.apply(x_TN, "swish"), "mul")
+        return up.packed.combine(x_TN, gate.packed.apply(x_TN, self._activation), "mul")

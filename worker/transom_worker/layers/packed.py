@@ -15,6 +15,8 @@ import torch
 
 _ROWS_HINT = 32  # rows that the packed layout is chosen for; within noise of the best from 1 to 512
 
+_POINTWISE = {"none": ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # oneDNN's names
+
 
 class PackedWeight:
     """One packed weight and its bias."""
@@ -31,15 +33,16 @@ class PackedWeight:
         try:
             weight = torch.ones(16, 16, dtype=torch.bfloat16)
             tiny = PackedWeight(weight, None)
-            return bool((tiny.combine(weight, tiny.apply(weight, "swish"), "mul") > 0).all())
+            return bool((tiny.combine(weight, tiny.apply(weight, "silu"), "mul") > 0).all())
         except (AttributeError, RuntimeError, TypeError):
             return False
 
-    def apply(self, x_MK: torch.Tensor, activation: Literal["none", "swish"] = "none") -> torch.Tensor:
+    def apply(self, x_MK: torch.Tensor, activation: Literal["none", "silu", "gelu_tanh"] = "none") -> torch.Tensor:
         """`activation(x @ weight.T + bias)`, [M, N]."""
         if x_MK.shape[0] == 0:
             return x_MK.new_empty(0, self._num_columns)
-        y_MN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, self._packed, self._bias_N, activation, [], "")
+        name, algorithm = _POINTWISE[activation]
+        y_MN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, self._packed, self._bias_N, name, [], algorithm)
         return y_MN
 
     def combine(self, x_MK: torch.Tensor, other_MN: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Rotary tables of one step, shared by all layers.
+"""Rotary tables of one step, shared by all layers that turn at the same frequencies.
 
-Legend: T tokens, D head width.
+Legend: T tokens, R rotated width.
 """
 
 from __future__ import annotations
@@ -12,24 +12,33 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """Cosine and sine (its first half negated) per token, [T, 1, D]."""
+    """Cosine and sine (negated for the first of each pair) per token, [T, 1, R]; pairs are halves unless `interleaved`."""
 
     cos: torch.Tensor
     signed_sin: torch.Tensor
+    interleaved: bool = False
 
 
 class RotaryEmbedding:
-    """Half-split, default frequencies: computed in float32, then cast, as transformers does."""
+    """Tables from frequencies: computed in float32, then cast, as transformers does."""
 
-    def __init__(self, *, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> None:
-        exponents = torch.arange(0, head_size, 2, dtype=torch.int64).to(device=device, dtype=torch.float32) / head_size
-        frequency = 1.0 / (theta**exponents)
-        self._frequency_D = torch.cat([frequency, frequency])
-        self._sign_D = torch.tensor([-1.0] * (head_size // 2) + [1.0] * (head_size // 2), device=device)
-        self._dtype = dtype
+    def __init__(
+        self, frequency: torch.Tensor, *, dtype: torch.dtype, scale: float = 1.0, interleaved: bool = False
+    ) -> None:
+        """`frequency` [R / 2] float32 in radians per token; `scale` multiplies cosine and sine."""
+        signs = torch.ones_like(frequency)
+        if interleaved:
+            self._frequency_R = frequency.repeat_interleave(2)
+            self._sign_R = torch.stack([-signs, signs], dim=1).flatten()
+        else:
+            self._frequency_R = torch.cat([frequency, frequency])
+            self._sign_R = torch.cat([-signs, signs])
+        self._dtype, self._scale, self._interleaved = dtype, scale, interleaved
 
     def __call__(self, positions_T: torch.Tensor) -> RotaryTables:
         """Tables of these positions."""
-        angles_TD = positions_T.to(torch.float32)[:, None] * self._frequency_D
-        cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin().mul_(self._sign_D)
-        return RotaryTables(cos_TD.to(self._dtype)[:, None], sin_TD.to(self._dtype)[:, None])
+        angles_TR = positions_T.to(torch.float32)[:, None] * self._frequency_R
+        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin().mul_(self._sign_R)
+        if self._scale != 1.0:
+            cos_TR, sin_TR = cos_TR.mul_(self._scale), sin_TR.mul_(self._scale)
+        return RotaryTables(cos_TR.to(self._dtype)[:, None], sin_TR.to(self._dtype)[:, None], self._interleaved)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.models.attention_layers import attention_layers
 from transom_worker.models.layer_attention import LayerAttention
+from transom_worker.models.rope import ROPE_KINDS, Rope, read_ropes
+from transom_worker.models.scales import NO_SCALES, Scales, read_scales
 
 __all__ = [
     "RUNNABLE_FAMILIES",
@@ -24,7 +26,13 @@ __all__ = [
     "with_windows",
 ]
 
-RUNNABLE_FAMILIES = ("llama",)  # the others can be planned; `models.registry` has a class for each
+# The others can be planned; `models.registry` has a class for each.
+RUNNABLE_FAMILIES = (
+    *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
+)
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gemma4_text", "cohere2", "smollm3")  # configs may leave it out
+_BIASED_INPUTS = ("qwen2", "qwen2_moe")  # of attention, and no others; their configs do not say so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +45,25 @@ class Architecture:
     vocab_size: int
     max_position: int
     rms_norm_eps: float
-    rope_theta: float
     tie_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
     checkpoint_dtype: str  # torch's name of it
     layers: tuple[LayerAttention, ...]
-    activation: str = "silu"
-    rope_type: str = "default"
+    output_bias: bool = False  # of attention's output projection
+    activation: str = "silu"  # config.json's name of it
+    ropes: tuple[Rope | None, ...] = ()  # by layer; None: no rotation
+    scales: Scales = NO_SCALES
 
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.layers)
+
+    @property
+    def gate_activation(self) -> Literal["silu", "gelu_tanh"]:
+        """The activation as layers name it."""
+        return _ACTIVATIONS[self.activation]
 
     @property
     def served_dtype(self) -> str:
@@ -66,22 +80,23 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     if isinstance(config.get("text_config"), Mapping):
         config = {**config, **config["text_config"]}
     family = str(config.get("model_type", ""))
-    parameters = _rope_parameters(config)
-    scaling = config.get("rope_scaling") or {}
     try:
+        layers = attention_layers(config)
+        attention_bias = bool(config.get("attention_bias", False))
         return Architecture(
             family=family,
-            layers=attention_layers(config),
+            layers=layers,
             hidden_size=int(config["hidden_size"]),
             intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
             max_position=int(config["max_position_embeddings"]),
-            rms_norm_eps=float(config["rms_norm_eps"]),
-            rope_theta=float(config.get("rope_theta") or parameters.get("rope_theta") or 10_000.0),
-            rope_type=str(scaling.get("rope_type") or scaling.get("type") or parameters.get("rope_type") or "default"),
+            rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]),
+            ropes=read_ropes(config, layers),
+            scales=read_scales(config),
             activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
+            attention_bias=attention_bias or family in _BIASED_INPUTS,
+            output_bias=attention_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
@@ -103,10 +118,16 @@ def runnable(architecture: Architecture) -> Architecture:
             f"config.json says model_type {architecture.family!r}; supported so far: {supported}. "
             "`transom plan` can still plan its cache."
         )
-    if architecture.rope_type != "default":
-        raise ModelError(f"config.json asks for rope scaling {architecture.rope_type!r}; supported so far: 'default'.")
-    if architecture.activation != "silu":
-        raise ModelError(f"config.json asks for hidden_act {architecture.activation!r}; llama models have 'silu'.")
+    kinds = {rope.kind for rope in architecture.ropes if rope is not None} - set(ROPE_KINDS)
+    if kinds:
+        raise ModelError(
+            f"config.json asks for rope scaling {min(kinds)!r}; supported so far: {', '.join(map(repr, ROPE_KINDS))}."
+        )
+    if architecture.activation not in _ACTIVATIONS:
+        raise ModelError(
+            f"config.json asks for hidden_act {architecture.activation!r}; supported so far: "
+            f"{', '.join(map(repr, _ACTIVATIONS))}."
+        )
     return architecture
 
 
@@ -120,12 +141,6 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
     if setting is not None and setting > longest:
         raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
     return setting or longest
-
-
-def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a config that has them by layer type, the first ones."""
-    parameters = config.get("rope_parameters") or {}
-    return next((value for value in parameters.values() if isinstance(value, Mapping)), parameters)
 
 
 def with_windows(

@@ -132,6 +132,11 @@ def _chunked_where_rotary(config: Config, index: int) -> str:
     return CHUNKED if (rotary[index] if rotary else (index + 1) % interval) else FULL
 
 
+def _sliding_where_not_rotary(config: Config, index: int) -> str:
+    uses = config.get("use_sliding_window") and config.get("sliding_window")
+    return SLIDING if uses and _chunked_where_rotary(config, index) == FULL else FULL
+
+
 def _by_ratio(config: Config, index: int) -> str:
     """DeepSeek's own form of V4's `layer_types`: entries per layer, 0 for none."""
     return {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED_HEAVILY}[int(config["compress_ratios"][index])]
@@ -140,7 +145,9 @@ def _by_ratio(config: Config, index: int) -> str:
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v4")
 _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "llama": _always_full,
+    "smollm3": _sliding_where_not_rotary,
     "mistral": _sliding_if_set,
+    "ministral": _sliding_if_set,
     "mixtral": _sliding_if_set,
     "qwen2": _sliding_above,
     "qwen2_moe": _sliding_above,
@@ -150,6 +157,8 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "gemma2": _every_other,
     "gemma3_text": _full_every(6),
     "gemma4_text": _full_every(6),
+    "olmo3": _full_every(4),
+    "cohere2": _full_every(4),
     "gpt_oss": _every_other,
     "llama4_text": _chunked_where_rotary,
     "deepseek_v2": _always_full,

@@ -7,11 +7,11 @@ import torch
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.layers.linear import Quantization
 from transom_worker.models.architecture import Architecture
-from transom_worker.models.llama import Llama
+from transom_worker.models.dense import DENSE_FAMILIES, dense
 from transom_worker.models.model import Model, Weights
 from transom_worker.parallel import Parallel
 
-FAMILIES = {"llama": Llama}
+FAMILIES = dict.fromkeys(DENSE_FAMILIES, dense)
 
 
 def build_model(

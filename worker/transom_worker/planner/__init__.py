@@ -4,7 +4,6 @@
 """
 
 from transom_worker.planner.blocks import cache_groups, kv_dtype
-from transom_worker.planner.groups import group_of_layer
 from transom_worker.planner.pages import make_layout
 from transom_worker.planner.plan import CachePlan, Concurrency, GroupPlan, plan_cache, plan_from_config
 
@@ -13,7 +12,6 @@ __all__ = [
     "Concurrency",
     "GroupPlan",
     "cache_groups",
-    "group_of_layer",
     "kv_dtype",
     "make_layout",
     "plan_cache",

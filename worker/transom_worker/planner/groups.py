@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from transom_worker.errors import ConfigError
@@ -59,12 +58,6 @@ def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) ->
             members.setdefault(rule, []).append(index)
     groups = [_group(rule, tuple(layers), block_size) for rule, layers in members.items()]
     return tuple(sorted(groups, key=lambda group: (not group.keeps_everything, group.layers[0])))
-
-
-def group_of_layer(groups: Sequence[GroupSpec]) -> tuple[int, ...]:
-    """The group index of each layer, for models whose layers have one group each."""
-    pairs = sorted((layer, index) for index, group in enumerate(groups) for layer in group.layers)
-    return tuple(index for _, index in pairs)
 
 
 def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:

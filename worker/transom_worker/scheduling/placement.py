@@ -1,7 +1,7 @@
 """Who holds blocks: lets waiting sequences in, makes room for running ones, and takes memory back.
 
-The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute;
-alone and still short (its blocks lie scattered over too many pages), it starts again in an empty cache.
+The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute. Alone it
+fits, however its blocks lie scattered, since the cache moves them together.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ class Placement:
         self.finished_ids: list[int] = []  # ranks have not been told yet
         self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
-        self._blocked_at: int | None = None  # `cache.num_releases` when the first waiting one did not fit
+        self._blocked: Sequence | None = None  # the first waiting one did not fit
+        self._blocked_at = 0  # `cache.num_releases` then
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a new sequence wait for its turn."""
         self.waiting.add(sequence)
-        self._blocked_at = None
 
     def drop(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-            self._blocked_at = None
         else:
             if sequence.num_in_flight and sequence.state is State.RUNNING:
                 self._num_held += 1
@@ -84,13 +83,20 @@ class Placement:
         busy = len(self.running) > 0 or self._num_held > 0
         if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
             return None
-        if busy and self._blocked_at == self.cache.num_releases:
+        if busy and self._is_blocked(sequence):
             return None
         count = self._admit(sequence, budget, busy)
         if not count:
-            self._blocked_at = self.cache.num_releases
+            self._blocked, self._blocked_at = sequence, self.cache.num_releases
             return None
         return sequence, count
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        """Whether it did not fit, and since then nobody left and windows let go hardly more than running sequences took.
+
+        To try costs as much as the hit is long, so it is not done for every block that slides out of a window.
+        """
+        return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
 
     def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
         hit = self._find_hit(sequence)
@@ -106,7 +112,7 @@ class Placement:
             self.cache.release(blocks, kind=None)
             sequence.leave()
             return 0
-        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit))
+        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.admitted)
         self._count_outcome(sequence, hit)
         self.waiting.remove(sequence)
         self.running.add(sequence)
@@ -166,5 +172,6 @@ class Placement:
     def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
         assert sequence.blocks is not None
         self.cache.release(sequence.blocks, kind=kind)
+        self._blocked = None
         sequence.blocks = None
         self.finished_ids.append(sequence.seq_id)

@@ -9,20 +9,26 @@ import torch
 from transom_worker.errors import ModelError
 from transom_worker.model_files import ModelFiles
 
+ALL_ROWS = slice(None)
+
 
 class Weights(Protocol):
     """An open checkpoint. A tensor stays valid after `close`; the caller must not write into it."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hugging Face names of the tensors that the checkpoint holds."""
+        """Hugging Face names of the tensors that the checkpoint holds, as they are once dequantised."""
         ...
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """One tensor on the CPU, in the checkpoint's dtype (dequantised ones in float32).
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """One tensor on the CPU, in the checkpoint's dtype (dequantised ones in float32 or bfloat16), or some of its rows.
+
+        `rows` are those of the first axis: experts, or a rank's share. `shape` is the whole tensor's. A tensor that is not
+        quantised is a map of its file, so that parts of it in any direction can be taken without reading the rest.
 
         Raises:
-            ModelError: missing, cut off, or not of `shape` where one is given; names file and tensor.
+            ModelError: missing, cut off, of an unknown number format, or not of `shape` where one is given; names file and
+                tensor.
         """
         ...
 
@@ -35,12 +41,17 @@ def load_weights(files: ModelFiles) -> Weights:
     """Open a model's checkpoint; tensors are read when they are asked for.
 
     Raises:
-        ModelError: a file is missing or broken; names it.
+        ModelError: a file is missing or broken, names it; or quantised in a way that cannot be read.
     """
     from transom_worker.weights.gguf_file import GgufWeights
+    from transom_worker.weights.quantised_tensors import open_quantised
     from transom_worker.weights.safetensors_files import SafetensorsWeights
 
-    return GgufWeights(files) if files.is_gguf else SafetensorsWeights(files.path)
+    if files.is_gguf:
+        return GgufWeights(files)
+    plain = SafetensorsWeights(files.path)
+    config = files.config.get("quantization_config")
+    return plain if config is None else open_quantised(plain, config)
 
 
 def check_shape(tensor: torch.Tensor, shape: tuple[int, ...] | None, *, name: str, file: object) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from transom_worker.errors import ModelError
 from transom_worker.gguf_header import GgufTensor, read_gguf_header
 from transom_worker.model_files import ModelFiles
-from transom_worker.weights.checkpoint import check_shape
+from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
 
 # llama.cpp's name without ".weight" or ".bias" -> Hugging Face's; {} is the layer.
 _NAMES = {
@@ -55,15 +55,15 @@ class GgufWeights:
                 raise ModelError(f"{files.path} is cut off within tensor {tensor.name!r}; download it again.")
         self.names = tuple(sorted(self._tensors))
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """One tensor in float32; see `Weights`."""
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """One tensor in float32, dequantised as a whole; see `Weights`."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._path} has no tensor {name!r}; the checkpoint is incomplete or of another family.")
         values = self._dequantise(tensor)
         if heads := _PERMUTED.get(name.split(".")[-2]):
             values = _half_split(values, self._config[heads])
-        return check_shape(torch.from_numpy(values), shape, name=name, file=self._path)
+        return check_shape(torch.from_numpy(values), shape, name=name, file=self._path)[rows]
 
     def close(self) -> None:
         """Drop the map; tensors that were read stay valid."""

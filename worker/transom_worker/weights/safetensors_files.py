@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from transom_worker.errors import ModelError
 from transom_worker.model_files import read_json
-from transom_worker.weights.checkpoint import check_shape
+from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -29,18 +29,43 @@ class SafetensorsWeights:
         self._file_of = _files_by_tensor(folder, self._reader)
         self.names = tuple(sorted(self._file_of))
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
         """One tensor; see `Weights`."""
-        path = self._file_of.get(name)
-        if path is None:
+        tensor = self.read(name)
+        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise ModelError(
-                f"{self._folder} has no tensor {name!r}; the checkpoint is incomplete or of another family."
+                f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and neither config.json "
+                "(quantization_config) nor a scale beside it says what that means; give the unquantised checkpoint."
             )
+        return check_shape(tensor, shape, name=name, file=self.file_of(name))[rows]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor as the file has it, whatever its number format.
+
+        Raises:
+            ModelError: missing or cut off.
+        """
+        path = self.file_of(name)
         try:
             tensor: torch.Tensor = self._reader(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}.") from None
-        return check_shape(tensor, shape, name=name, file=path)
+        return tensor
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor.
+
+        Raises:
+            ModelError: none does.
+        """
+        path = self._file_of.get(name)
+        if path is None:
+            files = sorted({path.name for path in self._file_of.values()})
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            raise ModelError(
+                f"{self._folder} has no tensor {name!r} in {files[0]}{more}; the checkpoint is incomplete or of another family."
+            )
+        return path
 
     def close(self) -> None:
         """Close the files; tensors that were read stay valid."""

@@ -1,0 +1,24 @@
+"""`head_norm_`: every head of every token normalised by itself, in place.
+
+Legend: T tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+    """Normalise each head of `x` [T, H, D], which may be strided, by `weight` [H, D]; None: by no weight.
+
+    Raises:
+        ValueError: a weight that does not fit.
+    """
+    if weight is not None and weight.shape != x.shape[1:]:
+        raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; give [heads, width].")
+    normed = F.rms_norm(x, x.shape[-1:], None, eps)
+    if weight is None:
+        x.copy_(normed)
+    else:
+        torch.mul(normed, weight, out=x)

@@ -1,0 +1,114 @@
+"""A decoder over shared layers, put together as a family's `Style` says.
+
+Legend: T tokens, R rows whose logits are wanted, N hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.paged_attention.batch import PagedBatch
+from transom_worker.layers.embedding import Embedding, Head
+from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
+from transom_worker.layers.linear import Quantization
+from transom_worker.layers.norm import Norm
+from transom_worker.layers.rope import RotaryTables
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.loading import Loader
+from transom_worker.models.model import Weights
+from transom_worker.models.parts import make_attention, make_norm, make_rotary
+from transom_worker.models.style import Style
+
+
+class Decoder:
+    """Embedding, layers, norm, head."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: Weights,
+        style: Style,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization,
+    ) -> None:
+        """`weights` gives tensors by their Hugging Face names; they are moved to `device` and `dtype` one by one."""
+        load = Loader(weights=weights, dtype=dtype, device=device, quantization=quantization)
+        scales, tied = architecture.scales, architecture.tie_embeddings
+        self.architecture, self._style = architecture, style
+        self._embedding = Embedding(load.tensor("model.embed_tokens.weight"), scale=scales.embedding)
+        self._layers = [
+            DecoderLayer(architecture, index, style, load.under(f"model.layers.{index}."))
+            for index in range(architecture.num_layers)
+        ]
+        self._norm = make_norm("model.norm", architecture, style, load)
+        head_VN = self._embedding.weight_VN if tied else load.tensor("lm_head.weight")
+        self._head = Head(head_VN, quantization=quantization, tied=tied, scale=scales.logit, soft_cap=scales.logit_cap)
+        self._rotary = {rope: make_rotary(rope, load) for rope in set(architecture.ropes) if rope is not None}
+        ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
+        self.weight_bytes = ends + sum(layer.weight_bytes for layer in self._layers)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [R, V] in float32; writes the batch's keys and values into its caches."""
+        x_TN = self._embedding(batch.token_ids)
+        tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
+        scale = self._style.query_scale
+        query_scale_T11 = None if scale is None else scale(batch.positions).to(x_TN.dtype)[:, None, None]
+        for index, layer in enumerate(self._layers):
+            rope = self.architecture.ropes[index]
+            last = index == len(self._layers) - 1
+            x_TN = layer(
+                x_TN,
+                None if rope is None else tables[rope],
+                batch.caches[index],
+                batch.groups[batch.group_of_layer[index]],
+                query_scale_T11=query_scale_T11 if rope is None else None,
+                rows=batch.logit_rows if last else None,
+            )
+        return self._head(self._norm(x_TN))
+
+
+class DecoderLayer:
+    """Attention and feed-forward part, each added to what came in."""
+
+    def __init__(self, architecture: Architecture, index: int, style: Style, load: Loader) -> None:
+        def norm(name: str) -> Norm | None:
+            return make_norm(name, architecture, style, load) if name else None
+
+        self._attention = make_attention(architecture, index, style, load.under("self_attn."))
+        self._feed_forward = style.feed_forward(architecture, index, load)
+        self._before_attention, self._after_attention = (
+            norm(style.norm_before_attention),
+            norm(style.norm_after_attention),
+        )
+        self._before_mlp, self._after_mlp = norm(style.norm_before_mlp), norm(style.norm_after_mlp)
+        self._parallel = style.parallel
+        norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
+        parts = (self._attention, self._feed_forward, *norms)
+        self.weight_bytes = sum(part.weight_bytes for part in parts if part is not None)
+
+    def __call__(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        *,
+        query_scale_T11: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, N], or only `rows` of it where nobody reads the others."""
+        seen_TN = x_TN if self._before_attention is None else self._before_attention(x_TN)
+        if self._after_attention is None:
+            x_TN = self._attention.add_to(x_TN, seen_TN, tables, cache, batch, query_scale_T11)
+        else:
+            x_TN = x_TN + self._after_attention(self._attention(seen_TN, tables, cache, batch, query_scale_T11))
+        if rows is not None:
+            x_TN, seen_TN = x_TN.index_select(0, rows), seen_TN.index_select(0, rows) if self._parallel else seen_TN
+        if not self._parallel:
+            seen_TN = x_TN if self._before_mlp is None else self._before_mlp(x_TN)
+        if self._after_mlp is None:
+            return self._feed_forward.add_to(x_TN, seen_TN)
+        return x_TN + self._after_mlp(self._feed_forward(seen_TN))

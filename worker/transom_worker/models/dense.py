@@ -1,0 +1,52 @@
+"""Dense families over the shared decoder, each by what sets it apart from llama."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from transom_worker.layers.linear import Quantization
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.decoder import Decoder
+from transom_worker.models.model import Weights
+from transom_worker.models.style import Style
+
+_GEMMA = Style(
+    norm_after_attention="post_attention_layernorm",
+    norm_before_mlp="pre_feedforward_layernorm",
+    norm_after_mlp="post_feedforward_layernorm",
+    norm_plus_one=True,
+)
+_STYLES = {
+    "llama": Style(),
+    "smollm3": Style(),
+    "mistral": Style(),
+    "ministral": Style(),
+    "qwen2": Style(),
+    "qwen3": Style(head_norm="each"),
+    "gemma2": _GEMMA,
+    "gemma3_text": replace(_GEMMA, head_norm="each"),
+    "olmo3": Style(
+        norm_before_attention="",
+        norm_after_attention="post_attention_layernorm",
+        norm_before_mlp="",
+        norm_after_mlp="post_feedforward_layernorm",
+        head_norm="all",
+    ),
+    "cohere2": Style(norm_before_mlp="", parallel=True, norm_takes_mean=True),
+}
+DENSE_FAMILIES = tuple(_STYLES)
+
+
+def dense(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+) -> Decoder:
+    """The decoder of a dense family; see `Decoder`."""
+    style = _STYLES[architecture.family]
+    return Decoder(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)

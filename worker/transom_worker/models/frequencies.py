@@ -1,0 +1,77 @@
+"""How fast each pair of a head turns, by the rope's kind.
+
+Computed in float32 step by step as transformers does, because positions multiply every rounding.
+
+Legend: R rotated width, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from transom_worker.errors import ModelError
+from transom_worker.models.rope import ROPE_KINDS, Rope
+
+
+def frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
+    """Radians per token of each pair, float32 [R / 2]; of a proportional rope [D / 2], where the pairs beyond R stand still.
+
+    Raises:
+        ModelError: a kind that is not known.
+    """
+    match rope.kind:
+        case "default":
+            return _plain(rope, device)
+        case "linear":
+            return _plain(rope, device) / rope.factor
+        case "llama3":
+            return _llama3(rope, _plain(rope, device))
+        case "yarn":
+            return _yarn(rope, device)
+        case "proportional":
+            return _proportional(rope, device)
+    raise ModelError(f"config.json asks for rope scaling {rope.kind!r}; supported: {', '.join(ROPE_KINDS)}.")
+
+
+def _exponents(size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, size, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
+
+
+def _plain(rope: Rope, device: torch.device) -> torch.Tensor:
+    return 1.0 / (rope.theta ** (_exponents(rope.size, device) / rope.size))
+
+
+def _proportional(rope: Rope, device: torch.device) -> torch.Tensor:
+    turning = 1.0 / (rope.theta ** (_exponents(rope.size, device) / rope.head_size))
+    still = turning.new_zeros(rope.head_size // 2 - len(turning))
+    return torch.cat([turning, still]) / rope.factor
+
+
+def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
+    """Slow pairs turn `factor` times slower, fast ones as ever, those between a mixture."""
+    length, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / frequency
+    slowed = torch.where(wavelength > length / low, frequency / rope.factor, frequency)
+    smooth = (length / wavelength - low) / (high - low)
+    mixed = (1 - smooth) * slowed / rope.factor + smooth * slowed
+    between = (wavelength >= length / high) & (wavelength <= length / low)
+    return torch.where(between, mixed, slowed)
+
+
+def _yarn(rope: Rope, device: torch.device) -> torch.Tensor:
+    """Pairs that turn often over the original length as ever, rare ones `factor` times slower, a ramp between."""
+
+    def pair_that_turns(times: float) -> float:
+        turns = rope.original_max_position / (times * 2 * math.pi)
+        return rope.size * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.size - 1)
+    pairs = torch.arange(rope.size // 2, dtype=torch.float32, device=device)
+    kept = 1 - ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
+    wavelength = rope.theta ** (_exponents(rope.size, device) / rope.size)
+    return 1.0 / (rope.factor * wavelength) * (1 - kept) + 1.0 / wavelength * kept

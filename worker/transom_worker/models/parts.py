@@ -1,0 +1,72 @@
+"""Attention and norms of one layer, loaded as a family's `Style` says.
+
+Legend: H query heads and KV heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
+from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm
+from transom_worker.layers.rope import RotaryEmbedding
+from transom_worker.models.architecture import Architecture, LayerAttention
+from transom_worker.models.frequencies import frequencies
+from transom_worker.models.loading import Loader
+from transom_worker.models.rope import Rope
+from transom_worker.models.style import Style
+
+
+def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
+    """The attention of layer `index`; `load` reads names within `self_attn`."""
+    layer, rope = architecture.layers[index], architecture.ropes[index]
+    pairs = (layer.num_heads, layer.num_kv_heads, None) if rope is not None and rope.interleaved else ()
+    qkv = load.linear("q_proj", "k_proj", "v_proj", bias=architecture.attention_bias, pairs_of=pairs)
+    output = load.linear("o_proj", bias=architecture.output_bias)
+    options = AttentionOptions(
+        scale=architecture.scales.query,
+        soft_cap=architecture.scales.attention_cap,
+        sink_logits=load.tensor(style.sink_logits, torch.float32) if style.sink_logits else None,
+        norm=_head_norm(architecture, layer, style, load),
+        norm_after_rotation=HeadNorm(None, architecture.rms_norm_eps)
+        if rope and style.head_norm_after_rotation
+        else None,
+    )
+    return Attention(qkv, output, attention_shape(layer), options)
+
+
+def attention_shape(layer: LayerAttention) -> AttentionShape:
+    """A layer's heads and what they see."""
+    return AttentionShape(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        window=layer.window,
+        num_sink_tokens=layer.sinks,
+        chunk=layer.chunk,
+    )
+
+
+def make_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> Norm:
+    """A norm over rows, of the family's kind."""
+    if style.norm_takes_mean:
+        return LayerNorm(load.tensor(f"{name}.weight"), architecture.rms_norm_eps)
+    return load.norm(name, architecture.rms_norm_eps, plus_one=style.norm_plus_one)
+
+
+def _head_norm(
+    architecture: Architecture, layer: LayerAttention, style: Style, load: Loader
+) -> HeadNorm | AllHeadsNorm | None:
+    if style.head_norm == "none":
+        return None
+    dtype = torch.float32 if style.norm_plus_one else load.dtype
+    query, key = load.tensor("q_norm.weight", dtype), load.tensor("k_norm.weight", dtype)
+    if style.head_norm == "all":
+        return AllHeadsNorm(query, key, architecture.rms_norm_eps)
+    weight_HD = torch.cat([query.expand(layer.num_heads, -1), key.expand(layer.num_kv_heads, -1)])
+    return HeadNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD, architecture.rms_norm_eps)
+
+
+def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:
+    """Interleaved pairs were set apart when the weights were loaded."""
+    return RotaryEmbedding(frequencies(rope, load.device), dtype=load.dtype, scale=rope.attention_factor)

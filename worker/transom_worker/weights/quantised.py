@@ -1,0 +1,77 @@
+"""Weights that a checkpoint holds in few bits, with a scale for every block of them: MXFP4 and fp8, back to numbers.
+
+MXFP4: two 4-bit numbers a byte, the even one in the low half, and a power of two for every 32 of a row. fp8: e4m3 with a factor
+for every block of rows and columns, the last ones cut off where the sizes do not divide.
+
+Legend: M rows, N columns, G groups of 32 columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_GROUP = 32  # columns with one MXFP4 scale
+_EXPONENT_BIAS = 127
+
+
+def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`blocks` [..., G, 16] and `scales` [..., G], both of bytes, as bfloat16 [..., 32 G]; exact.
+
+    Raises:
+        ValueError: other dtypes, or shapes that do not belong together.
+    """
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(f"blocks are {blocks.dtype} and scales {scales.dtype}; both must be uint8")
+    if blocks.shape != (*scales.shape, _GROUP // 2):
+        raise ValueError(
+            f"blocks {list(blocks.shape)} need scales {list(blocks.shape[:-1])} and 16 bytes each, not {list(scales.shape)}"
+        )
+    return (_unpack_fp4(blocks) * _factors(scales)[..., None]).flatten(-2)
+
+
+def dequantise_blocks(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], rows: slice = slice(None)
+) -> torch.Tensor:
+    """`rows` of `values` [M, N], each times its block's factor in `scales` [M / block, N / block], rounded up; in float32.
+
+    int8 `values` are pairs of 4-bit numbers, [M, N / 2], whose scales are those of MXFP4.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    if values.dim() != 2:
+        raise ValueError(f"values have shape {list(values.shape)}; a matrix is needed")
+    num_rows, num_columns = values.shape
+    if values.dtype == torch.int8:
+        block, num_columns = (1, _GROUP), 2 * num_columns
+    wanted = (-(-num_rows // block[0]), -(-num_columns // block[1]))
+    if tuple(scales.shape) != wanted:
+        raise ValueError(
+            f"values [{num_rows}, {num_columns}] in blocks of {list(block)} need scales {list(wanted)}, not {list(scales.shape)}"
+        )
+    block_of_row = torch.arange(num_rows)[rows] // block[0]
+    factors = _factors(scales)[block_of_row].repeat_interleave(block[1], dim=1)[:, :num_columns]
+    chosen = values[rows]
+    return (_unpack_fp4(chosen.view(torch.uint8)) if values.dtype == torch.int8 else chosen).float() * factors.float()
+
+
+def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [..., 2 N] of bytes [..., N]; one look-up a byte brings both numbers."""
+    pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], dtype=torch.bfloat16)
+    return _look_up(pairs.view(torch.int32).flatten(), packed).view(torch.bfloat16)
+
+
+def _factors(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as numbers: bytes are exponents of two, exact in bfloat16 as well."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - _EXPONENT_BIAS)
+    return _look_up(powers.bfloat16(), scales)
+
+
+def _look_up(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """`table[indices]`; this form is five times as fast on a CPU."""
+    return table.index_select(0, indices.flatten().int()).view(indices.shape)

@@ -1,0 +1,95 @@
+"""A safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks: to a model builder they look like any others.
+
+MXFP4 experts are `X_blocks` and `X_scales`, each expert [out, in]; they appear as `X`, [experts, in, out], which is how
+transformers stores them unquantised. fp8 matrices are `X.weight` with `X.weight_scale_inv` or, in DeepSeek's own files, `X.scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from transom_worker.errors import ModelError
+from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
+from transom_worker.weights.quantised import dequantise_blocks, dequantise_mxfp4
+from transom_worker.weights.safetensors_files import SafetensorsWeights
+
+_METHODS = ("mxfp4", "fp8")
+_DEFAULT_BLOCK = (128, 128)
+
+
+def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
+    """The checkpoint that a config.json's `quantization_config` describes.
+
+    Raises:
+        ModelError: a method or a form of it that cannot be read.
+    """
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if method not in _METHODS:
+        raise ModelError(
+            f"config.json says that the weights are quantised by {method!r}; supported: {', '.join(map(repr, _METHODS))}. "
+            "Give the unquantised checkpoint."
+        )
+    block = config.get("weight_block_size", _DEFAULT_BLOCK)
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        raise ModelError(
+            f"config.json has weight_block_size {block!r} in its quantization_config; two numbers of rows and columns with one "
+            "scale are needed, such as [128, 128]."
+        )
+    return QuantisedWeights(plain, (block[0], block[1]))
+
+
+class QuantisedWeights:
+    """Dequantises what has scales, and passes on the rest."""
+
+    def __init__(self, plain: SafetensorsWeights, block: tuple[int, int]) -> None:
+        self._plain, self._block = plain, block
+        there = set(plain.names)
+        self._packed = {name.removesuffix("_blocks") for name in there if name.endswith("_blocks")}
+        self._scale_of = {name: scale for name in there if (scale := _scale_name(name, there))}
+        hidden = set(self._scale_of.values()) | {
+            f"{name}_{part}" for name in self._packed for part in ("blocks", "scales")
+        }
+        self.names = tuple(sorted((there - hidden) | self._packed))
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """One tensor; see `Weights`."""
+        if name in self._packed:
+            return self._experts(name, shape, rows)
+        if name in self._scale_of:
+            return self._matrix(name, shape, rows)
+        return self._plain(name, shape=shape, rows=rows)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._plain.close()
+
+    def _experts(self, name: str, shape: tuple[int, ...] | None, rows: slice) -> torch.Tensor:
+        file = self._plain.file_of(f"{name}_blocks")
+        blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
+        if shape is not None:
+            experts, columns, rows_each = shape
+            packed = (experts, rows_each, columns // 32, 16)
+            check_shape(blocks, packed, name=f"{name}_blocks", file=file)
+            check_shape(scales, packed[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
+        try:
+            return dequantise_mxfp4(blocks[rows], scales[rows]).transpose(-1, -2)
+        except ValueError as error:
+            raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+
+    def _matrix(self, name: str, shape: tuple[int, ...] | None, rows: slice) -> torch.Tensor:
+        file, values = self._plain.file_of(name), self._plain.read(name)
+        halves = 2 if values.dtype == torch.int8 else 1
+        if shape is not None:
+            check_shape(values, (*shape[:-1], shape[-1] // halves), name=name, file=file)
+        try:
+            return dequantise_blocks(values, self._plain.read(self._scale_of[name]), self._block, rows)
+        except ValueError as error:
+            raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+
+
+def _scale_name(name: str, there: set[str]) -> str | None:
+    candidates = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
+    return next((scale for scale in candidates if scale in there), None) if name.endswith(".weight") else None
