@@ -6,8 +6,6 @@ import pytest
 from scheduler_driver import MIXES, Driver, layout, request
 
 from transom_worker.contract import SamplingParams
-from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.step import NO_ID
 
 
