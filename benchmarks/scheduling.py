@@ -108,7 +108,7 @@ def hit_search_ms(num_units: int) -> dict[str, float]:
     }
     retentions = [Retention(spec) for spec in SPECS]
     return {
-        name: _best_ms(lambda found=found: find_hit(retentions, found, chain, num_units))  # type: ignore[misc]
+        name: _best_ms(lambda found=found: find_hit(retentions, found, chain, num_units, window_repair=True))  # type: ignore[misc]
         for name, found in cases.items()
     }
 

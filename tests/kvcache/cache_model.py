@@ -198,12 +198,15 @@ def check_tree(cache: KvCache) -> None:
             for group, step in tree._full_groups:
                 if (node.parent.boundary + at + 1) % step == 0:
                     holds[group][digest] += 1
+        for group, num_pinned in tree._sliding_groups:
+            holds[group].update(node.units[: max(0, num_pinned - node.parent.boundary)])
         chain = chains[id(node)] = [*chains[id(node.parent)], *node.units]
         assert node.windows is None or len(node.windows) == len(checkpoints._sliding)
         for group, digests in zip(checkpoints._sliding, node.windows or (), strict=False):
             holds[group].update(digests)
             live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
-            assert {chain[block] for block in live} <= set(digests) <= set(chain)
+            pinned = pool_spec(cache, group).num_pinned_blocks
+            assert {chain[block] for block in live if block >= pinned} <= set(digests) <= set(chain[pinned:])
             assert len(set(digests)) == len(digests)
     assert owned == tree.owner
     for group, counts in enumerate(holds):

@@ -23,7 +23,7 @@ def test_a_prompt_needs_room_for_one_more_token() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
-    small = driver(num_pages=7)
+    small = driver(num_pages=6)
     capacity = small.scheduler.capacity_tokens
     assert 20 < capacity < 95
     small.add(request("fits", range(20), capacity - 20))

@@ -54,8 +54,8 @@ def test_a_tight_pool_does_not_thrash(num_pages: int, monkeypatch: pytest.Monkey
 
     extend = KvCache.extend
 
-    def careless(cache: KvCache, blocks: SequenceBlocks, end: int, *, reserve: int = 0) -> bool:
-        return extend(cache, blocks, end)
+    def careless(cache: KvCache, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
+        return extend(cache, blocks, end, compact=compact)
 
     monkeypatch.setattr(KvCache, "extend", careless)
     thrashing = crowd(num_pages)

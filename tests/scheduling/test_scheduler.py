@@ -6,8 +6,6 @@ import pytest
 from scheduler_driver import MIXES, Driver, layout, request
 
 from transom_worker.contract import SamplingParams
-from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.step import NO_ID
 
 
@@ -200,25 +198,6 @@ def test_resumed_output_is_prefilled_and_positions_go_on() -> None:
     driver.receive()
     driver.run()
     assert [output.position for output in driver.outputs["a"]] == [3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("fails_from", [0, 20])
-def test_the_last_resort_is_an_empty_cache(fails_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where scattered blocks leave no room for the only sequence, it starts again alone, and finishes."""
-    driver = roomy()
-    driver.add(request("before", range(30), 2))
-    driver.run()
-    extend = KvCache.extend
-
-    def scattered(cache: KvCache, blocks: SequenceBlocks, end: int, *, reserve: int = 0) -> bool:
-        return (not blocks.publishes or end <= fails_from) and extend(cache, blocks, end, reserve=reserve)
-
-    monkeypatch.setattr(KvCache, "extend", scattered)
-    driver.add(request("a", range(12), 20))
-    driver.add(request("b", range(5), 3))
-    driver.run()
-    assert sorted(driver.finished) == ["a", "b", "before"]
-    assert len(driver.tokens["a"]) == 20
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])

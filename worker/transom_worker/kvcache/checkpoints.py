@@ -13,6 +13,7 @@ from transom_worker.kvcache.tree import CheckpointKind, Hold, Node, PrefixTree
 
 NEAR_UNITS = 64  # a request that parts from a chain this close to a checkpoint has come back to it
 CONVERSATION = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
+SHARED = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
 REMEMBERED_OFFSETS = 64
 LEAST_OFFSETS = 8
 OFFSET_QUANTILE = 0.9
@@ -46,7 +47,8 @@ class Checkpoints:
         self._policy = policy
         self._candidates = Candidates()
         self._offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
-        self.tree = PrefixTree(full, self._sliding, hold=hold, let_go=let_go)
+        sliding = [(group, retentions[group].num_pinned) for group in self._sliding]
+        self.tree = PrefixTree(full, sliding, hold=hold, let_go=let_go)
 
     @property
     def tail_units(self) -> int:
@@ -54,6 +56,11 @@ class Checkpoints:
         if len(self._offsets) < LEAST_OFFSETS:
             return 0
         return sorted(self._offsets)[int(OFFSET_QUANTILE * (len(self._offsets) - 1))]
+
+    @property
+    def num_complete(self) -> int:
+        """Nodes that a request could start from: those with windows."""
+        return sum(node.windows is not None for node in self._candidates.all())
 
     def lock(self, chain: Sequence[bytes], hit_units: int) -> Node | None:
         """The node that a sequence builds on when it starts at a hit."""
@@ -70,20 +77,19 @@ class Checkpoints:
         self._policy.admitted()
         limit = min(limit, len(chain))
         reach = self.tree.reach(chain, limit)
-        meant_another = self._policy.missed(chain, max(0, reach - 1), limit)
+        ghost = self._policy.missed(chain, max(0, reach - 1), limit)
+        if base is not None and base.boundary < limit and base.kind in SHARED:
+            self._policy.returned(base)
+        if ghost is not None:
+            return self._came_back(ghost.kind, ghost.turns, ghost.offset_units)
         if not reach:
             return 0
-        node = self.tree.owner[chain[reach - 1]]
-        if meant_another:
-            return node.turns + 1
-        node, offset = self._came_back_to(node, reach)
+        node, offset = self._meant(self.tree.owner[chain[reach - 1]], reach)
         if offset > NEAR_UNITS:
             return 0
-        self._policy.returned(node)
-        if node.kind not in CONVERSATION:
-            return 0
-        self._offsets.append(offset if node.kind is CheckpointKind.PROMPT else 0)
-        return node.turns + 1
+        if node is not base or node.kind not in SHARED:
+            self._policy.returned(node)
+        return self._came_back(node.kind, node.turns, offset)
 
     def place(
         self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, *, turns: int, base: Node | None
@@ -158,16 +164,22 @@ class Checkpoints:
             retention = self._retentions[group]
             pinned = min(retention.num_pinned, boundary)
             first = min(boundary, retention.first_live_block(boundary * self._block_size))
-            needed = [*chain[:pinned], *chain[first:boundary]]
-            if not all(self._present(group, digest) for digest in needed):
+            if not all(self._present(group, digest) for digest in chain[first:boundary]):
                 return None
             earlier = first
             while earlier > max(pinned, first - tail) and self._present(group, chain[earlier - 1]):
                 earlier -= 1
-            windows.append([*chain[:pinned], *chain[earlier:boundary]])
+            windows.append(list(chain[earlier:boundary]))
         return tuple(windows)
 
-    def _came_back_to(self, node: Node, reach: int) -> tuple[Node, int]:
+    def _came_back(self, kind: CheckpointKind, turns: int, offset: int) -> int:
+        """How often a conversation has come back, given where it stood and how many units before that it parts."""
+        if kind not in CONVERSATION or offset > NEAR_UNITS:
+            return 0
+        self._offsets.append(offset if kind is CheckpointKind.PROMPT else 0)
+        return turns + 1
+
+    def _meant(self, node: Node, reach: int) -> tuple[Node, int]:
         """The checkpoint that a request meant which shares `reach` units with the tree, and how far before it it parted."""
         if node.memo is None and node.children:  # only cut out of a longer segment
             node = min(node.children, key=lambda child: child.boundary)

@@ -9,15 +9,23 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from transom_worker.kvcache.return_times import CheckpointClass, ReturnTimes, Watch
-from transom_worker.kvcache.tree import Node
+from transom_worker.kvcache.tree import CheckpointKind, Node
 
 SAMPLE = 64  # candidates compared for one victim
 MAX_GHOSTS = 262_144
 GHOST_TAIL = 64  # units at the end of a segment that are all remembered; before them one in 16
 MAX_TURNS = 3
+
+
+class Ghost(NamedTuple):
+    """A checkpoint that went, and that a request came back to: how many units before its boundary the request parted."""
+
+    kind: CheckpointKind
+    turns: int
+    offset_units: int
 
 
 class EvictionPolicy(Protocol):
@@ -35,8 +43,8 @@ class EvictionPolicy(Protocol):
     def returned(self, node: Node) -> None:
         """A request came back to this node, or into its segment."""
 
-    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> bool:
-        """A request's units `[begin, end)` are not in the tree; whether it came back to one of them that went."""
+    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> Ghost | None:
+        """A request's units `[begin, end)` are not in the tree; what it came back to, if that was there once."""
 
     def windows_dropped(self, node: Node) -> None:
         """Its windows went; the node may stay."""
@@ -53,7 +61,7 @@ class ReturnTimePolicy:
 
     def __init__(self) -> None:
         self._times = ReturnTimes()
-        self._ghosts: OrderedDict[bytes, Watch] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, tuple[Watch, int]] = OrderedDict()  # and the boundary, by a unit before it
 
     def admitted(self) -> None:
         """See `EvictionPolicy`."""
@@ -75,20 +83,22 @@ class ReturnTimePolicy:
             self._times.returned(item)
             node.memo = self._times.watch(item.cls)
 
-    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> bool:
+    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> Ghost | None:
         """See `EvictionPolicy`."""
         ghosts = self._ghosts
         for at in range(end - 1, begin - 1, -1):
             item = ghosts.pop(chain[at], None)
             if item is not None:
-                self._times.returned(item)
-                return True
-        return False
+                watch, boundary = item
+                self._times.returned(watch)
+                kind, _, turns = watch.cls
+                return Ghost(CheckpointKind(kind), turns, boundary - (at + 1))
+        return None
 
     def windows_dropped(self, node: Node) -> None:
         """See `EvictionPolicy`."""
         if isinstance(node.memo, Watch):
-            self._remember(node.digest, node.memo)
+            self._remember(node.digest, node, node.memo)
 
     def removed(self, node: Node) -> None:
         """See `EvictionPolicy`."""
@@ -97,7 +107,7 @@ class ReturnTimePolicy:
         tail = len(node.units) - GHOST_TAIL
         for at, digest in enumerate(node.units):
             if at >= tail or digest[0] < 16:
-                self._remember(digest, node.memo)
+                self._remember(digest, node, node.memo)
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """See `EvictionPolicy`."""
@@ -109,8 +119,8 @@ class ReturnTimePolicy:
         if isinstance(node.memo, Watch):
             self._times.forget(node.memo)
 
-    def _remember(self, digest: bytes, item: Watch) -> None:
-        self._ghosts[digest] = item
+    def _remember(self, digest: bytes, node: Node, item: Watch) -> None:
+        self._ghosts[digest] = (item, node.boundary)
         self._ghosts.move_to_end(digest)
         if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)

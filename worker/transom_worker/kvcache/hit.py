@@ -40,7 +40,7 @@ def find_hit(
     digests: Sequence[bytes],
     limit: int,
     *,
-    window_repair: bool = False,
+    window_repair: bool,
 ) -> Hit:
     """The hit that leaves least to compute, at a boundary `u <= limit`; `found[g]` are the digests of group `g`'s blocks.
 

@@ -58,7 +58,7 @@ class KvCache:
         *,
         block_size: int,
         enable_prefix_caching: bool = True,
-        window_repair: bool = False,
+        window_repair: bool = True,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,15 +141,22 @@ class KvCache:
         blocks.base = self._checkpoints.lock(chain, units)
         return blocks
 
-    def plan_checkpoints(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]]) -> None:
-        """A sequence is admitted: learn from what it came back to, and keep what is live at these boundaries (units, beyond the
-        hit) when `advance` passes them. Where chains were seen to part, a checkpoint is added."""
+    def plan_checkpoints(
+        self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool = True
+    ) -> None:
+        """A sequence is admitted: keep what is live at these boundaries (units, beyond the hit) when `advance` passes them.
+
+        Where chains were seen to part, a checkpoint is added. From a new request the cache learns what clients come back to.
+        """
         if not blocks.publishes:
             return
         planned: dict[int, CheckpointKind] = {}
         hit = blocks.hit
         if hit is not None:
-            blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
+            if is_new:
+                blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
+            elif blocks.base is not None:
+                blocks.turns = blocks.base.turns
             parted = hit.full_reach > hit.num_units or blocks.replay_until > 0
             if parted and any(retention.keeps_everything for retention in self.retentions):
                 planned[hit.full_reach] = CheckpointKind.FORK
@@ -185,10 +192,11 @@ class KvCache:
                 self._copies.append(BlockCopy(group, source, target))
         return child
 
-    def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0) -> bool:
+    def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Give every group blocks for positions below `end`; False, and nothing changed, if memory is short.
 
-        `reserve` blocks per group must stay within reach besides. Evicts cached blocks as needed.
+        `reserve` blocks per group must stay within reach besides. Evicts cached blocks as needed, and moves active ones together
+        if that is what it takes and `compact` allows.
         """
         needs = [
             max(0, -(-end // retention.block_size) - table.end_block)
@@ -198,7 +206,7 @@ class KvCache:
             return False
         pages = self._allocator.pages_needed(needs)
         if pages is None:
-            if not self._compact(needs):
+            if not compact or not self._compact(needs):
                 return False
             pages = self._allocator.pages_needed(needs)
             assert pages is not None
@@ -249,15 +257,14 @@ class KvCache:
     # Bounds
 
     def worst_case_pages(self, num_tokens: int) -> int:
-        """Pages that a sequence of `num_tokens` tokens may need at its peak when it runs alone in an empty cache."""
-        pages = 0
-        for retention, per_page in zip(self.retentions, self.arena.blocks_per_page, strict=True):
-            peak = retention.peak_blocks(num_tokens)
-            everything = -(-num_tokens // retention.block_size)
-            # a sliding run may begin and end inside a page, and so may the pinned blocks before it
-            ragged = 0 if retention.keeps_everything else 1 + bool(retention.num_pinned)
-            pages += min(-(-peak // per_page) + ragged, -(-everything // per_page))
-        return pages
+        """Pages that a sequence of `num_tokens` tokens, its last one sampled but never computed, needs at its peak."""
+        computed = num_tokens - 1  # the last token's successor is never asked for
+        if computed <= 0:
+            return 0
+        return sum(
+            -(-retention.peak_blocks(computed) // per_page)
+            for retention, per_page in zip(self.retentions, self.arena.blocks_per_page, strict=True)
+        )
 
     def capacity_tokens(self, limit: int) -> int:
         """Longest sequence, up to `limit` tokens, that fits the pool alone."""
@@ -313,7 +320,7 @@ class KvCache:
             groups=groups,
             outcome_tokens=dict(self._outcome),
             waste=self.arena.waste,
-            num_checkpoints=self._checkpoints.tree.num_nodes,
+            num_checkpoints=self._checkpoints.num_complete,
             num_compacted_blocks=self._num_compacted,
         )
 
@@ -341,7 +348,7 @@ class KvCache:
             return chain[step - 1 : units : step]
         if blocks.replay_until:
             table.first_block = max(retention.num_pinned, blocks.replay_from // retention.block_size)
-            return chain[: retention.num_pinned]
+            return chain[: min(retention.num_pinned, units)]
         return [chain[block] for block in self._live_blocks(table, units)]
 
     def _live_blocks(self, table: BlockTable, end: int) -> list[int]:
@@ -394,14 +401,14 @@ class KvCache:
         owned = self._checkpoints.tree.reach(chain, units)
         for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
             step = retention.block_size // self.block_size
-            begin = owned // step
-            if not retention.keeps_everything:  # what a replay computed below its end's live blocks is wrong
-                begin = max(table.first_block, retention.first_live_block(blocks.replay_until))
-            self._name(group, table, begin, units // step, chain)
+            end = units // step
+            kept = end if retention.keeps_everything else min(end, retention.num_pinned)  # with the segment
+            self._name(group, table, owned // step, kept, chain)
+            # what a replay computed below its end's live blocks is wrong
+            first = max(kept, table.first_block, retention.first_live_block(blocks.replay_until))
+            self._name(group, table, first, end, chain)
             found = self.index.groups[group]
-            if retention.keeps_everything and any(
-                chain[(block + 1) * step - 1] not in found for block in range(begin, units // step)
-            ):
+            if any(chain[(block + 1) * step - 1] not in found for block in range(owned // step, kept)):
                 return
         blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
 

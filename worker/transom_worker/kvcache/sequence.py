@@ -49,7 +49,7 @@ class BlockTable:
     def blocks(self, begin: int, end: int) -> list[int | None]:
         """The block ids of logical blocks `[begin, end)`, None where there is none."""
         first = begin - self.first_block
-        if begin >= self.num_pinned and 0 <= first and end - self.first_block <= len(self.run):
+        if begin >= self.num_pinned and first >= 0 and end - self.first_block <= len(self.run):
             return [*self.run[first : end - self.first_block]]
         return [self.at(logical) for logical in range(begin, end)]
 

@@ -69,13 +69,14 @@ class Node:
 class PrefixTree:
     """Holds and lets go blocks as nodes come and go. Not thread-safe.
 
-    `full_groups` are (group, units per block) of the groups that keep everything, `sliding_groups` the other groups.
+    `full_groups` are (group, units per block) of the groups that keep everything, `sliding_groups` (group, pinned blocks) the
+    others: pinned blocks, which hold sink tokens, belong to segments.
     """
 
     def __init__(
         self,
         full_groups: Sequence[tuple[int, int]],
-        sliding_groups: Sequence[int],
+        sliding_groups: Sequence[tuple[int, int]],
         *,
         hold: Hold,
         let_go: Hold,
@@ -135,14 +136,14 @@ class PrefixTree:
 
     def hold_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
         """Count on the sliding groups' blocks, which must be in the index."""
-        for group, digests in zip(self._sliding_groups, windows, strict=True):
+        for (group, _), digests in zip(self._sliding_groups, windows, strict=True):
             self._hold(group, digests)
         node.windows = windows
 
     def drop_windows(self, node: Node) -> None:
         """Let the windows go."""
         if node.windows is not None:
-            for group, digests in zip(self._sliding_groups, node.windows, strict=True):
+            for (group, _), digests in zip(self._sliding_groups, node.windows, strict=True):
                 self._let_go(group, digests)
             node.windows = None
 
@@ -196,3 +197,6 @@ class PrefixTree:
         for group, units_per_block in self._full_groups:
             first = (-begin - 1) % units_per_block  # the first unit that ends a block
             act(group, reversed(node.units[first::units_per_block]))
+        for group, num_pinned in self._sliding_groups:
+            if begin < num_pinned:
+                act(group, reversed(node.units[: num_pinned - begin]))

@@ -1,7 +1,7 @@
 """Who holds blocks: lets waiting sequences in, makes room for running ones, and takes memory back.
 
-The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute;
-alone and still short (its blocks lie scattered over too many pages), it starts again in an empty cache.
+The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute. Alone it
+fits, however its blocks lie scattered, since the cache moves them together.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ class Placement:
             victim = self.running.last
             if victim is sequence and len(self.running) == 1:
                 if not steps_in_flight:
-                    self._preempt(sequence)
-                    sequence.alone = True
-                    self.cache.drop_cached()
-                return 0
+                    raise RuntimeError(f"{sequence.request.request_id} was let in as fitting, and does not fit alone")
+                return 0  # windows slide when the result arrives
             if victim.num_in_flight:
                 victim.state = State.LEAVING
                 self._num_held += 1
@@ -85,14 +83,9 @@ class Placement:
         busy = len(self.running) > 0 or self._num_held > 0
         if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
             return None
-        if busy and (self._is_blocked(sequence) or self._someone_is_alone(sequence)):
+        if busy and self._is_blocked(sequence):
             return None
         count = self._admit(sequence, budget, busy)
-        if not count and not busy and not sequence.alone:
-            # nothing runs and still no room: the hit's blocks lie scattered over too many pages
-            sequence.alone = True
-            self.cache.drop_cached()
-            count = self._admit(sequence, budget, busy)
         if not count:
             self._blocked, self._blocked_at = sequence, self.cache.num_releases
             return None
@@ -105,12 +98,9 @@ class Placement:
         """
         return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
 
-    def _someone_is_alone(self, candidate: Sequence) -> bool:
-        return candidate.alone or (len(self.running) == 1 and self.running.first.alone)
-
     def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
         hit = self._find_hit(sequence)
-        blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit, publishes=not sequence.alone)
+        blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         count = min(sequence.num_ready, budget)
         if not busy:
@@ -122,7 +112,7 @@ class Placement:
             self.cache.release(blocks, kind=None)
             sequence.leave()
             return 0
-        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit))
+        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.admitted)
         self._count_outcome(sequence, hit)
         self.waiting.remove(sequence)
         self.running.add(sequence)
@@ -146,7 +136,7 @@ class Placement:
         if not self.cache.enable_prefix_caching:
             return None
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
-        if sequence.alone or sequence.wants_prompt_logprobs:
+        if sequence.wants_prompt_logprobs:
             return None
         return self.cache.find(sequence.chain, len(sequence.token_ids))
 
@@ -154,7 +144,7 @@ class Placement:
         """Blocks for `count` more tokens, or for as many as fit by halving; 0 if not even for one."""
         blocks = sequence.blocks
         assert blocks is not None
-        while count and not self.cache.extend(blocks, sequence.scheduled + count):
+        while count and not self.cache.extend(blocks, sequence.scheduled + count, compact=count == 1):
             count //= 2
         return count
 

@@ -44,7 +44,6 @@ class Sequence:
     rank_known: int = 0  # tokens that ranks have been given
     sampled_step: int = -1  # the plan, and its row, that samples the newest token
     sampled_row: int = -1
-    alone: bool = False  # runs with an empty cache and nobody else, for its last resort
     admitted: bool = False  # ever
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
