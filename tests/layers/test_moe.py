@@ -161,5 +161,6 @@ def test_a_mixture_adds_router_experts_and_the_shared_expert(shared):
     wanted = residual + experts(x, router(x))
     wanted = wanted if dense is None else dense.add_to(wanted, x)
     torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(moe(x), wanted - residual)
     parts = gate.nbytes + experts.weight_bytes + (dense.weight_bytes if dense else 0)
     assert moe.weight_bytes == parts

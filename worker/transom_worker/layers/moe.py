@@ -1,6 +1,6 @@
 """A mixture of experts in the place of a feed-forward layer.
 
-Legend: T tokens, N hidden width.
+Legend: T tokens, N hidden width, K experts chosen per token.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ class Moe:
         parts = (router, experts) if shared is None else (router, experts, shared)
         self.weight_bytes = sum(part.weight_bytes for part in parts)
 
+    def __call__(self, x_TN: torch.Tensor, chosen_TK: torch.Tensor | None = None) -> torch.Tensor:
+        """`moe(x)`, [T, N]; `chosen_TK` fixes each token's experts."""
+        routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
+        return routed_TN if self._shared is None else self._shared.add_to(routed_TN, x_TN)
+
     def add_to(
         self, residual_TN: torch.Tensor, x_TN: torch.Tensor, chosen_TK: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`residual + moe(x)`, [T, N]; `chosen_TK` fixes each token's experts."""
-        routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
-        if self._shared is None:
-            return residual_TN + routed_TN
-        return self._shared.add_to(residual_TN + routed_TN, x_TN)
+        """`residual + moe(x)`, [T, N]."""
+        return residual_TN + self(x_TN, chosen_TK)

@@ -4,5 +4,6 @@
 """
 
 from transom_worker.weights.checkpoint import Weights, load_weights
+from transom_worker.weights.renamed import RenamedWeights
 
-__all__ = ["Weights", "load_weights"]
+__all__ = ["RenamedWeights", "Weights", "load_weights"]

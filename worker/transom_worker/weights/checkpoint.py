@@ -38,20 +38,21 @@ class Weights(Protocol):
 
 
 def load_weights(files: ModelFiles) -> Weights:
-    """Open a model's checkpoint; tensors are read when they are asked for.
+    """Open a model's checkpoint, of a model that also sees or hears its text decoder's; tensors are read when they are asked for.
 
     Raises:
         ModelError: a file is missing or broken, names it; or quantised in a way that cannot be read.
     """
     from transom_worker.weights.gguf_file import GgufWeights
     from transom_worker.weights.quantised_tensors import open_quantised
+    from transom_worker.weights.renamed import text_decoder
     from transom_worker.weights.safetensors_files import SafetensorsWeights
 
     if files.is_gguf:
         return GgufWeights(files)
     plain = SafetensorsWeights(files.path)
     config = files.config.get("quantization_config")
-    return plain if config is None else open_quantised(plain, config)
+    return text_decoder(plain if config is None else open_quantised(plain, config))
 
 
 def check_shape(tensor: torch.Tensor, shape: tuple[int, ...] | None, *, name: str, file: object) -> torch.Tensor:

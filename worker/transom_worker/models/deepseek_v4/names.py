@@ -5,10 +5,7 @@ transformers puts most names under `model.` and calls a layer's latent norm `nor
 
 from __future__ import annotations
 
-import torch
-
-from transom_worker.errors import ModelError
-from transom_worker.models.model import Weights
+from transom_worker.weights import RenamedWeights, Weights
 
 _PUBLISHED = (
     ("model.embed_tokens.", "embed."),
@@ -21,16 +18,8 @@ _PUBLISHED = (
 def either_name(weights: Weights) -> Weights:
     """The same weights by transformers' names, whichever the checkpoint has."""
 
-    def read(name: str) -> torch.Tensor:
-        try:
-            return weights(name)
-        except ModelError as missing:
-            try:
-                return weights(published_name(name))
-            except ModelError:
-                raise missing from None
-
-    return read
+    there = set(weights.names)
+    return RenamedWeights(weights, lambda name: name if name in there else published_name(name))
 
 
 def published_name(name: str) -> str:
