@@ -68,6 +68,9 @@ def scale_weights(model: PreTrainedModel, *, looking: float = 1.5) -> None:
             weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
     if model.config.model_type.startswith("gemma"):  # these multiply what they look up
         model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.7, 1.0).copy_(buffer.bfloat16())
     _spread_logits(model, 1.0 if less_one else 0.0)
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())

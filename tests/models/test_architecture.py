@@ -85,6 +85,13 @@ def test_gemma4_global_layers_have_their_own_heads() -> None:
     assert layers[4] == LayerAttention(num_heads=4, num_kv_heads=2, head_size=16, window=8)
 
 
+def test_gemma4_layers_that_share_a_cache_read_the_last_of_their_type() -> None:
+    sizes = {"model_type": "gemma4_text", "sliding_window": 8, "num_kv_shared_layers": 4, "num_hidden_layers": 12}
+    sizes["layer_types"] = ["sliding_attention", "full_attention"] * 6
+    layers = read_architecture(SMALL | sizes).layers
+    assert [layer.reads_cache_of for layer in layers] == [None] * 8 + [6, 7, 6, 7]
+
+
 def test_a_model_that_also_sees_is_its_text_decoder() -> None:
     text = SMALL | {"model_type": "gemma3_text", "sliding_window": 64}
     assert read_architecture({"model_type": "gemma3", "text_config": text}) == read_architecture(text)
@@ -98,7 +105,10 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"layer_types": ["full_attention"]}, "lists 1 layer_types for num_hidden_layers 6"),
         ({"layer_types": ["linear_attention"] * 6}, "layer type 'linear_attention', which is not known"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),
-        ({"model_type": "gemma4_text", "sliding_window": 8, "num_kv_shared_layers": 2}, "num_kv_shared_layers 2"),
+        (
+            {"model_type": "gemma4_text", "sliding_window": 8, "num_kv_shared_layers": 2},
+            "before these is of type 'full",
+        ),
     ],
 )
 def test_what_is_not_understood_is_named(changes: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from checkpoints import VOCAB_SIZE
 from family_tests import Family, FamilyCase, FamilyTests
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -98,6 +99,24 @@ CASES = {
                 }
             },
         ),
+    ),
+    "gemma4": FamilyCase(
+        family="gemma4_text",
+        config={
+            "looking": 0.8,
+            "num_hidden_layers": 8,
+            "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL],
+            "num_kv_shared_layers": 4,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "sliding_window": 20,
+            "final_logit_softcapping": 14.0,
+        },
+        mistakes=({"sliding_window": 19}, {"final_logit_softcapping": None}),
     ),
     "olmo3": FamilyCase(
         family="olmo3",

@@ -43,6 +43,13 @@ def test_layers_with_equal_retention_share_a_group() -> None:
     ]
 
 
+def test_layers_that_read_another_cache_are_in_no_group() -> None:
+    shape = architecture([layer(8), layer(), layer(8, reads_cache_of=0), layer(reads_cache_of=1)])
+    for hybrid in (True, False):
+        groups = make_groups(shape, block_size=4, hybrid=hybrid)
+        assert sorted(index for group in groups for index in group.layers) == [0, 1]
+
+
 def test_without_hybrid_one_full_group_holds_all_layers() -> None:
     shape = architecture([layer(8), layer(), layer(8, sinks=2), layer(chunk=64)])
     groups = make_groups(shape, block_size=4, hybrid=False)

@@ -31,6 +31,7 @@ __all__ = [
 # The others can be planned; `models.registry` has a class for each.
 RUNNABLE_FAMILIES = (
     *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
+    "gemma4_text",
     *("mixtral", "qwen3_moe", "gpt_oss", "llama4_text"),
     "deepseek_v4",
 )
@@ -60,6 +61,8 @@ class Architecture:
     scales: Scales = NO_SCALES
     mixture: Mixture | None = None
     norm_after_rotation: bool = False  # each query and key head to one length, in layers that rotate
+    keys_are_values: bool = False  # before their norms, in layers without a window
+    layer_embedding_size: int = 0  # width of each layer's own embedding of a token; 0: it has none
     deepseek_v4: DeepseekV4Shape | None = None  # what only that family has
 
     @property
@@ -102,6 +105,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),
             norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
+            keys_are_values=bool(config.get("attention_k_eq_v", False)),
+            layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
@@ -156,7 +161,13 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
 def with_windows(
     architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
 ) -> Architecture:
-    """The same model with the layers that `pattern` marks (repeated): S sliding windows, C chunks, F unchanged."""
+    """The same model with the layers that `pattern` marks (repeated): S sliding windows, C chunks, F unchanged.
+
+    Raises:
+        ConfigError: the model has layers that share a cache, which their own windows would cut differently.
+    """
+    if any(layer.reads_cache_of is not None for layer in architecture.layers):
+        raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")
 
     def marked(layer: LayerAttention, letter: str) -> LayerAttention:
         match letter:

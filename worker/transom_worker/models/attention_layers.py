@@ -35,18 +35,26 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
             f"config.json says model_type {family!r}; supported so far: 'llama'. `transom plan` also knows "
             f"{', '.join(sorted(set(_LAYER_TYPES) - {'llama'}))}."
         )
-    if config.get("num_kv_shared_layers"):
-        raise ModelError(
-            f"config.json says num_kv_shared_layers {config['num_kv_shared_layers']}: layers that read another layer's "
-            "cache are not supported yet; only 0 is."
-        )
     num_layers = int(config["num_hidden_layers"])
     types = config.get("layer_types") or [_LAYER_TYPES[family](config, index) for index in range(num_layers)]
     if len(types) != num_layers:
         raise ModelError(f"config.json lists {len(types)} layer_types for num_hidden_layers {num_layers}.")
     own = _own_sizes(config, types)
     plain = _plain_layer(config, family)
-    return tuple(_of_type(kind, _with_own_sizes(plain, own.get(index, {})), config) for index, kind in enumerate(types))
+    layers = [_of_type(kind, _with_own_sizes(plain, own.get(index, {})), config) for index, kind in enumerate(types)]
+    return _sharing(layers, types, int(config.get("num_kv_shared_layers") or 0))
+
+
+def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int) -> tuple[LayerAttention, ...]:
+    """The last `num_shared` layers read the cache of the last layer of their type before them."""
+    first = len(layers) - num_shared
+    last_of_type = {kind: index for index, kind in enumerate(types[: max(0, first)])}
+    if missing := set(types[max(0, first) :]) - set(last_of_type):
+        raise ModelError(
+            f"config.json says num_kv_shared_layers {num_shared}, but no layer before these is of type {min(missing)!r}."
+        )
+    shared = (replace(layers[index], reads_cache_of=last_of_type[types[index]]) for index in range(first, len(layers)))
+    return (*layers[:first], *shared)
 
 
 def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
@@ -130,6 +138,10 @@ def _full_every(default: int) -> Callable[[Config, int], str]:
     return rule
 
 
+def _full_every_sixth_and_last(config: Config, index: int) -> str:
+    return FULL if index == int(config["num_hidden_layers"]) - 1 else _full_every(6)(config, index)
+
+
 def _chunked_where_rotary(config: Config, index: int) -> str:
     rotary = config.get("no_rope_layers")
     interval = int(config.get("no_rope_layer_interval", 4))
@@ -160,7 +172,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "gemma": _always_full,
     "gemma2": _every_other,
     "gemma3_text": _full_every(6),
-    "gemma4_text": _full_every(6),
+    "gemma4_text": _full_every_sixth_and_last,
     "olmo3": _full_every(4),
     "cohere2": _full_every(4),
     "gpt_oss": _every_other,

@@ -5,6 +5,8 @@ Legend: T tokens, R rows whose logits are wanted, N hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
@@ -17,7 +19,16 @@ from transom_worker.models.architecture import Architecture
 from transom_worker.models.loading import Loader
 from transom_worker.models.model import Weights
 from transom_worker.models.parts import make_attention, make_norm, make_rotary
+from transom_worker.models.rope import Rope
 from transom_worker.models.style import Style
+
+
+@dataclass(frozen=True, slots=True)
+class Rotations:
+    """A step's rotary tables, and what queries in layers that do not rotate are multiplied by."""
+
+    tables: dict[Rope, RotaryTables]
+    query_scale_T11: torch.Tensor | None
 
 
 class Decoder:
@@ -53,21 +64,29 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [R, V] in float32; writes the batch's keys and values into its caches."""
         x_TN = self._embedding(batch.token_ids)
+        rotations = self._rotations(batch, x_TN.dtype)
+        for index in range(len(self._layers)):
+            x_TN = self._layer(index, x_TN, rotations, batch)
+        return self._head(self._norm(x_TN))
+
+    def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
+        """What layers need to know of the tokens' positions."""
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         scale = self._style.query_scale
-        query_scale_T11 = None if scale is None else scale(batch.positions).to(x_TN.dtype)[:, None, None]
-        for index, layer in enumerate(self._layers):
-            rope = self.architecture.ropes[index]
-            last = index == len(self._layers) - 1
-            x_TN = layer(
-                x_TN,
-                None if rope is None else tables[rope],
-                batch.caches[index],
-                batch.groups[batch.group_of_layer[index]],
-                query_scale_T11=query_scale_T11 if rope is None else None,
-                rows=batch.logit_rows if last else None,
-            )
-        return self._head(self._norm(x_TN))
+        return Rotations(tables, None if scale is None else scale(batch.positions).to(dtype)[:, None, None])
+
+    def _layer(self, index: int, x_TN: torch.Tensor, rotations: Rotations, batch: ForwardBatch) -> torch.Tensor:
+        """Layer `index`: [T, N], after the last layer only the rows whose logits are wanted."""
+        rope, source = self.architecture.ropes[index], self.architecture.layers[index].reads_cache_of
+        cache = index if source is None else source
+        return self._layers[index](
+            x_TN,
+            None if rope is None else rotations.tables[rope],
+            batch.caches[cache],
+            batch.groups[batch.group_of_layer[cache]],
+            query_scale_T11=rotations.query_scale_T11 if rope is None else None,
+            rows=batch.logit_rows if index == len(self._layers) - 1 else None,
+        )
 
 
 class DecoderLayer:

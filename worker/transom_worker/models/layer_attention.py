@@ -23,7 +23,7 @@ class LayerAttention:
     tokens since the last multiple of `chunk`.
 
     A `latent` layer has one row per token that is key and value at once, for all heads and so on every rank; `rope_size` of its
-    width is rotary.
+    width is rotary. A layer that `reads_cache_of` an earlier one has no cache; such layers come last.
     """
 
     num_heads: int
@@ -35,3 +35,4 @@ class LayerAttention:
     latent: bool = False
     rope_size: int = 0
     compression: Compression | None = None
+    reads_cache_of: int | None = None

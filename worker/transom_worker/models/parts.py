@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
+from transom_worker.layers.linear import Linear
 from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm
 from transom_worker.layers.rope import RotaryEmbedding
 from transom_worker.models.architecture import Architecture, LayerAttention
@@ -20,19 +21,28 @@ from transom_worker.models.style import Style
 def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
     """The attention of layer `index`; `load` reads names within `self_attn`."""
     layer, rope = architecture.layers[index], architecture.ropes[index]
-    pairs = (layer.num_heads, layer.num_kv_heads, None) if rope is not None and rope.interleaved else ()
-    qkv = load.linear("q_proj", "k_proj", "v_proj", bias=architecture.attention_bias, pairs_of=pairs)
+    eps, rotates = architecture.rms_norm_eps, rope is not None
+    qkv = _projections(architecture, index, load)
     output = load.linear("o_proj", bias=architecture.output_bias)
     options = AttentionOptions(
         scale=architecture.scales.query,
         soft_cap=architecture.scales.attention_cap,
         sink_logits=load.tensor(style.sink_logits, torch.float32) if style.sink_logits else None,
         norm=_head_norm(architecture, layer, style, load),
-        norm_after_rotation=HeadNorm(None, architecture.rms_norm_eps)
-        if rope and style.head_norm_after_rotation
-        else None,
+        norm_after_rotation=HeadNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
+        value_norm=HeadNorm(None, eps) if style.value_norm else None,
     )
     return Attention(qkv, output, attention_shape(layer), options)
+
+
+def _projections(architecture: Architecture, index: int, load: Loader) -> Linear:
+    """Queries, keys and values fused; queries alone where the layer reads another's cache."""
+    layer, rope, bias = architecture.layers[index], architecture.ropes[index], architecture.attention_bias
+    if layer.reads_cache_of is not None:
+        return load.linear("q_proj", bias=bias)
+    pairs = (layer.num_heads, layer.num_kv_heads, None) if rope is not None and rope.interleaved else ()
+    keys_are_values = architecture.keys_are_values and layer.window is None
+    return load.linear("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj", bias=bias, pairs_of=pairs)
 
 
 def attention_shape(layer: LayerAttention) -> AttentionShape:
@@ -44,6 +54,7 @@ def attention_shape(layer: LayerAttention) -> AttentionShape:
         window=layer.window,
         num_sink_tokens=layer.sinks,
         chunk=layer.chunk,
+        has_cache=layer.reads_cache_of is None,
     )
 
 
@@ -60,10 +71,14 @@ def _head_norm(
     if style.head_norm == "none":
         return None
     dtype = torch.float32 if style.norm_plus_one else load.dtype
-    query, key = load.tensor("q_norm.weight", dtype), load.tensor("k_norm.weight", dtype)
-    if style.head_norm == "all":
-        return AllHeadsNorm(query, key, architecture.rms_norm_eps)
-    weight_HD = torch.cat([query.expand(layer.num_heads, -1), key.expand(layer.num_kv_heads, -1)])
+    query = load.tensor("q_norm.weight", dtype)
+    if layer.reads_cache_of is not None:
+        weight_HD = query.expand(layer.num_heads, -1)
+    else:
+        key = load.tensor("k_norm.weight", dtype)
+        if style.head_norm == "all":
+            return AllHeadsNorm(query, key, architecture.rms_norm_eps)
+        weight_HD = torch.cat([query.expand(layer.num_heads, -1), key.expand(layer.num_kv_heads, -1)])
     return HeadNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD, architecture.rms_norm_eps)
 
 

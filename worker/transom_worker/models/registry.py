@@ -11,6 +11,7 @@ from transom_worker.layers.linear import Quantization
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.model import DeepseekV4
 from transom_worker.models.dense import DENSE_FAMILIES, dense
+from transom_worker.models.gemma4 import Gemma4
 from transom_worker.models.gpt_oss import gpt_oss
 from transom_worker.models.llama4 import llama4
 from transom_worker.models.mixtures import MIXTURE_FAMILIES, mixture_of_matrices
@@ -20,6 +21,7 @@ from transom_worker.parallel import Parallel
 FAMILIES: dict[str, Callable[..., Model]] = {
     **dict.fromkeys(DENSE_FAMILIES, dense),
     **dict.fromkeys(MIXTURE_FAMILIES, mixture_of_matrices),
+    "gemma4_text": Gemma4,
     "gpt_oss": gpt_oss,
     "llama4_text": llama4,
     "deepseek_v4": DeepseekV4,

@@ -18,6 +18,12 @@ Config = Mapping[str, Any]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 INTERLEAVED_FAMILIES = ("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4")
 _DEFAULT_THETA = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0, "gemma3_text": 1_000_000.0}
+_DEFAULT_PARAMETERS: dict[str, Config] = {
+    "gemma4_text": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+    }
+}
 _SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # there rope_scaling is meant for the full layers alone
 
 
@@ -89,7 +95,7 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
     family = str(config.get("model_type", ""))
     if family == "deepseek_v4":
         return _deepseek_v4_parameters(config, compresses=layer.compression is not None)
-    found = config.get("rope_parameters") or {}
+    found = config.get("rope_parameters") or _DEFAULT_PARAMETERS.get(family, {})
     windowed = layer.window is not None and layer.compression is None
     if any(isinstance(value, Mapping) for value in found.values()):
         found = found.get("sliding_attention" if windowed else "full_attention") or {}

@@ -30,7 +30,10 @@ class Rule(NamedTuple):
 
 
 def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
-    """The parts of a layer's cache, and how each is kept. Without `hybrid` what would slide is kept at full length."""
+    """The parts of a layer's cache, and how each is kept; none where it reads another layer's. Without `hybrid` what would
+    slide is kept at full length."""
+    if layer.reads_cache_of is not None:
+        return {}
     everything = Rule(GroupKind.LATENT if layer.latent else GroupKind.FULL)
     rules = {Role.KV: _kv_rule(layer, everything) if hybrid else everything}
     compression = layer.compression

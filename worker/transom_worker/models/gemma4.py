@@ -1,0 +1,96 @@
+"""Gemma 4's text decoder: layers that read an earlier layer's cache, an embedding per layer, heads that differ by layer type.
+
+Legend: T tokens, N hidden width, L layers, P width of a layer's own embedding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from transom_worker.layers.embedding import Embedding
+from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.layers.linear import Quantization
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.decoder import Decoder
+from transom_worker.models.loading import Loader
+from transom_worker.models.model import Weights
+from transom_worker.models.style import Style
+
+STYLE = Style(
+    norm_after_attention="post_attention_layernorm",
+    norm_before_mlp="pre_feedforward_layernorm",
+    norm_after_mlp="post_feedforward_layernorm",
+    head_norm="each",
+    value_norm=True,
+)
+
+
+class Gemma4(Decoder):
+    """The decoder; after each layer its own embedding is added, and the sum scaled."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization,
+    ) -> None:
+        """See `Decoder`."""
+        super().__init__(architecture, weights, STYLE, dtype=dtype, device=device, quantization=quantization)
+        load = Loader(weights=weights, dtype=dtype, device=device, quantization=quantization, prefix="model.")
+        layers = [load.under(f"layers.{index}.") for index in range(architecture.num_layers)]
+        self._scales = [float(layer.tensor("layer_scalar")) for layer in layers]
+        self._embeddings = LayerEmbeddings(architecture, load) if architecture.layer_embedding_size else None
+        self._additions = [LayerAddition(architecture, layer) for layer in layers] if self._embeddings else []
+        parts = (*self._additions, *((self._embeddings,) if self._embeddings else ()))
+        self.weight_bytes += sum(part.weight_bytes for part in parts)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See `Decoder`."""
+        x_TN = self._embedding(batch.token_ids)
+        own_TLP = self._embeddings(batch.token_ids, x_TN) if self._embeddings else None
+        rotations = self._rotations(batch, x_TN.dtype)
+        for index, scale in enumerate(self._scales):
+            x_TN = self._layer(index, x_TN, rotations, batch)
+            if own_TLP is not None:
+                own_TP = own_TLP[:, index]
+                rows_TP = own_TP if len(own_TP) == len(x_TN) else own_TP.index_select(0, batch.logit_rows)
+                x_TN = self._additions[index].add_to(x_TN, rows_TP)
+            x_TN = x_TN * scale
+        return self._head(self._norm(x_TN))
+
+
+class LayerEmbeddings:
+    """Every layer's own embedding of each token: half looked up, half made from what the decoder begins with."""
+
+    def __init__(self, architecture: Architecture, load: Loader) -> None:
+        size = architecture.layer_embedding_size
+        self._table = Embedding(load.tensor("embed_tokens_per_layer.weight"), scale=size**0.5)
+        self._projection = load.linear("per_layer_model_projection")
+        self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps)
+        self._shape = (-1, architecture.num_layers, size)
+        self._scale = architecture.hidden_size**-0.5
+        self.weight_bytes = self._table.weight_bytes + self._projection.weight_bytes + self._norm.weight_bytes
+
+    def __call__(self, token_ids_T: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
+        """[T, L, P]."""
+        made_TLP = self._norm((self._projection(x_TN) * self._scale).view(self._shape))
+        return (made_TLP + self._table(token_ids_T).view(self._shape)).mul_(0.5**0.5)
+
+
+class LayerAddition:
+    """What a layer's own embedding adds to its output."""
+
+    def __init__(self, architecture: Architecture, load: Loader) -> None:
+        self._gate, self._back = load.linear("per_layer_input_gate"), load.linear("per_layer_projection")
+        self._norm = load.norm("post_per_layer_input_norm", architecture.rms_norm_eps)
+        self.weight_bytes = sum(part.weight_bytes for part in (self._gate, self._back, self._norm))
+
+    def add_to(self, x_TN: torch.Tensor, own_TP: torch.Tensor) -> torch.Tensor:
+        """`x` and the addition, [T, N]."""
+        gated_TP = F.gelu(self._gate(x_TN), approximate="tanh") * own_TP
+        return x_TN + self._norm(self._back(gated_TP))
