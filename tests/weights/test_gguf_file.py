@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from checkpoints import load_oracle, make_checkpoint
 from tiny_checkpoints import load_reference, tiny_llama
 from transom_worker.errors import ModelError
 from transom_worker.gguf_header import read_gguf_header
 from transom_worker.model_files import resolve_model
+from transom_worker.models.architecture import read_architecture
 from transom_worker.weights import load_weights
-from transom_worker.weights.gguf_file import _NAMES
+from transom_worker.weights.gguf_names import NAMES
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, kind: Kind, *, extra: str | None = None) -> Path:
-    """What llama.cpp's converter makes of `model`: its names, its rotary order of q and k rows, matrices in `kind`."""
+def write_gguf(path: Path, model: PreTrainedModel, kind: Kind, *, extra: dict[str, Any] | None = None) -> Path:
+    """What llama.cpp's converter makes of `model`: its names, matrices in `kind`, llama's rotary order of q and k rows,
+    Gemma's norm weights with one added."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    gemma = config.model_type.startswith("gemma")
+    writer = gguf.GGUFWriter(path, config.model_type.removesuffix("_text"))
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -34,17 +40,30 @@ def write_gguf(path: Path, model: LlamaForCausalLM, kind: Kind, *, extra: str | 
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
+    writer.add_rope_freq_base(rope_theta(config))
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_token_list(["x"])
     for name, tensor in model.state_dict().items():
         values = tensor.numpy()
-        if "q_proj" in name or "k_proj" in name:
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if gemma and name.endswith("norm.weight"):
+            values = values + 1
+        if config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         data = gguf.quantize(values, kind) if values.ndim > 1 else values
-        writer.add_tensor(llama_cpp_name(name), data, raw_dtype=kind if values.ndim > 1 else Kind.F32)
-    if extra:
-        writer.add_tensor(extra, np.ones(4, dtype=np.float32))
+        writer.add_tensor(
+            llama_cpp_name(name, config.model_type), data, raw_dtype=kind if values.ndim > 1 else Kind.F32
+        )
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -52,10 +71,15 @@ def write_gguf(path: Path, model: LlamaForCausalLM, kind: Kind, *, extra: str | 
     return path
 
 
-def llama_cpp_name(name: str) -> str:
+def rope_theta(config: PretrainedConfig) -> float:
+    parameters = config.rope_parameters
+    return float(parameters.get("full_attention", parameters)["rope_theta"])
+
+
+def llama_cpp_name(name: str, family: str) -> str:
     stem, _, kind = name.rpartition(".")
     layer = stem.split(".")[2] if ".layers." in stem else ""
-    back = {theirs: ours for ours, theirs in _NAMES.items()}
+    back = {theirs: ours for ours, theirs in NAMES[family].items()}
     return f"{back[stem.replace(f'.{layer}.', '.{}.', 1) if layer else stem].format(layer)}.{kind}"
 
 
@@ -86,6 +110,37 @@ def test_what_was_written_is_read_back(
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want[name], rtol=0, atol=tolerance * want[name].abs().max().item())
     assert (files.config["dtype"], files.config["tie_word_embeddings"]) == (dtype, False)
+
+
+FAMILIES = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 24},
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_are_what_transformers_has(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path, family, **FAMILIES[family])
+    model = load_oracle(folder)
+    files = resolve_model(str(write_gguf(tmp_path / "tiny.gguf", model, Kind.F32)))
+    weights, want = load_weights(files), dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del want["lm_head.weight"]
+    assert set(weights.names) == set(want)
+    for name in weights.names:
+        torch.testing.assert_close(weights(name), want[name], rtol=0, atol=2e-7)
+    ours, theirs = read_architecture(files.config), read_architecture(resolve_model(str(folder)).config)
+    assert ours == replace(theirs, rms_norm_eps=ours.rms_norm_eps)
+    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
+
+
+def test_llama_3_has_its_rope_as_factors(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    factors = {"rope_freqs.weight": np.array([1.0, 3.5, 8.0], dtype=np.float32)}
+    config = resolve_model(str(write_gguf(tmp_path / "tiny.gguf", model, Kind.F32, extra=factors))).config
+    assert (config["rope_scaling"]["rope_type"], config["rope_scaling"]["factor"]) == ("llama3", 8.0)
+    assert "rope_freqs.weight" not in load_weights(resolve_model(str(tmp_path / "tiny.gguf"))).names
 
 
 def test_a_tensor_outlives_the_file_and_is_its_own(tmp_path: Path, model: LlamaForCausalLM) -> None:
@@ -130,7 +185,9 @@ def test_faults_are_named_by_file_and_tensor(tmp_path: Path, model: LlamaForCaus
 
 
 def test_a_tensor_without_a_place_is_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", model, Kind.F32, extra="blk.0.attn_sinks.weight")
+    path = write_gguf(
+        tmp_path / "tiny.gguf", model, Kind.F32, extra={"blk.0.attn_sinks.weight": np.ones(4, dtype=np.float32)}
+    )
     assert "blk.0.attn_sinks.weight" in read_gguf_header(path).tensors
     with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks\.weight"):
         load_weights(resolve_model(str(path)))

@@ -78,7 +78,7 @@ def test_defaults_of_a_bare_gguf(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda path: write_gguf(path, architecture="qwen2"), "'qwen2'"),
+        (lambda path: write_gguf(path, architecture="falcon"), "'falcon'"),
         (lambda path: write_gguf(path, llama__expert_count=4), "experts"),
         (lambda path: path.write_bytes(b"PK" + bytes(100)), "GGUF"),
         (lambda path: path.write_bytes(b"GGUF"), "too few"),

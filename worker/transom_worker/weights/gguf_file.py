@@ -1,4 +1,4 @@
-"""A llama-architecture GGUF file: tensors dequantised to float32 under their Hugging Face names."""
+"""A GGUF file of a family in `gguf_names`: tensors dequantised to float32 under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -14,22 +14,8 @@ from transom_worker.errors import ModelError
 from transom_worker.gguf_header import GgufTensor, read_gguf_header
 from transom_worker.model_files import ModelFiles
 from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
+from transom_worker.weights.gguf_names import NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PAIRS_SIDE_BY_SIDE
 
-# llama.cpp's name without ".weight" or ".bias" -> Hugging Face's; {} is the layer.
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
-    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
-    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
-    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
-    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-}
 _PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # The package dequantises 16 rows at a time; longer rows (whole quantisation blocks) make fewer, larger numpy calls.
 _ROW_BYTES = 1 << 17
@@ -46,9 +32,9 @@ class GgufWeights:
 
     def __init__(self, files: ModelFiles) -> None:
         self._path = files.path
-        self._config = files.config
+        self._config, self._family = files.config, str(files.config["model_type"])
         header = read_gguf_header(files.path)
-        self._tensors = {self._hf_name(name): tensor for name, tensor in header.tensors.items()}
+        self._tensors = {self._hf_name(name): t for name, t in header.tensors.items() if name not in NOT_WEIGHTS}
         self._data: npt.NDArray[np.uint8] = np.memmap(files.path, dtype=np.uint8, mode="r")
         for tensor in self._tensors.values():
             if tensor.offset + self._num_bytes(tensor) > self._data.size:
@@ -61,8 +47,11 @@ class GgufWeights:
         if tensor is None:
             raise ModelError(f"{self._path} has no tensor {name!r}; the checkpoint is incomplete or of another family.")
         values = self._dequantise(tensor)
-        if heads := _PERMUTED.get(name.split(".")[-2]):
+        heads = _PERMUTED.get(name.split(".")[-2])
+        if heads and self._family in PAIRS_SIDE_BY_SIDE:
             values = _half_split(values, self._config[heads])
+        if self._family in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            values -= 1.0
         return check_shape(torch.from_numpy(values), shape, name=name, file=self._path)[rows]
 
     def close(self) -> None:
@@ -72,9 +61,11 @@ class GgufWeights:
     def _hf_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
         layer = re.search(r"\.(\d+)\.", name)
-        known = _NAMES.get(stem.replace(layer[0], ".{}.", 1) if layer else stem)
+        known = NAMES[self._family].get(stem.replace(layer[0], ".{}.", 1) if layer else stem)
         if known is None or kind not in ("weight", "bias"):
-            raise ModelError(f"{self._path} holds tensor {name!r}, which no llama model of Transom's has a place for.")
+            raise ModelError(
+                f"{self._path} holds tensor {name!r}, which no {self._family} model of Transom's has a place for."
+            )
         return f"{known.format(layer[1]) if layer else known}.{kind}"
 
     def _num_bytes(self, tensor: GgufTensor) -> int:
