@@ -1,0 +1,134 @@
+"""Families with experts against transformers' own, on small random checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import load_oracle, make_checkpoint, prompt, step_logprobs
+from family_tests import TOLERANCE, Family, FamilyCase, FamilyTests
+from mxfp4_checkpoint import pack_experts
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 256,
+}
+CASES = {
+    "mixtral": FamilyCase(
+        family="mixtral",
+        config={"num_local_experts": 6, "num_experts_per_tok": 2},
+        mistakes=({"num_experts_per_tok": 1},),
+    ),
+    "mixtral with windows": FamilyCase(
+        family="mixtral",
+        config={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        mistakes=({"sliding_window": 25},),
+    ),
+    "qwen3_moe": FamilyCase(
+        family="qwen3_moe",
+        config={
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+        mistakes=({"norm_topk_prob": False},),
+    ),
+    "qwen3_moe as it is": FamilyCase(
+        family="qwen3_moe",
+        config={
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "seed": 4,
+        },
+        mistakes=({"norm_topk_prob": True},),
+    ),
+    "gpt_oss": FamilyCase(
+        family="gpt_oss",
+        config={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 16,
+            "swiglu_limit": 1.5,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        mistakes=(
+            {"sliding_window": 17},
+            {"swiglu_limit": 2.0},
+            {"swiglu_alpha": 1.0},
+            {"rope_parameters": YARN | {"truncate": True}},
+        ),
+    ),
+    "llama4": FamilyCase(
+        family="llama4_text",
+        config={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 80,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 32,
+            "no_rope_layer_interval": 4,
+            "floor_scale": 64,
+            "attn_scale": 0.5,
+            "seed": 5,
+        },
+        mistakes=(
+            {"attention_chunk_size": 31},
+            {"attn_temperature_tuning": False},
+            {"floor_scale": 63},
+            {"use_qk_norm": False},
+        ),
+    ),
+    "llama4 without norms": FamilyCase(
+        family="llama4_text",
+        config={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 80,
+            "attention_chunk_size": 16,
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+        mistakes=({"attention_chunk_size": 17},),
+    ),
+}
+
+
+MXFP4 = "gpt_oss in MXFP4"
+
+
+@pytest.fixture(scope="module", params=[*CASES, MXFP4])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = tmp_path_factory.mktemp("family")
+    if request.param != MXFP4:
+        return Family.make(folder, CASES[request.param])
+    make_checkpoint(folder / "plain", "gpt_oss", **CASES["gpt_oss"].config)
+    pack_experts(folder / "plain", folder / "packed")
+    plain = Family.of(folder / "plain", FamilyCase(family="gpt_oss"))
+    return replace(plain, folder=folder / "packed")
+
+
+class TestMoeFamilies(FamilyTests):
+    """All of `FamilyTests`, by family."""
+
+
+@pytest.mark.parametrize("change", [-torch.inf, 0.5])
+def test_learned_sinks_matter(tmp_path: Path, change: float) -> None:
+    """A sink of minus infinity is none at all; neither that nor another value goes unnoticed."""
+    make_checkpoint(tmp_path, "gpt_oss", **CASES["gpt_oss"].config)
+    oracle, ids = load_oracle(tmp_path), prompt(40)
+    right = step_logprobs(oracle, ids, [1])
+    for layer in oracle.model.layers:
+        layer.self_attn.sinks.data += change
+    assert (step_logprobs(oracle, ids, [1]) - right).abs().max() > 50 * TOLERANCE
