@@ -26,5 +26,5 @@ def test_where_the_memory_went_is_shown_once(tiny_model: Path, setup: str, shown
         f"LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1).shutdown()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
-    for part in ("activations", "group full: 4 layers", "tokens in sequences of"):
+    for part in ("activations", "bytes per block", "at once run"):
         assert done.stderr.count(part) == (1 if shown else 0), done.stderr

@@ -33,11 +33,15 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
     )
     report = startup_report(info, model="m")
     assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (1,024 pages of 1,024 bytes, 2.3% waste)" in report
-    assert "group full: 2 layers keep all tokens; blocks of 16 tokens, 1,000 bytes, 1 to a page" in report
-    assert "group sinks_window: 2 layers keep 32 tokens + first 4; " in report
-    assert "group compressed: 2 layers keep an entry per 4 tokens; " in report
-    assert "group compressor_state: 2 layers keep up to 8 tokens; " in report
-    assert "a sequence holds 4 at most" in report
+    rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
+    cells = [[cell.strip() for cell in row if cell] for row in rows]
+    assert cells == [
+        ["group", "layers", "keep", "block", "bytes per block", "per page", "at most per sequence"],
+        ["full", "2", "all tokens", "16 tokens", "1,000", "1", "256 blocks"],
+        ["sinks_window", "2", "32 tokens + first 4", "16 tokens", "1,000", "1", "4 blocks"],
+        ["compressed", "2", "an entry per 4 tokens", "16 tokens", "1,000", "1", "256 blocks"],
+        ["compressor_state", "2", "up to 8 tokens", "16 tokens", "1,000", "1", "2 blocks"],
+    ]
     # 64 + 4 + 64 + 2 blocks of 1,024 tokens, 256 + 4 + 256 + 2 of 4,096; the state holds one at the end
     assert f"one sequence of 4,096 tokens takes {1024 * (256 + 4 + 256 + 1):,} bytes" in report
     assert "at once run 7 of 1,024, 1 of 4,096" in report

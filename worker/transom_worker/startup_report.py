@@ -6,15 +6,17 @@ from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.planner import CachePlan, GroupPlan
 
+_COLUMNS = ("group", "layers", "keep", "block", "bytes per block", "per page", "at most per sequence")
+
 
 def startup_report(info: ExecutorInfo, *, model: str) -> str:
-    """A few lines for the log: memory by purpose, one line per group, how many sequences fit."""
+    """A few lines for the log: memory by purpose, a table of the groups, how many sequences fit."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
     lines = [
         f"{model} on {memory.device}: weights {_mib(memory.weight_bytes)}, activations {_mib(memory.activation_bytes)}, "
         f"KV pool {_mib(pool_bytes)} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
-        *(_group_line(part, group.spec) for part, group in zip(plan.groups, plan.layout.groups, strict=True)),
+        *_group_table(plan),
         f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_ladder(plan)}",
     ]
     if plan.in_flight_bytes:
@@ -25,10 +27,24 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
     return "\n".join(lines)
 
 
-def _group_line(part: GroupPlan, spec: GroupSpec) -> str:
+def _group_table(plan: CachePlan) -> list[str]:
+    rows = [_group_row(part, group.spec) for part, group in zip(plan.groups, plan.layout.groups, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_COLUMNS, *rows)
+    ]
+
+
+def _group_row(part: GroupPlan, spec: GroupSpec) -> tuple[str, ...]:
     return (
-        f"  group {part.name}: {part.num_layers} layers keep {_kept(spec)}; blocks of {part.block_tokens} tokens, "
-        f"{part.block_bytes:,} bytes, {part.blocks_per_page} to a page; a sequence holds {part.peak_blocks:,} at most"
+        part.name,
+        f"{part.num_layers}",
+        _kept(spec),
+        f"{part.block_tokens} tokens",
+        f"{part.block_bytes:,}",
+        f"{part.blocks_per_page}",
+        f"{part.peak_blocks:,} blocks",
     )
 
 
