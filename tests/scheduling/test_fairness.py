@@ -7,6 +7,7 @@ from scheduler_driver import Driver, layout, request
 
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.scheduling import step_budget
 from transom_worker.scheduling.scheduler import PRIORITY_AGING_S
 
 
@@ -80,6 +81,7 @@ def test_a_preempted_request_goes_on_where_its_cached_blocks_end() -> None:
 
 def test_a_request_that_does_not_fit_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A try costs as much as its hit is long; windows that slide on free a block in most steps, and take one."""
+    monkeypatch.setattr(step_budget, "POOL_SHARE", 1)  # its first chunk is all of it
     driver = Driver(layout(["full", "window"], num_pages=14), max_num_batched_tokens=128)
     for name in "abc":
         driver.add(request(name, [ord(name)] * 8, 40))

@@ -22,7 +22,7 @@ from transom_worker.scheduling.placement import Placement
 from transom_worker.scheduling.plan_builder import PlanBuilder
 from transom_worker.scheduling.sequence import Sequence, State
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.scheduling.step_budget import StepBudget
+from transom_worker.scheduling.step_budget import StepBudget, longest_chunk
 
 # With `priority`, a request counts as having arrived so many seconds later for each step of its priority number. So it is
 # overtaken only by those that arrive within that time after it, and waits no longer than they do: nobody starves.
@@ -65,7 +65,7 @@ class Scheduler:
             clock=clock,
         )
         self._placement = Placement(self.cache)
-        self._has_windows = any(not retention.keeps_everything for retention in self.cache.retentions)
+        self._longest_chunk = longest_chunk(layout, block_size)
         self._by_request: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_arrived = 0
@@ -163,7 +163,7 @@ class Scheduler:
             return None
         builder = PlanBuilder(self._next_step, self.cache.retentions)
         budget = StepBudget(
-            self.config.max_num_batched_tokens, block_size=self.cache.block_size, bounds_blocks=self._has_windows
+            self.config.max_num_batched_tokens, block_size=self.cache.block_size, longest=self._longest_chunk
         )
         preempted = self._schedule_running(builder, budget)
         if not preempted or not (builder.rows or self._in_flight):
