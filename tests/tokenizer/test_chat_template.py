@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,67 @@ def test_renders_as_transformers(folder: Path, tokenizer: Tokenizer, template: s
     got = tokenizer.apply_chat_template(CHAT, template=template, extra={"flavour": "plum"}, **options)
     assert got.text == want
     assert list(got.token_ids) == oracle(want, add_special_tokens=False)["input_ids"]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a <place>.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
+TOOL_CHAT = [
+    {"role": "user", "content": "Weather in Köln?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"place": "Köln"}}}],
+    },
+    {"role": "tool", "name": "weather", "content": "rain"},
+]
+TOOL_TEMPLATE = """
+{%- if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson(indent=1) }}{% endfor %}{{ '</tools>' }}{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content %}{{ m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>{% endfor %}
+<|im_end|>
+{% endfor %}"""
+
+
+def test_tools_are_rendered_as_transformers_does(folder: Path, tokenizer: Tokenizer) -> None:
+    oracle = AutoTokenizer.from_pretrained(folder)
+    want = oracle.apply_chat_template(
+        TOOL_CHAT, tools=TOOLS, chat_template=TOOL_TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
+    got = tokenizer.apply_chat_template(TOOL_CHAT, template=TOOL_TEMPLATE, extra={"tools": TOOLS})
+    assert got.text == want
+    assert "<call>weather" in want
+    assert len(got.turn_boundaries) == 3
+
+
+@pytest.mark.parametrize("form", ["own file", "in tokenizer_config.json", "by name", "by name in files"])
+def test_the_folders_template_in_every_form(folder: Path, tmp_path: Path, form: str) -> None:
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    by_name = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    match form:
+        case "own file":
+            (tmp_path / "chat_template.jinja").write_text("plain")
+        case "by name in files":
+            (tmp_path / "chat_template.jinja").write_text("plain")
+            (tmp_path / "additional_chat_templates").mkdir()
+            (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+        case "by name":
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": by_name}))
+        case _:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "plain"}))
+    tokenizer = Tokenizer.load(resolve_model(str(tmp_path)))
+    assert tokenizer.apply_chat_template(CHAT).text == "plain"
+    with_tools = tokenizer.apply_chat_template(CHAT, extra={"tools": TOOLS}).text
+    assert with_tools == ("with tools" if "by name" in form else "plain")
 
 
 def test_boundaries_are_where_messages_end(tokenizer: Tokenizer) -> None:

@@ -35,10 +35,14 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja chat template, the special tokens it may name, and the request field to blame if it does not parse."""
+    """A Jinja chat template, the special tokens it may name, and the request field to blame if it does not parse.
+
+    Some models have another one, `tool_source`, for chats with tools.
+    """
 
     source: str
     special_tokens: Mapping[str, str]
+    tool_source: str | None = None
     param: str = "messages"
 
     def render(
@@ -54,7 +58,8 @@ class ChatTemplate:
             RequestError: the template refuses the messages, or does not parse.
         """
         try:
-            template = _compile(self.source)
+            has_tools = bool(extra and extra.get("tools"))
+            template = _compile(self.tool_source if has_tools and self.tool_source else self.source)
         except jinja2.TemplateError as error:
             raise RequestError(f"The chat template does not parse: {error}.", param=self.param) from None
         values = {
@@ -103,6 +108,8 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _read_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         _refuse(index, "has no role; give an object with role and content")
+    if message.get("content") is None and message.get("tool_calls"):
+        return {**message, "content": None}
     return {**message, "content": _read_content(index, message.get("content"))}
 
 

@@ -38,8 +38,10 @@ class Tokenizer:
         *,
         named_tokens: Mapping[str, str],
         chat_template: str | None,
+        tool_template: str | None = None,
         generation_config: Mapping[str, Any],
     ) -> None:
+        """`tool_template` is for chats with tools, where the model has one of its own for them."""
         rust.no_truncation()
         rust.no_padding()
         self._rust = rust
@@ -51,7 +53,9 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._named_tokens = dict(named_tokens)
         self._template = (
-            ChatTemplate(source=chat_template, special_tokens=self._named_tokens) if chat_template else None
+            ChatTemplate(source=chat_template, tool_source=tool_template, special_tokens=self._named_tokens)
+            if chat_template
+            else None
         )
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids: tuple[int, ...] = tuple(
@@ -125,8 +129,8 @@ class Tokenizer:
     ) -> ChatPrompt:
         """The prompt for a chat: its text, ids, and where messages end.
 
-        `template` stands in for the model's own; `extra` are further variables for it. A boundary is kept only where the
-        ids of the chat so far are a prefix of the whole's.
+        `template` stands in for the model's own; `extra` are further variables for it, `tools` among them. A boundary is kept only
+        where the ids of the chat so far are a prefix of the whole's.
 
         Raises:
             RequestError: no template, or messages that are malformed or that the template refuses.
@@ -193,22 +197,27 @@ def _load_folder(folder: Path, generation_config: Mapping[str, Any]) -> Tokenize
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
     named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
+    templates = _folder_templates(folder, settings)
     return Tokenizer(
         rust,
         named_tokens=named,
-        chat_template=_folder_template(folder, settings),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         generation_config=generation_config,
     )
 
 
-def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    own_file = folder / "chat_template.jinja"
-    if own_file.exists():
-        return own_file.read_text("utf-8")
+def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: files of their own go before what `tokenizer_config.json` holds."""
     found = settings.get("chat_template")
-    if isinstance(found, list):  # several by name
-        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-    return found or None
+    named = (
+        {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
+    )
+    own_files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (default := folder / "chat_template.jinja").exists():
+        own_files["default"] = default
+    named |= {name: path.read_text("utf-8") for name, path in own_files.items()}
+    return {name: template for name, template in named.items() if template}
 
 
 def _load_gguf(path: Path, generation_config: Mapping[str, Any]) -> Tokenizer:
