@@ -30,6 +30,10 @@ _DEFAULTS: dict[str, Config] = {
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16_384},
+    "deepseek_v4": {
+        **{"n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "intermediate_size": 0},
+        **{"routed_scaling_factor": 1.5, "swiglu_limit": 10.0},
+    },
     "mimo_v2_flash": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
 }
 
@@ -67,6 +71,8 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             return replace(plain, layers=layers, normalise=bool(config.get("norm_topk_prob", False)))
         case "llama4_text":
             return replace(plain, layers=_llama4_layers(config, num_layers), normalise=False)
+        case "deepseek_v4":
+            return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
         case "mimo_v2_flash":
             if int(config.get("n_group", 1)) > 1:
                 raise ValueError("n_group above 1, experts chosen by group, is not supported")

@@ -9,24 +9,31 @@ from functools import partial
 
 import torch
 
-from transom_worker.layers.experts import Experts, ExpertWeights, clamped_swiglu
+from transom_worker.errors import ModelError
+from transom_worker.layers.experts import Experts, clamped_swiglu
 from transom_worker.layers.router import Router, Routing
+from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
+from transom_worker.models.expert_loading import experts_by_name
 from transom_worker.models.loading import Loader
+
+_NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")
 
 
 class ExpertLayer:
     """One layer's experts; `load` reads names within `ffn`."""
 
-    def __init__(self, load: Loader, shape: DeepseekV4Shape, *, hashed: bool) -> None:
-        routing = Routing(
-            num_chosen=shape.num_chosen_experts, score=shape.expert_score, normalise=True, scale=shape.expert_scale
-        )
-        self._chosen_VK = load.tensor("gate.tid2eid", torch.int64) if hashed else None
+    def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, *, hashed: bool) -> None:
+        mixture = architecture.mixture
+        if mixture is None or mixture.clamp is None:
+            raise ModelError("A deepseek_v4 model has experts in every layer; config.json gives none.")
+        routing = Routing(num_chosen=mixture.num_chosen, score=shape.expert_score, scale=mixture.scale)
+        self._chosen_VK = _experts_by_token(load, (architecture.vocab_size, mixture.num_chosen)) if hashed else None
         correction = None if hashed else load.tensor("gate.bias", torch.float32)
         self._router = Router(load.tensor("gate.weight"), routing, correction_E=correction)
-        self._activation = partial(clamped_swiglu, limit=shape.expert_limit)
-        self._experts = Experts(_stacked(load, shape.num_experts), self._activation, quantization=load.quantization)
+        self._activation = partial(clamped_swiglu, limit=mixture.clamp)
+        experts = experts_by_name(load, _NAMES, mixture, architecture.hidden_size)
+        self._experts = Experts(experts, self._activation, quantization=load.quantization)
         self._shared_in = load.linear("shared_experts.w1", "shared_experts.w3")
         self._shared_out = load.linear("shared_experts.w2")
         parts = (self._router, self._experts, self._shared_in, self._shared_out)
@@ -40,10 +47,5 @@ class ExpertLayer:
         return self._shared_out.add_to(routed_TN, self._activation(self._shared_in(x_TN)))
 
 
-def _stacked(load: Loader, num_experts: int) -> ExpertWeights:
-    """Experts lie one by one in the checkpoint."""
-    each = [load.under(f"experts.{expert}.") for expert in range(num_experts)]
-    return ExpertWeights(
-        gate_up=torch.stack([torch.cat([one.tensor("w1.weight"), one.tensor("w3.weight")]) for one in each]),
-        down=torch.stack([one.tensor("w2.weight") for one in each]),
-    )
+def _experts_by_token(load: Loader, shape: tuple[int, int]) -> torch.Tensor:
+    return load.weights(f"{load.prefix}gate.tid2eid", shape=shape).to(device=load.device, dtype=torch.int64)

@@ -89,7 +89,7 @@ class DeepseekV4Layer:
         eps = architecture.rms_norm_eps
         self._index = index
         self._attention = LatentAttention(load.under("attn."), architecture.layers[index], shape, eps)
-        self._experts = ExpertLayer(load.under("ffn."), shape, hashed=shape.hashed[index])
+        self._experts = ExpertLayer(load.under("ffn."), architecture, shape, hashed=shape.hashed[index])
         self._attention_norm, self._expert_norm = load.norm("attn_norm", eps), load.norm("ffn_norm", eps)
         self._attention_streams = StreamMixer(load, "hc_attn", shape, eps)
         self._expert_streams = StreamMixer(load, "hc_ffn", shape, eps)

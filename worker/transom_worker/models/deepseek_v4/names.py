@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from transom_worker.weights import RenamedWeights, Weights
 
+_EMBEDDING = "embed.weight"
 _PUBLISHED = (
     ("model.embed_tokens.", "embed."),
     ("model.hc_head.hc_", "hc_head_"),
@@ -17,9 +18,7 @@ _PUBLISHED = (
 
 def either_name(weights: Weights) -> Weights:
     """The same weights by transformers' names, whichever the checkpoint has."""
-
-    there = set(weights.names)
-    return RenamedWeights(weights, lambda name: name if name in there else published_name(name))
+    return RenamedWeights(weights, published_name) if _EMBEDDING in weights.names else weights
 
 
 def published_name(name: str) -> str:

@@ -14,7 +14,7 @@ _HASH_LAYERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV4Shape:
-    """Besides layers and widths, which `Architecture` has."""
+    """Besides layers, widths and experts, which `Architecture` has."""
 
     query_rank: int
     output_groups: int  # of heads; each is projected by itself to `output_rank`
@@ -24,11 +24,7 @@ class DeepseekV4Shape:
     num_streams: int  # of the residual
     sinkhorn_rounds: int
     stream_eps: float
-    num_experts: int
-    num_chosen_experts: int
     expert_score: Score
-    expert_scale: float  # what a token's expert weights add up to
-    expert_limit: float  # of gates and ups, before the activation
     hashed: tuple[bool, ...]  # by layer: experts are looked up by token id
 
 
@@ -54,11 +50,7 @@ def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
         num_streams=number("hc_mult", 4),
         sinkhorn_rounds=number("hc_sinkhorn_iters", 20),
         stream_eps=float(config.get("hc_eps") or 1e-6),
-        num_experts=number("n_routed_experts", 256),
-        num_chosen_experts=number("num_experts_per_tok", 6),
         expert_score=_SCORES[score],
-        expert_scale=float(config.get("routed_scaling_factor") or 1.5),
-        expert_limit=float(config.get("swiglu_limit") or 10.0),
         hashed=_hashed_layers(config),
     )
 

@@ -41,10 +41,9 @@ class StreamMixer:
 
     def _balance(self, mix_TSS: torch.Tensor) -> torch.Tensor:
         """Sinkhorn's rounds: columns and rows add up to 1, so that mixing neither grows nor shrinks the streams."""
-        mix_TSS = mix_TSS / (mix_TSS.sum(dim=1, keepdim=True) + self._eps)
-        for _ in range(self._rounds - 1):
-            mix_TSS = mix_TSS / (mix_TSS.sum(dim=2, keepdim=True) + self._eps)
-            mix_TSS = mix_TSS / (mix_TSS.sum(dim=1, keepdim=True) + self._eps)
+        eps = mix_TSS.new_tensor(self._eps)  # adding a number would make a tensor of it each time
+        for turn in range(2 * self._rounds - 1):
+            mix_TSS.div_(mix_TSS.sum(dim=2 if turn % 2 else 1, keepdim=True).add_(eps))
         return mix_TSS
 
 

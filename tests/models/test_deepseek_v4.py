@@ -1,0 +1,30 @@
+"""DeepSeek V4 through the engine against transformers: the questions that are put to every family."""
+
+from __future__ import annotations
+
+import pytest
+from deepseek_v4_checkpoint import make_deepseek_v4
+from family_tests import Family, FamilyCase, FamilyTests
+
+MISTAKES = (
+    {"sliding_window": 15},
+    {"index_topk": 4},
+    {"hc_sinkhorn_iters": 1},
+    {"swiglu_limit": 2.5},
+)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = make_deepseek_v4(tmp_path_factory.mktemp("deepseek_v4"))
+    return Family.of(folder, FamilyCase(family="deepseek_v4", mistakes=MISTAKES))
+
+
+class TestDeepseekV4(FamilyTests):
+    def test_preempted(self, family: Family) -> None:
+        """Entries take little: the pool must be smaller than other families' for anybody to be sent back."""
+        few = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+        plan = family.engine(**few).info.plan
+        engine = family.engine(kv_cache_memory_bytes=5 * plan.request_bytes // 3, **few)
+        family.ask(engine, "tight", [3, 2, 4, 1, 3])
+        assert engine.num_preemptions > 0
