@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import SIZES, VOCAB_SIZE, scale_weights
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from checkpoints import SIZES, VOCAB_SIZE, scale_weights
 from tiny_checkpoints import tiny_tokenizer
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

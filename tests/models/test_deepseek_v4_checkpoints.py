@@ -75,7 +75,10 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_transformers(folder: Path) -> 
         )
     engine = make_engine(str(folder), dtype="bfloat16", block_size=16)
     engine.add(make_request("a", ids, max_tokens=1, prompt_logprobs=20))
-    (steps,) = [event.prompt_logprobs for event in engine.step() if event.prompt_logprobs]
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    (steps,) = [event.prompt_logprobs for event in events if event.prompt_logprobs]
     errors = {"ours": 0.0, "theirs": 0.0}
     for position, step in enumerate(steps[1:]):
         tokens = [logprob.token_id for logprob in (step.chosen, *step.top)]

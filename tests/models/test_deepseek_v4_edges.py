@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import greedy, load_oracle, prompt
 from deepseek_v4_checkpoint import make_deepseek_v4
 from transformers import PreTrainedModel
 
+from checkpoints import greedy, load_oracle, prompt
 from engine_driver import make_engine, make_request, run
 from lost_windows import lose_windows
 from transom_worker.contract import TokenLogprobs
