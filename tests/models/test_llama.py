@@ -10,6 +10,7 @@ from transom_worker.errors import ConfigError, ModelError
 from transom_worker.models.architecture import read_architecture, with_windows
 from transom_worker.models.registry import build_model
 from transom_worker.parallel import Parallel
+from transom_worker.weights.checkpoint import check_shape
 
 VOCAB = 211
 LENGTHS = {"one": 1, "three": 3, "four": 4, "five": 5, "long": 37, "longer": 61}
@@ -44,8 +45,13 @@ def make_pair(dtype=torch.float32, quantization="none", window=None, **options):
     state = theirs.state_dict()
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
-    ours = build_model(architecture, state.__getitem__, dtype=dtype, device="cpu", quantization=quantization)
+    ours = build_model(architecture, reader(state), dtype=dtype, device="cpu", quantization=quantization)
     return theirs, ours, architecture
+
+
+def reader(state):
+    """Weights of a state dictionary."""
+    return lambda name, *, shape=None: check_shape(state[name], shape, name=name, file="memory")
 
 
 @torch.inference_mode()

@@ -60,6 +60,7 @@ class Architecture:
     ropes: tuple[Rope | None, ...] = ()  # by layer; None: no rotation
     scales: Scales = NO_SCALES
     mixture: Mixture | None = None
+    readers_are_wide: bool = False  # layers that read another's cache have feed-forward parts twice as wide
     norm_after_rotation: bool = False  # each query and key head to one length, in layers that rotate
     keys_are_values: bool = False  # before their norms, in layers without a window
     layer_embedding_size: int = 0  # width of each layer's own embedding of a token; 0: it has none
@@ -104,6 +105,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             ropes=read_ropes(config, layers),
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),
+            readers_are_wide=bool(config.get("use_double_wide_mlp", False)),
             norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
             keys_are_values=bool(config.get("attention_k_eq_v", False)),
             layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),

@@ -47,14 +47,15 @@ class Decoder:
         """`weights` gives tensors by their Hugging Face names; they are moved to `device` and `dtype` one by one."""
         load = Loader(weights=weights, dtype=dtype, device=device, quantization=quantization)
         scales, tied = architecture.scales, architecture.tie_embeddings
+        table = (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._style = architecture, style
-        self._embedding = Embedding(load.tensor("model.embed_tokens.weight"), scale=scales.embedding)
+        self._embedding = Embedding(load.tensor("model.embed_tokens.weight", shape=table), scale=scales.embedding)
         self._layers = [
             DecoderLayer(architecture, index, style, load.under(f"model.layers.{index}."))
             for index in range(architecture.num_layers)
         ]
         self._norm = make_norm("model.norm", architecture, style, load)
-        head_VN = self._embedding.weight_VN if tied else load.tensor("lm_head.weight")
+        head_VN = self._embedding.weight_VN if tied else load.tensor("lm_head.weight", shape=table)
         self._head = Head(head_VN, quantization=quantization, tied=tied, scale=scales.logit, soft_cap=scales.logit_cap)
         self._rotary = {rope: make_rotary(rope, load) for rope in set(architecture.ropes) if rope is not None}
         ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes

@@ -27,9 +27,9 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
     assert mixture.clamp is not None
     load = load.under("mlp.")
     router = Router(
-        load.tensor("router.weight", torch.float32),
+        load.tensor("router.weight", torch.float32, shape=(mixture.num_experts, hidden_size)),
         Routing(num_chosen=mixture.num_chosen),
-        bias_E=load.tensor("router.bias", torch.float32),
+        bias_E=load.tensor("router.bias", torch.float32, shape=(mixture.num_experts,)),
     )
     weights = experts_by_stack(load.under("experts."), mixture, hidden_size, interleaved=True, biased=True)
     activation = partial(clamped_swiglu, limit=mixture.clamp, alpha=mixture.gate_gain, up_offset=1.0)

@@ -27,17 +27,21 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
     mixture, hidden_size = architecture.mixture, architecture.hidden_size
     assert mixture is not None
     if index not in mixture.layers:
-        return load.mlp(architecture.gate_activation, prefix="feed_forward.")
+        return load.mlp(architecture.gate_activation, (hidden_size, mixture.dense_size), prefix="feed_forward.")
     load = load.under("feed_forward.")
     routing = Routing(num_chosen=mixture.num_chosen, score="sigmoid", normalise=False)
-    router = Router(load.tensor("router.weight", torch.float32), routing)
+    router = Router(load.tensor("router.weight", torch.float32, shape=(mixture.num_experts, hidden_size)), routing)
     experts = Experts(
         experts_by_stack(load.under("experts."), mixture, hidden_size),
         partial(gated_activation, activation=architecture.gate_activation),
         quantization=load.quantization,
         scales_input=True,
     )
-    return Moe(router, experts, load.mlp(architecture.gate_activation, prefix="shared_expert."))
+    return Moe(
+        router,
+        experts,
+        load.mlp(architecture.gate_activation, (hidden_size, mixture.inner_size), prefix="shared_expert."),
+    )
 
 
 def query_scale(scale: PositionScale, positions_T: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ def _routed(
         normalise=mixture.normalise,
         scale=mixture.scale,
     )
-    router = Router(load.tensor("gate.weight", torch.float32), routing, correction_E=correction_E)
+    gate_EN = load.tensor("gate.weight", torch.float32, shape=(mixture.num_experts, architecture.hidden_size))
+    router = Router(gate_EN, routing, correction_E=correction_E)
     weights = experts_by_name(
         load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
     )

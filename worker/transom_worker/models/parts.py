@@ -23,11 +23,12 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
     layer, rope = architecture.layers[index], architecture.ropes[index]
     eps, rotates = architecture.rms_norm_eps, rope is not None
     qkv = _projections(architecture, index, load)
-    output = load.linear("o_proj", bias=architecture.output_bias)
+    widths = (architecture.hidden_size, layer.num_heads * layer.head_size)
+    output = load.linear("o_proj", bias=architecture.output_bias, shapes=[widths])
     options = AttentionOptions(
         scale=architecture.scales.query,
         soft_cap=architecture.scales.attention_cap,
-        sink_logits=load.tensor(style.sink_logits, torch.float32) if style.sink_logits else None,
+        sink_logits=_sinks(layer, style, load),
         norm=_head_norm(architecture, layer, style, load),
         norm_after_rotation=HeadNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
         value_norm=HeadNorm(None, eps) if style.value_norm else None,
@@ -38,11 +39,18 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
 def _projections(architecture: Architecture, index: int, load: Loader) -> Linear:
     """Queries, keys and values fused; queries alone where the layer reads another's cache."""
     layer, rope, bias = architecture.layers[index], architecture.ropes[index], architecture.attention_bias
+    queries, keys = ((n * layer.head_size, architecture.hidden_size) for n in (layer.num_heads, layer.num_kv_heads))
     if layer.reads_cache_of is not None:
-        return load.linear("q_proj", bias=bias)
+        return load.linear("q_proj", bias=bias, shapes=[queries])
     pairs = (layer.num_heads, layer.num_kv_heads, None) if rope is not None and rope.interleaved else ()
     keys_are_values = architecture.keys_are_values and layer.window is None
-    return load.linear("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj", bias=bias, pairs_of=pairs)
+    names = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")
+    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=(queries, keys, keys))
+
+
+def _sinks(layer: LayerAttention, style: Style, load: Loader) -> torch.Tensor | None:
+    """One learned sink per head in float32; none, which is minus infinity, where the family has none."""
+    return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,)) if style.sink_logits else None
 
 
 def attention_shape(layer: LayerAttention) -> AttentionShape:
@@ -60,9 +68,10 @@ def attention_shape(layer: LayerAttention) -> AttentionShape:
 
 def make_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> Norm:
     """A norm over rows, of the family's kind."""
+    size = architecture.hidden_size
     if style.norm_takes_mean:
-        return LayerNorm(load.tensor(f"{name}.weight"), architecture.rms_norm_eps)
-    return load.norm(name, architecture.rms_norm_eps, plus_one=style.norm_plus_one)
+        return LayerNorm(load.tensor(f"{name}.weight", shape=(size,)), architecture.rms_norm_eps)
+    return load.norm(name, architecture.rms_norm_eps, size=size, plus_one=style.norm_plus_one)
 
 
 def _head_norm(
@@ -71,11 +80,12 @@ def _head_norm(
     if style.head_norm == "none":
         return None
     dtype = torch.float32 if style.norm_plus_one else load.dtype
-    query = load.tensor("q_norm.weight", dtype)
+    query_heads, key_heads = (layer.num_heads, layer.num_kv_heads) if style.head_norm == "all" else (1, 1)
+    query = load.tensor("q_norm.weight", dtype, shape=(query_heads * layer.head_size,))
     if layer.reads_cache_of is not None:
         weight_HD = query.expand(layer.num_heads, -1)
     else:
-        key = load.tensor("k_norm.weight", dtype)
+        key = load.tensor("k_norm.weight", dtype, shape=(key_heads * layer.head_size,))
         if style.head_norm == "all":
             return AllHeadsNorm(query, key, architecture.rms_norm_eps)
         weight_HD = torch.cat([query.expand(layer.num_heads, -1), key.expand(layer.num_kv_heads, -1)])

@@ -39,7 +39,10 @@ class MakeFeedForward(Protocol):
 
 def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
     """One gated feed-forward layer."""
-    return load.mlp(architecture.gate_activation, bias=architecture.mlp_bias)
+    mixture, reads = architecture.mixture, architecture.layers[index].reads_cache_of is not None
+    inner = architecture.intermediate_size if mixture is None else mixture.dense_size
+    sizes = (architecture.hidden_size, inner * (2 if reads and architecture.readers_are_wide else 1))
+    return load.mlp(architecture.gate_activation, sizes, bias=architecture.mlp_bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,9 @@ class QuantisedWeights:
     def __init__(self, plain: SafetensorsWeights, block: tuple[int, int]) -> None:
         self._plain, self._block = plain, block
         there = set(plain.names)
-        self._packed = {name.removesuffix("_blocks") for name in there if name.endswith("_blocks")}
+        self._packed = {
+            name.removesuffix(part) for part in ("_blocks", "_scales") for name in there if name.endswith(part)
+        }
         self._scale_of = {name: scale for name in there if (scale := _scale_name(name, there))}
         hidden = set(self._scale_of.values()) | {
             f"{name}_{part}" for name in self._packed for part in ("blocks", "scales")
