@@ -67,6 +67,12 @@ def test_the_rules_are_those_of_transformers(family: str) -> None:
     assert read_architecture(without).layers == read_architecture(config).layers
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text"])
+def test_what_a_published_config_leaves_out_is_transformers_default(family: str) -> None:
+    config = AutoConfig.for_model(family).to_dict()
+    assert read_architecture({"model_type": family, "dtype": config["dtype"]}) == read_architecture(config)
+
+
 def test_deepseek_v4_in_both_forms() -> None:
     sizes = SMALL | {"model_type": "deepseek_v4", "qk_rope_head_dim": 4, "index_head_dim": 8, "sliding_window": 8}
     sizes |= {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4]}
@@ -80,6 +86,7 @@ def test_deepseek_v4_in_both_forms() -> None:
 
 def test_gemma4_global_layers_have_their_own_heads() -> None:
     sizes = {"model_type": "gemma4_text", "sliding_window": 8, "global_head_dim": 32, "num_global_key_value_heads": 1}
+    sizes["attention_k_eq_v"] = True
     layers = read_architecture(SMALL | sizes).layers
     assert layers[5] == LayerAttention(num_heads=4, num_kv_heads=1, head_size=32)
     assert layers[4] == LayerAttention(num_heads=4, num_kv_heads=2, head_size=16, window=8)
@@ -100,7 +107,7 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert'; supported so far: 'llama'"),
+        ({"model_type": "bert"}, "model_type 'bert'; known are cohere2, deepseek_v2"),
         ({"num_hidden_layers": None}, "no size or number"),
         ({"layer_types": ["full_attention"]}, "lists 1 layer_types for num_hidden_layers 6"),
         ({"layer_types": ["linear_attention"] * 6}, "layer type 'linear_attention', which is not known"),

@@ -15,6 +15,7 @@ from transom_worker.models.attention_layers import attention_layers
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape, read_deepseek_v4
 from transom_worker.models.layer_attention import LayerAttention
 from transom_worker.models.mixture import Mixture, read_mixture
+from transom_worker.models.published import with_defaults
 from transom_worker.models.rope import ROPE_KINDS, Rope, read_ropes
 from transom_worker.models.scales import NO_SCALES, Scales, read_scales
 
@@ -36,7 +37,6 @@ RUNNABLE_FAMILIES = (
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gemma4_text", "cohere2", "smollm3")  # configs may leave it out
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # of attention, and no others; their configs do not say so
 
 
@@ -90,6 +90,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """
     if isinstance(config.get("text_config"), Mapping):
         config = {**config, **config["text_config"]}
+    config = with_defaults(config)
     family = str(config.get("model_type", ""))
     try:
         layers = attention_layers(config)
@@ -111,7 +112,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
-            tie_embeddings=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=attention_bias or family in _BIASED_INPUTS,
             output_bias=attention_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),

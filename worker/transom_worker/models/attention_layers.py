@@ -31,10 +31,7 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
     """
     family = str(config.get("model_type", ""))
     if family not in _LAYER_TYPES:
-        raise ModelError(
-            f"config.json says model_type {family!r}; supported so far: 'llama'. `transom plan` also knows "
-            f"{', '.join(sorted(set(_LAYER_TYPES) - {'llama'}))}."
-        )
+        raise ModelError(f"config.json says model_type {family!r}; known are {', '.join(sorted(_LAYER_TYPES))}.")
     num_layers = int(config["num_hidden_layers"])
     types = config.get("layer_types") or [_LAYER_TYPES[family](config, index) for index in range(num_layers)]
     if len(types) != num_layers:
@@ -61,7 +58,8 @@ def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
     """Sizes that a layer has for itself, by layer; Gemma 4's published configs give them for all full layers at once."""
     if "per_layer_config" in config:
         return {int(index): sizes for index, sizes in config["per_layer_config"].items()}
-    sizes = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get("num_global_key_value_heads")}
+    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    sizes = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads}
     return {index: sizes for index, kind in enumerate(types) if kind == FULL}
 
 

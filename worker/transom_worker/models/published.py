@@ -1,0 +1,47 @@
+"""What published configs may leave out, because transformers' class for the family has it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_GEMMA = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": _GEMMA
+    | {
+        "vocab_size": 256_000,
+        "num_hidden_layers": 26,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": _GEMMA | {"vocab_size": 262_208, "num_hidden_layers": 26},
+    "gemma4_text": _GEMMA
+    | {
+        "vocab_size": 262_144,
+        "num_hidden_layers": 30,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "global_head_dim": 512,
+    },
+    "cohere2": {"layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True},
+    "smollm3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+}
+
+
+def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with what its family's class would fill in."""
+    return {**_DEFAULTS.get(str(config.get("model_type", "")), {}), **config}
