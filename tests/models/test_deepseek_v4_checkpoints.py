@@ -16,6 +16,9 @@ from transom_worker.errors import ConfigError, ModelError
 from transom_worker.model_files import resolve_model
 from transom_worker.models.architecture import read_architecture, runnable
 from transom_worker.models.deepseek_v4.names import published_name
+from transom_worker.models.registry import build_model
+from transom_worker.weights import Weights, load_weights
+from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
 
 LENGTHS = (127, 128, 129, 300)
 NUM_TOKENS = 8
@@ -88,13 +91,42 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_transformers(folder: Path) -> 
     assert errors["ours"] < 1.3 * errors["theirs"], errors
 
 
-def test_a_missing_tensor_is_named_as_the_checkpoint_would(folder: Path, tmp_path: Path) -> None:
-    broken = publish(folder, tmp_path / "broken")
-    tensors = load_file(broken / "model.safetensors")
-    del tensors["layers.1.attn.indexer.compressor.ape"]
-    save_file(tensors, broken / "model.safetensors")
-    with pytest.raises(ModelError, match=r"has no tensor 'layers\.1\.attn\.indexer\.compressor\.ape'"):
-        make_engine(str(broken))
+class OneChanged:
+    """A checkpoint in which one tensor is replaced, or missing."""
+
+    def __init__(self, weights: Weights, name: str, tensor: torch.Tensor | None) -> None:
+        self._weights, self._name, self._tensor = weights, name, tensor
+        self.names = tuple(other for other in weights.names if other != name or tensor is not None)
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+        if name != self._name:
+            return self._weights(name, shape=shape, rows=rows)
+        if self._tensor is None:
+            raise ModelError(f"no {name}")
+        return check_shape(self._tensor, shape, name=name, file="there")[rows]
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_missing_or_wrong_tensor_is_named(folder: Path, tmp_path: Path, published: bool) -> None:
+    files = resolve_model(str(publish(folder, tmp_path / "published") if published else folder))
+    architecture, weights = read_architecture(files.config), load_weights(files)
+
+    def build(name: str, tensor: torch.Tensor | None) -> None:
+        changed = OneChanged(weights, name, tensor)
+        build_model(architecture, changed, dtype=torch.float32, device="cpu")
+
+    for name in weights.names:
+        if ".experts." in name and ".experts.1." not in name:
+            continue  # like the second one
+        with pytest.raises(ModelError, match=f"no {name}$"):
+            build(name, None)
+        tensor = weights(name)
+        for wrong in (torch.cat([tensor, tensor[:1]]), tensor[:-1], tensor[None], tensor.flatten()[0]):
+            with pytest.raises(ModelError, match=rf"there: tensor '{name}' has shape"):
+                build(name, wrong)
+    table = next(name for name in weights.names if name.endswith("layers.1.ffn.gate.tid2eid"))
+    with pytest.raises(ModelError, match="names experts 0 to 6; the model has 6, from 0"):
+        build(table, weights(table) + weights(table).eq(5))
 
 
 def test_sinks_and_wrong_values_are_refused(folder: Path) -> None:

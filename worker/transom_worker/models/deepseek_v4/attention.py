@@ -11,7 +11,8 @@ from transom_kernels.latent_attention import latent_attention, write_rows
 from transom_kernels.rms_norm import head_norm_
 from transom_worker.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.layers.rope import RotaryTables
-from transom_worker.models.deepseek_v4.compressor import Compressor, Indexer, rotate
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
 from transom_worker.models.deepseek_v4.step import Step
 from transom_worker.models.layer_attention import LayerAttention
@@ -24,22 +25,27 @@ class LatentAttention:
     Rows are rotated as keys; so what comes out is rotated as well, and is turned back at the query's position.
     """
 
-    def __init__(self, load: Loader, layer: LayerAttention, shape: DeepseekV4Shape, eps: float) -> None:
+    def __init__(self, load: Loader, layer: LayerAttention, architecture: Architecture, shape: DeepseekV4Shape) -> None:
         """`load` reads names within `attn`."""
+        hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
+        width, rank, groups = layer.num_heads * layer.head_size, shape.query_rank, shape.output_groups
         self._layer, self._eps = layer, eps
         self._scale = float(layer.head_size**-0.5)
-        self._query_rank = shape.query_rank
-        self._down = load.linear("wq_a", "wkv")
-        self._query_norm, self._latent_norm = load.norm("q_norm", eps), load.norm("norm", eps)
-        self._queries = load.linear("wq_b")
-        self._output_GRD = load.tensor("wo_a.weight").view(shape.output_groups, shape.output_rank, -1)
-        self._output = load.linear("wo_b")
-        self._sinks_H = load.tensor("attn_sink", torch.float32)
+        self._query_rank = rank
+        self._down = load.linear("wq_a", "wkv", shapes=[(rank, hidden), (layer.head_size, hidden)])
+        self._query_norm = load.norm("q_norm", eps, size=rank)
+        self._latent_norm = load.norm("norm", eps, size=layer.head_size)
+        self._queries = load.linear("wq_b", shapes=[(width, rank)])
+        low = groups * shape.output_rank
+        self._output_GRD = load.tensor("wo_a.weight", shape=(low, width // groups)).view(groups, shape.output_rank, -1)
+        self._output = load.linear("wo_b", shapes=[(hidden, low)])
+        self._sinks_H = load.tensor("attn_sink", torch.float32, shape=(layer.num_heads,))
         self._compressor, self._indexer = None, None
         if layer.compression is not None:
-            self._compressor = Compressor(load.under("compressor."), layer.compression, eps)
+            sizes = EntrySizes(hidden=hidden, width=layer.head_size, eps=eps)
+            self._compressor = Compressor(load.under("compressor."), layer.compression, sizes)
             if layer.compression.index_size:
-                self._indexer = Indexer(load.under("indexer."), layer.compression, shape, eps)
+                self._indexer = Indexer(load.under("indexer."), layer.compression, sizes, shape)
         parts = (
             *(self._down, self._query_norm, self._latent_norm, self._queries, self._output),
             *(self._compressor, self._indexer),

@@ -6,6 +6,8 @@ E entries that a step closes, Q query rank, H indexer heads, K entries chosen, B
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from transom_kernels.kv_write import kv_write
@@ -20,17 +22,27 @@ from transom_worker.models.layer_attention import Compression
 from transom_worker.models.loading import Loader
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntrySizes:
+    """What entries are made from, how wide they are, and their norm's epsilon."""
+
+    hidden: int
+    width: int
+    eps: float
+
+
 class Compressor:
     """Every token's (kv, gate) goes into the state, in float32; the last of R tokens makes an entry of those that it reads.
 
     Rows lie in the cache by position, so that an entry comes out the same wherever chunks, steps or hits begin.
     """
 
-    def __init__(self, load: Loader, compression: Compression, eps: float) -> None:
+    def __init__(self, load: Loader, compression: Compression, sizes: EntrySizes) -> None:
         self._ratio, self._num_groups = compression.ratio, 1 + compression.overlap
-        self._kv_gate = load.linear("wkv", "wgate")
-        self._position_bias = load.tensor("ape", torch.float32)
-        self._norm = RmsNorm(load.tensor("norm.weight", torch.float32), eps)
+        channels = self._num_groups * sizes.width
+        self._kv_gate = load.linear("wkv", "wgate", shapes=[(channels, sizes.hidden)] * 2)
+        self._position_bias = load.tensor("ape", torch.float32, shape=(self._ratio, channels))
+        self._norm = RmsNorm(load.tensor("norm.weight", torch.float32, shape=(sizes.width,)), sizes.eps)
         parts = (self._kv_gate, self._norm)
         self.weight_bytes = self._position_bias.nbytes + sum(part.weight_bytes for part in parts)
 
@@ -50,11 +62,13 @@ class Compressor:
 class Indexer:
     """Keys of its own by entry, and queries that choose the entries to attend to."""
 
-    def __init__(self, load: Loader, compression: Compression, shape: DeepseekV4Shape, eps: float) -> None:
-        self._compressor = Compressor(load.under("compressor."), compression, eps)
-        self._queries, self._weights = load.linear("wq_b"), load.linear("weights_proj")
-        self._ratio, self._num_heads, self._top_k = compression.ratio, shape.num_index_heads, shape.index_top_k
-        self._scale = float((compression.index_size * shape.num_index_heads) ** -0.5)
+    def __init__(self, load: Loader, compression: Compression, sizes: EntrySizes, shape: DeepseekV4Shape) -> None:
+        width, heads = compression.index_size, shape.num_index_heads
+        self._compressor = Compressor(load.under("compressor."), compression, replace(sizes, width=width))
+        self._queries = load.linear("wq_b", shapes=[(heads * width, shape.query_rank)])
+        self._weights = load.linear("weights_proj", shapes=[(heads, sizes.hidden)])
+        self._ratio, self._num_heads, self._top_k = compression.ratio, heads, shape.index_top_k
+        self._scale = float((width * heads) ** -0.5)
         parts = (self._compressor, self._queries, self._weights)
         self.weight_bytes = sum(part.weight_bytes for part in parts)
 

@@ -28,14 +28,16 @@ class ExpertLayer:
         if mixture is None or mixture.clamp is None:
             raise ModelError("A deepseek_v4 model has experts in every layer; config.json gives none.")
         routing = Routing(num_chosen=mixture.num_chosen, score=shape.expert_score, scale=mixture.scale)
-        self._chosen_VK = _experts_by_token(load, (architecture.vocab_size, mixture.num_chosen)) if hashed else None
-        correction = None if hashed else load.tensor("gate.bias", torch.float32)
-        self._router = Router(load.tensor("gate.weight"), routing, correction_E=correction)
+        hidden, inner, experts = architecture.hidden_size, mixture.inner_size, mixture.num_experts
+        table_shape = (architecture.vocab_size, mixture.num_chosen)
+        self._chosen_VK = _experts_by_token(load, table_shape, experts) if hashed else None
+        correction = None if hashed else load.tensor("gate.bias", torch.float32, shape=(experts,))
+        self._router = Router(load.tensor("gate.weight", shape=(experts, hidden)), routing, correction_E=correction)
         self._activation = partial(clamped_swiglu, limit=mixture.clamp)
-        experts = experts_by_name(load, _NAMES, mixture, architecture.hidden_size)
-        self._experts = Experts(experts, self._activation, quantization=load.quantization)
-        self._shared_in = load.linear("shared_experts.w1", "shared_experts.w3")
-        self._shared_out = load.linear("shared_experts.w2")
+        weights = experts_by_name(load, _NAMES, mixture, hidden)
+        self._experts = Experts(weights, self._activation, quantization=load.quantization)
+        self._shared_in = load.linear("shared_experts.w1", "shared_experts.w3", shapes=[(inner, hidden)] * 2)
+        self._shared_out = load.linear("shared_experts.w2", shapes=[(hidden, inner)])
         parts = (self._router, self._experts, self._shared_in, self._shared_out)
         table_bytes = 0 if self._chosen_VK is None else self._chosen_VK.nbytes
         self.weight_bytes = table_bytes + sum(part.weight_bytes for part in parts)
@@ -47,5 +49,15 @@ class ExpertLayer:
         return self._shared_out.add_to(routed_TN, self._activation(self._shared_in(x_TN)))
 
 
-def _experts_by_token(load: Loader, shape: tuple[int, int]) -> torch.Tensor:
-    return load.weights(f"{load.prefix}gate.tid2eid", shape=shape).to(device=load.device, dtype=torch.int64)
+def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) -> torch.Tensor:
+    """[V, K].
+
+    Raises:
+        ModelError: it names an expert that is not there.
+    """
+    name = f"{load.prefix}gate.tid2eid"
+    table_VK = load.weights(name, shape=shape).to(device=load.device, dtype=torch.int64)
+    low, high = int(table_VK.min()), int(table_VK.max())
+    if low < 0 or high >= num_experts:
+        raise ModelError(f"Tensor {name!r} names experts {low} to {high}; the model has {num_experts}, from 0.")
+    return table_VK

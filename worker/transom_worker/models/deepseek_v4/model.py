@@ -44,17 +44,17 @@ class DeepseekV4:
         """
         shape = _checked(architecture)
         load = Loader(weights=either_name(weights), dtype=dtype, device=device, quantization=quantization)
-        eps = architecture.rms_norm_eps
+        eps, table = architecture.rms_norm_eps, (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._num_streams = architecture, shape.num_streams
-        self._embedding = Embedding(load.tensor("model.embed_tokens.weight"))
+        self._embedding = Embedding(load.tensor("model.embed_tokens.weight", shape=table))
         self._layers = [
             DeepseekV4Layer(load.under(f"model.layers.{index}."), architecture, shape, index)
             for index in range(architecture.num_layers)
         ]
-        self._stream_head = StreamHead(load, "model.hc_head.hc", shape, eps)
-        self._norm = load.norm("model.norm", eps)
+        self._stream_head = StreamHead(load, "model.hc_head.hc", architecture, shape)
+        self._norm = load.norm("model.norm", eps, size=architecture.hidden_size)
         tied = architecture.tie_embeddings
-        head_VN = self._embedding.weight_VN if tied else load.tensor("head.weight")
+        head_VN = self._embedding.weight_VN if tied else load.tensor("head.weight", shape=table)
         self._head = Head(head_VN, quantization=quantization, tied=tied)
         self._rotary = {
             rope: RotaryEmbedding(frequencies(rope, device), dtype=dtype, scale=rope.attention_factor, interleaved=True)
@@ -86,13 +86,14 @@ class DeepseekV4Layer:
     """One decoder layer."""
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:
-        eps = architecture.rms_norm_eps
+        eps, hidden = architecture.rms_norm_eps, architecture.hidden_size
         self._index = index
-        self._attention = LatentAttention(load.under("attn."), architecture.layers[index], shape, eps)
+        self._attention = LatentAttention(load.under("attn."), architecture.layers[index], architecture, shape)
         self._experts = ExpertLayer(load.under("ffn."), architecture, shape, hashed=shape.hashed[index])
-        self._attention_norm, self._expert_norm = load.norm("attn_norm", eps), load.norm("ffn_norm", eps)
-        self._attention_streams = StreamMixer(load, "hc_attn", shape, eps)
-        self._expert_streams = StreamMixer(load, "hc_ffn", shape, eps)
+        self._attention_norm = load.norm("attn_norm", eps, size=hidden)
+        self._expert_norm = load.norm("ffn_norm", eps, size=hidden)
+        self._attention_streams = StreamMixer(load, "hc_attn", architecture, shape)
+        self._expert_streams = StreamMixer(load, "hc_ffn", architecture, shape)
         norms, mixers = (self._attention_norm, self._expert_norm), (self._attention_streams, self._expert_streams)
         self.weight_bytes = sum(part.weight_bytes for part in (self._attention, self._experts, *norms, *mixers))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from transom_worker.weights import RenamedWeights, Weights
 
-_EMBEDDING = "embed.weight"
 _PUBLISHED = (
     ("model.embed_tokens.", "embed."),
     ("model.hc_head.hc_", "hc_head_"),
@@ -18,7 +17,8 @@ _PUBLISHED = (
 
 def either_name(weights: Weights) -> Weights:
     """The same weights by transformers' names, whichever the checkpoint has."""
-    return RenamedWeights(weights, published_name) if _EMBEDDING in weights.names else weights
+    saved = any(name.startswith("model.") for name in weights.names)
+    return weights if saved else RenamedWeights(weights, published_name)
 
 
 def published_name(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
 from transom_worker.models.loading import Loader
 
@@ -17,19 +18,18 @@ from transom_worker.models.loading import Loader
 class StreamMixer:
     """One sublayer's input out of the streams, and its output back into them."""
 
-    def __init__(self, load: Loader, name: str, shape: DeepseekV4Shape, eps: float) -> None:
+    def __init__(self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape) -> None:
         """`name` is the beginning of its tensors' names."""
-        self._projection = _Projection(load, name, eps)
+        size = shape.num_streams
+        self._projection = _Projection(load, name, architecture, size, (size, size, size * size))
         self._streams, self._rounds, self._eps = shape.num_streams, shape.sinkhorn_rounds, shape.stream_eps
         self.weight_bytes = self._projection.weight_bytes
 
     def collapse(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The sublayer's input [T, N]; how its output goes to each stream [T, S]; how streams mix, [T, S from, S to]."""
-        size = self._streams
-        logits_TM = self._projection(x_TSN, [size, size, size * size])
-        collapse_TS, expand_TS, mix_TM = logits_TM.split_with_sizes((size, size, size * size), dim=1)
+        collapse_TS, expand_TS, mix_TM = self._projection(x_TSN)
         collapse_TS = collapse_TS.sigmoid() + self._eps
-        mix_TSS = self._balance(mix_TM.view(-1, size, size).softmax(dim=2) + self._eps)
+        mix_TSS = self._balance(mix_TM.view(-1, self._streams, self._streams).softmax(dim=2) + self._eps)
         return _collapse(x_TSN, collapse_TS), 2 * expand_TS.sigmoid(), mix_TSS
 
     def expand(
@@ -50,31 +50,37 @@ class StreamMixer:
 class StreamHead:
     """The streams become one again, before the last norm."""
 
-    def __init__(self, load: Loader, name: str, shape: DeepseekV4Shape, eps: float) -> None:
-        self._projection = _Projection(load, name, eps)
-        self._streams, self._eps = shape.num_streams, shape.stream_eps
+    def __init__(self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape) -> None:
+        self._projection = _Projection(load, name, architecture, shape.num_streams, (shape.num_streams,))
+        self._eps = shape.stream_eps
         self.weight_bytes = self._projection.weight_bytes
 
     def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
-        return _collapse(x_TSN, self._projection(x_TSN, [self._streams]).sigmoid() + self._eps)
+        (logits_TS,) = self._projection(x_TSN)
+        return _collapse(x_TSN, logits_TS.sigmoid() + self._eps)
 
 
 class _Projection:
-    """Normalised streams, projected; each kind of coefficient has a scale of its own."""
+    """Normalised streams, projected to so many coefficients of each kind; each kind has a scale of its own."""
 
-    def __init__(self, load: Loader, name: str, eps: float) -> None:
-        self._weight, self._base, self._scale = (
-            load.tensor(f"{name}_{part}", torch.float32) for part in ("fn", "base", "scale")
-        )
-        self._eps = eps
+    def __init__(
+        self, load: Loader, name: str, architecture: Architecture, num_streams: int, sizes: tuple[int, ...]
+    ) -> None:
+        def tensor(part: str, *shape: int) -> torch.Tensor:
+            return load.tensor(f"{name}_{part}", torch.float32, shape=shape)
+
+        self._sizes, self._eps = sizes, architecture.rms_norm_eps
+        self._weight = tensor("fn", sum(sizes), num_streams * architecture.hidden_size)
+        self._base = tensor("base", sum(sizes))
+        scales = zip(tensor("scale", len(sizes)), sizes, strict=True)
+        self._scale = torch.cat([scale.expand(size) for scale, size in scales])
         self.weight_bytes = self._weight.nbytes + self._base.nbytes + self._scale.nbytes
 
-    def __call__(self, x_TSN: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def __call__(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat = x_TSN.flatten(1).float()
         flat = flat * torch.rsqrt(flat.square().mean(dim=1, keepdim=True) + self._eps)
-        scale = torch.cat([scale.expand(size) for scale, size in zip(self._scale, sizes, strict=True)])
-        return F.linear(flat, self._weight) * scale + self._base
+        return (F.linear(flat, self._weight) * self._scale + self._base).split_with_sizes(self._sizes, dim=1)
 
 
 def _collapse(x_TSN: torch.Tensor, weight_TS: torch.Tensor) -> torch.Tensor:
