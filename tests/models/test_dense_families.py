@@ -118,6 +118,21 @@ CASES = {
         },
         mistakes=({"sliding_window": 19}, {"final_logit_softcapping": None}),
     ),
+    "gemma4 with experts": FamilyCase(
+        family="gemma4_text",
+        config={
+            "looking": 0.8,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 20,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        mistakes=({"sliding_window": 21}, {"top_k_experts": 3}),
+    ),
     "olmo3": FamilyCase(
         family="olmo3",
         config={"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},

@@ -20,6 +20,11 @@ FAMILIES = {
     "qwen3": {},
     "cohere2": {"sliding_window": 16},
     "olmo3": {"sliding_window": 16},
+    "gemma4_text": {
+        **{"sliding_window": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8},
+        **{"vocab_size_per_layer_input": 512, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+        "moe_intermediate_size": 32,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "llama4_text": {

@@ -64,6 +64,7 @@ class Architecture:
     norm_after_rotation: bool = False  # each query and key head to one length, in layers that rotate
     keys_are_values: bool = False  # before their norms, in layers without a window
     layer_embedding_size: int = 0  # width of each layer's own embedding of a token; 0: it has none
+    layer_vocab_size: int = 0
     deepseek_v4: DeepseekV4Shape | None = None  # what only that family has
 
     @property
@@ -110,6 +111,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
             keys_are_values=bool(config.get("attention_k_eq_v", False)),
             layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
+            layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),

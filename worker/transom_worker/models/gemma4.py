@@ -5,6 +5,8 @@ Legend: T tokens, N hidden width, L layers, P width of a layer's own embedding.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +15,7 @@ from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.layers.linear import Quantization
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.decoder import Decoder
+from transom_worker.models.gemma4_experts import DenseAndExperts
 from transom_worker.models.loading import Loader
 from transom_worker.models.model import Weights
 from transom_worker.models.style import Style
@@ -39,10 +42,13 @@ class Gemma4(Decoder):
         quantization: Quantization,
     ) -> None:
         """See `Decoder`."""
-        super().__init__(architecture, weights, STYLE, dtype=dtype, device=device, quantization=quantization)
+        style = STYLE
+        if architecture.mixture is not None:  # whose two halves have norms of their own before them
+            style = replace(STYLE, norm_before_mlp="", feed_forward=DenseAndExperts)
+        super().__init__(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)
         load = Loader(weights=weights, dtype=dtype, device=device, quantization=quantization, prefix="model.")
         layers = [load.under(f"layers.{index}.") for index in range(architecture.num_layers)]
-        self._scales = [float(layer.tensor("layer_scalar")) for layer in layers]
+        self._scales = [float(layer.tensor("layer_scalar", shape=(1,))) for layer in layers]
         self._embeddings = LayerEmbeddings(architecture, load) if architecture.layer_embedding_size else None
         self._additions = [LayerAddition(architecture, layer) for layer in layers] if self._embeddings else []
         parts = (*self._additions, *((self._embeddings,) if self._embeddings else ()))
@@ -68,10 +74,12 @@ class LayerEmbeddings:
     """Every layer's own embedding of each token: half looked up, half made from what the decoder begins with."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
-        size = architecture.layer_embedding_size
-        self._table = Embedding(load.tensor("embed_tokens_per_layer.weight"), scale=size**0.5)
-        self._projection = load.linear("per_layer_model_projection")
-        self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps)
+        size, hidden = architecture.layer_embedding_size, architecture.hidden_size
+        width = architecture.num_layers * size
+        table = load.tensor("embed_tokens_per_layer.weight", shape=(architecture.layer_vocab_size, width))
+        self._table = Embedding(table, scale=size**0.5)
+        self._projection = load.linear("per_layer_model_projection", shapes=[(width, hidden)])
+        self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps, size=size)
         self._shape = (-1, architecture.num_layers, size)
         self._scale = architecture.hidden_size**-0.5
         self.weight_bytes = self._table.weight_bytes + self._projection.weight_bytes + self._norm.weight_bytes
@@ -86,8 +94,10 @@ class LayerAddition:
     """What a layer's own embedding adds to its output."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
-        self._gate, self._back = load.linear("per_layer_input_gate"), load.linear("per_layer_projection")
-        self._norm = load.norm("post_per_layer_input_norm", architecture.rms_norm_eps)
+        size, hidden = architecture.layer_embedding_size, architecture.hidden_size
+        self._gate = load.linear("per_layer_input_gate", shapes=[(size, hidden)])
+        self._back = load.linear("per_layer_projection", shapes=[(hidden, size)])
+        self._norm = load.norm("post_per_layer_input_norm", architecture.rms_norm_eps, size=hidden)
         self.weight_bytes = sum(part.weight_bytes for part in (self._gate, self._back, self._norm))
 
     def add_to(self, x_TN: torch.Tensor, own_TP: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ _DEFAULTS: dict[str, Config] = {
         **{"n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "intermediate_size": 0},
         **{"routed_scaling_factor": 1.5, "swiglu_limit": 10.0},
     },
+    "gemma4_text": {},
     "mimo_v2_flash": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
 }
 
@@ -45,7 +46,7 @@ def read_mixture(config: Config, num_layers: int) -> Mixture | None:
         KeyError, TypeError, ValueError: a missing or wrong value.
     """
     family = str(config.get("model_type", ""))
-    if family not in _DEFAULTS:
+    if family not in _DEFAULTS or (family == "gemma4_text" and not config.get("enable_moe_block")):
         return None
     given = {name: value for name, value in config.items() if value is not None}
     mixture = _read(family, {**_DEFAULTS[family], **given}, num_layers)
@@ -58,7 +59,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
     experts = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
     plain = Mixture(
         num_experts=int(experts),
-        num_chosen=int(config["num_experts_per_tok"]),
+        num_chosen=int(config["top_k_experts" if family == "gemma4_text" else "num_experts_per_tok"]),
         inner_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
         dense_size=int(config.get("intermediate_size_mlp") or config["intermediate_size"]),
         layers=frozenset(range(num_layers)),

@@ -34,6 +34,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 30,
         "sliding_window": 512,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
         "global_head_dim": 512,
     },
     "cohere2": {"layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True},

@@ -1,0 +1,60 @@
+"""Gemma 4's feed-forward part with experts: a dense layer and routed experts side by side, each between norms of its own.
+
+Legend: T tokens, N hidden width, E experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from transom_kernels.gated_mlp import gated_activation
+from transom_worker.layers.experts import Experts, ExpertWeights
+from transom_worker.layers.router import Router, Routes, Routing
+from transom_worker.models.architecture import Architecture
+from transom_worker.models.loading import Loader
+from transom_worker.models.style import dense_feed_forward
+
+
+class DenseAndExperts:
+    """`norm(mlp(norm(x))) + norm(experts(norm(x)))`, the routes being chosen by x's direction."""
+
+    def __init__(self, architecture: Architecture, index: int, load: Loader) -> None:
+        """Of layer `index`; `load` reads names within it."""
+        mixture, eps, hidden = architecture.mixture, architecture.rms_norm_eps, architecture.hidden_size
+        assert mixture is not None
+        experts, inner = mixture.num_experts, mixture.inner_size
+        self._mlp = dense_feed_forward(architecture, index, load)
+        weights = ExpertWeights(
+            gate_up=load.tensor("experts.gate_up_proj", shape=(experts, 2 * inner, hidden)),
+            down=load.tensor("experts.down_proj", shape=(experts, hidden, inner)),
+        )
+        activation = partial(gated_activation, activation=architecture.gate_activation)
+        self._experts = Experts(weights, activation, quantization=load.quantization)
+        scale_N = load.tensor("router.scale", torch.float32, shape=(hidden,)) * hidden**-0.5
+        weight_EN = load.tensor("router.proj.weight", torch.float32, shape=(experts, hidden)) * scale_N
+        self._router = Router(weight_EN, Routing(num_chosen=mixture.num_chosen))
+        self._expert_scale_E = load.tensor("router.per_expert_scale", torch.float32, shape=(experts,))
+        self._eps = eps
+        self._before_mlp = load.norm("pre_feedforward_layernorm", eps, size=hidden)
+        self._after_mlp = load.norm("post_feedforward_layernorm_1", eps, size=hidden)
+        self._before_experts = load.norm("pre_feedforward_layernorm_2", eps, size=hidden)
+        self._after_experts = load.norm("post_feedforward_layernorm_2", eps, size=hidden)
+        norms = (self._before_mlp, self._after_mlp, self._before_experts, self._after_experts)
+        self.weight_bytes = sum(part.weight_bytes for part in (self._mlp, self._experts, self._router, *norms))
+
+    def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """[T, N]."""
+        dense_TN = self._after_mlp(self._mlp(self._before_mlp(x_TN)))
+        return dense_TN + self._after_experts(self._experts(self._before_experts(x_TN), self._routes(x_TN)))
+
+    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
+        """`residual + self(x)`, [T, N]."""
+        return residual_TN + self(x_TN)
+
+    def _routes(self, x_TN: torch.Tensor) -> Routes:
+        wide_TN = x_TN.float()
+        direction_TN = wide_TN * torch.rsqrt(wide_TN.square().mean(dim=-1, keepdim=True) + self._eps)
+        routes = self._router(direction_TN)
+        return Routes(routes.experts_TK, routes.weights_TK * self._expert_scale_E[routes.experts_TK])
