@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mxfp4_checkpoint import pack_experts
+from quantised_checkpoints import to_mxfp4
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
@@ -20,11 +20,6 @@ FAMILIES = {
     "qwen3": {},
     "cohere2": {"sliding_window": 16},
     "olmo3": {"sliding_window": 16},
-    "gemma4_text": {
-        **{"sliding_window": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8},
-        **{"vocab_size_per_layer_input": 512, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
-        "moe_intermediate_size": 32,
-    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "llama4_text": {
@@ -43,7 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     make_checkpoint(path / "plain", family, num_hidden_layers=2, **FAMILIES[family])
     if family == request.param:
         return path / "plain"
-    pack_experts(path / "plain", path / "packed")
+    to_mxfp4(path / "plain", path / "packed")
     return path / "packed"
 
 

@@ -6,7 +6,7 @@ Which layers look how far is decided here, once: from the checkpoint, or overrid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ __all__ = [
 RUNNABLE_FAMILIES = (
     *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
     "gemma4_text",
-    *("mixtral", "qwen3_moe", "gpt_oss", "llama4_text"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash"),
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -60,6 +60,7 @@ class Architecture:
     ropes: tuple[Rope | None, ...] = ()  # by layer; None: no rotation
     scales: Scales = NO_SCALES
     mixture: Mixture | None = None
+    sink_layers: frozenset[int] = frozenset()  # those with a learned sink for each head
     readers_are_wide: bool = False  # layers that read another's cache have feed-forward parts twice as wide
     norm_after_rotation: bool = False  # each query and key head to one length, in layers that rotate
     keys_are_values: bool = False  # before their norms, in layers without a window
@@ -107,6 +108,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             ropes=read_ropes(config, layers),
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),
+            sink_layers=_sink_layers(family, layers),
             readers_are_wide=bool(config.get("use_double_wide_mlp", False)),
             norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
             keys_are_values=bool(config.get("attention_k_eq_v", False)),
@@ -116,7 +118,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=attention_bias or family in _BIASED_INPUTS,
-            output_bias=attention_bias,
+            output_bias=attention_bias and family != "mimo_v2_flash",
             mlp_bias=bool(config.get("mlp_bias", False)),
             checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
@@ -124,6 +126,12 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ModelError(f"config.json lacks {error.args[0]!r}, which a {family} model needs.") from None
     except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         raise ModelError(f"config.json has a value that is no size or number: {error}.") from None
+
+
+def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
+    everywhere = family == "gpt_oss"
+    windowed = family == "mimo_v2_flash"
+    return frozenset(i for i, layer in enumerate(layers) if everywhere or (windowed and layer.window is not None))
 
 
 def runnable(architecture: Architecture) -> Architecture:

@@ -58,6 +58,9 @@ def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
     """Sizes that a layer has for itself, by layer; Gemma 4's published configs give them for all full layers at once."""
     if "per_layer_config" in config:
         return {int(index): sizes for index, sizes in config["per_layer_config"].items()}
+    if config.get("model_type") == "mimo_v2_flash":
+        doubled = {"num_key_value_heads": 2 * int(config["num_key_value_heads"])}
+        return {index: doubled for index, kind in enumerate(types) if kind == SLIDING}
     heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
     sizes = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads}
     return {index: sizes for index, kind in enumerate(types) if kind == FULL}
@@ -75,6 +78,7 @@ def _plain_layer(config: Config, family: str) -> LayerAttention:
         num_heads=heads,
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
         head_size=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+        value_size=int(config["v_head_dim"]) if family == "mimo_v2_flash" else None,
     )
 
 
@@ -140,6 +144,10 @@ def _full_every_sixth_and_last(config: Config, index: int) -> str:
     return FULL if index == int(config["num_hidden_layers"]) - 1 else _full_every(6)(config, index)
 
 
+def _full_first_and_every_sixth(_config: Config, index: int) -> str:
+    return SLIDING if index and (index + 1) % 6 else FULL
+
+
 def _chunked_where_rotary(config: Config, index: int) -> str:
     rotary = config.get("no_rope_layers")
     interval = int(config.get("no_rope_layer_interval", 4))
@@ -175,6 +183,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "cohere2": _full_every(4),
     "gpt_oss": _every_other,
     "llama4_text": _chunked_where_rotary,
+    "mimo_v2_flash": _full_first_and_every_sixth,
     "deepseek_v2": _always_full,
     "deepseek_v3": _always_full,
     "deepseek_v4": _by_ratio,

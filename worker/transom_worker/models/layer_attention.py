@@ -36,3 +36,4 @@ class LayerAttention:
     rope_size: int = 0
     compression: Compression | None = None
     reads_cache_of: int | None = None
+    value_size: int | None = None  # None: as wide as a key

@@ -23,12 +23,13 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
     layer, rope = architecture.layers[index], architecture.ropes[index]
     eps, rotates = architecture.rms_norm_eps, rope is not None
     qkv = _projections(architecture, index, load)
-    widths = (architecture.hidden_size, layer.num_heads * layer.head_size)
+    widths = (architecture.hidden_size, layer.num_heads * (layer.value_size or layer.head_size))
     output = load.linear("o_proj", bias=architecture.output_bias, shapes=[widths])
     options = AttentionOptions(
         scale=architecture.scales.query,
         soft_cap=architecture.scales.attention_cap,
-        sink_logits=_sinks(layer, style, load),
+        sink_logits=_sinks(layer, style, load) if index in architecture.sink_layers else None,
+        value_scale=architecture.scales.value,
         norm=_head_norm(architecture, layer, style, load),
         norm_after_rotation=HeadNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
         value_norm=HeadNorm(None, eps) if style.value_norm else None,
@@ -45,12 +46,13 @@ def _projections(architecture: Architecture, index: int, load: Loader) -> Linear
     pairs = (layer.num_heads, layer.num_kv_heads, None) if rope is not None and rope.interleaved else ()
     keys_are_values = architecture.keys_are_values and layer.window is None
     names = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")
-    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=(queries, keys, keys))
+    values = (layer.num_kv_heads * (layer.value_size or layer.head_size), architecture.hidden_size)
+    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=(queries, keys, values))
 
 
-def _sinks(layer: LayerAttention, style: Style, load: Loader) -> torch.Tensor | None:
-    """One learned sink per head in float32; none, which is minus infinity, where the family has none."""
-    return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,)) if style.sink_logits else None
+def _sinks(layer: LayerAttention, style: Style, load: Loader) -> torch.Tensor:
+    """One learned sink per head in float32; no sink is one of minus infinity."""
+    return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,))
 
 
 def attention_shape(layer: LayerAttention) -> AttentionShape:
@@ -62,6 +64,7 @@ def attention_shape(layer: LayerAttention) -> AttentionShape:
         window=layer.window,
         num_sink_tokens=layer.sinks,
         chunk=layer.chunk,
+        value_size=layer.value_size,
         has_cache=layer.reads_cache_of is None,
     )
 

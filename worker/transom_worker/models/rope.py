@@ -19,10 +19,14 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 INTERLEAVED_FAMILIES = ("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4")
 _DEFAULT_THETA = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0, "gemma3_text": 1_000_000.0}
 _DEFAULT_PARAMETERS: dict[str, Config] = {
+    "mimo_v2_flash": {
+        "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
+        "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
+    },
     "gemma4_text": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
-    }
+    },
 }
 _SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # there rope_scaling is meant for the full layers alone
 

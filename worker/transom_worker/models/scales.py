@@ -23,6 +23,7 @@ class Scales:
     query: float | None = None  # of attention scores; None: head size ** -0.5
     query_by_position: PositionScale | None = None  # in layers that do not rotate
     attention_cap: float | None = None
+    value: float = 1.0
     logit: float = 1.0
     logit_cap: float | None = None
 
@@ -50,6 +51,8 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
             return Scales(embedding=_root(config), query=1.0, logit_cap=_cap(config, "final_logit_softcapping"))
         case "llama4_text":
             return Scales(query_by_position=_llama4_scale(config))
+        case "mimo_v2_flash":
+            return Scales(value=float(config.get("attention_value_scale") or 1.0))
         case "cohere2":
             return Scales(logit=float(config.get("logit_scale", 0.0625)))
     return NO_SCALES

@@ -59,6 +59,6 @@ class Style:
     head_norm: Literal["none", "each", "all"] = "none"  # of queries and keys before rotation
     head_norm_after_rotation: bool = False  # without a weight, in layers that rotate
     value_norm: bool = False  # each value head to one length
-    sink_logits: str = ""  # their name within a layer
+    sink_logits: str = ""  # their name within attention, in the architecture's `sink_layers`
     feed_forward: MakeFeedForward = dense_feed_forward
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = None  # of positions [T], in layers that do not rotate

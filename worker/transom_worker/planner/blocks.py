@@ -75,7 +75,7 @@ def _layer_tensors(layer: LayerAttention, dtype: str, ranks: int) -> tuple[Tenso
     size, compression = layer.head_size, layer.compression
     if not layer.latent:
         heads = -(-layer.num_kv_heads // ranks)
-        return (Tensor(Role.KV, heads, size, size, dtype),)
+        return (Tensor(Role.KV, heads, size, layer.value_size or size, dtype),)
     width, format_ = _latent_row(layer, dtype)
     latent = Tensor(Role.KV, 1, width, 0, format_)
     if compression is None:

@@ -1,0 +1,63 @@
+"""Checkpoints as they are published, in few bits, and the same numbers put back by transformers' own routines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what three bits say; the fourth is the sign
+_GROUP = 32
+_LARGEST_FP8 = 448.0
+_FILE = "model.safetensors"
+_NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def to_mxfp4(plain: Path, packed: Path) -> None:
+    """Copy a gpt-oss checkpoint with its experts in MXFP4; those of `plain` are rounded likewise."""
+    tensors, rounded = load_file(plain / _FILE), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales = pack_mxfp4(tensors.pop(name).transpose(1, 2))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        rounded[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    _write(plain, packed, tensors, rounded, {"quant_method": "mxfp4"})
+
+
+def to_fp8(plain: Path, packed: Path, block: int = _GROUP) -> None:
+    """Copy a checkpoint with its linear layers in fp8 by square blocks; those of `plain` are rounded likewise."""
+    tensors, rounded = load_file(plain / _FILE), {}
+    matrices = [name for name in tensors if name.endswith(".weight") and not any(part in name for part in _NOT_IN_FP8)]
+    for name in matrices:
+        blocks = tensors[name].unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        scales = blocks.abs().amax((1, 3), keepdim=True) / _LARGEST_FP8
+        values = (blocks / scales).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+        tensors |= {name: values, f"{name}_scale_inv": scales[:, 0, :, 0].contiguous()}
+        rounded[name] = Fp8Dequantize(SimpleNamespace())._dequantize_one(
+            values, tensors[f"{name}_scale_inv"], torch.float32
+        )
+    _write(plain, packed, tensors, rounded, {"quant_method": "fp8", "weight_block_size": [block, block]})
+
+
+def pack_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [..., rows, groups, 16] and scales [..., rows, groups] of `values` [..., rows, columns], rounded to nearest."""
+    groups = values.float().unflatten(-1, (-1, _GROUP))
+    exponent = groups.abs().amax(-1).log2().floor() - 2  # so that the largest is below 8; 6 and more become 6
+    distance = (groups.abs()[..., None] * torch.exp2(-exponent)[..., None, None] - torch.tensor(_NUMBERS)).abs()
+    codes = distance.argmin(-1) + 8 * (groups < 0)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponent + 127).to(torch.uint8)
+
+
+def _write(plain: Path, packed: Path, tensors: Tensors, rounded: Tensors, quantization: dict[str, object]) -> None:
+    shutil.copytree(plain, packed, dirs_exist_ok=True)
+    save_file(tensors, packed / _FILE, metadata={"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    save_file(load_file(plain / _FILE) | rounded, plain / _FILE, metadata={"format": "pt"})
