@@ -68,9 +68,17 @@ def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dty
     """An estimate of what one worst-case step needs beside weights and KV: a layer's widest tensors, and the logits."""
     layer = architecture.layers[0]
     attention = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size
-    per_token = (4 * architecture.hidden_size + attention + 3 * architecture.intermediate_size) * dtype.itemsize
+    per_token = (4 * architecture.hidden_size + attention + _feed_forward_width(architecture)) * dtype.itemsize
     logits = scheduler.max_num_seqs * architecture.vocab_size * 4
     return scheduler.max_num_batched_tokens * per_token + 2 * logits
+
+
+def _feed_forward_width(architecture: Architecture) -> int:
+    """Elements per token; of experts for each one chosen, what goes in and what comes out besides."""
+    mixture = architecture.mixture
+    if mixture is None:
+        return 3 * architecture.intermediate_size
+    return 3 * max(mixture.dense_size, mixture.num_chosen * (mixture.inner_size + architecture.hidden_size))
 
 
 def available_cpu_bytes() -> int:

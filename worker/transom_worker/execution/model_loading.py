@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,12 @@ from transom_worker.models.model import Model
 from transom_worker.models.registry import build_model
 from transom_worker.parallel import Parallel
 from transom_worker.weights import load_weights
+
+
+logger = logging.getLogger("transom.worker")
+
+# A decoder's own, as far as they are weights: not a picture encoder's, no frequencies.
+_IN_A_LAYER = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?layers\.\d+\.(?!.*inv_freq)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +58,24 @@ def load_model(config: ModelConfig) -> LoadedModel:
             quantization=config.quantization,
             parallel=Parallel(rank=0, size=1),
         )
+        _warn_of_unread(weights.unread, files.path)
     finally:
         weights.close()
     return LoadedModel(
         model=model, architecture=architecture, dtype=dtype, device=device, eos_token_ids=eos_token_ids(files)
     )
+
+
+def _warn_of_unread(unread: Sequence[str], path: Path) -> None:
+    """A tensor of a layer that no code asked for, such as a bias that the config does not mention, may mean a wrong model."""
+    names = [name for name in unread if _IN_A_LAYER.match(name)]
+    if names:
+        logger.warning(
+            "%s: %d tensors of its layers are not used, such as %s; config.json and weights may not belong together.",
+            path,
+            len(names),
+            ", ".join(names[:3]),
+        )
 
 
 def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:

@@ -20,6 +20,11 @@ class Weights(Protocol):
         """Hugging Face names of the tensors that the checkpoint holds, as they are once dequantised."""
         ...
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names in the files of the tensors that nobody has asked for."""
+        ...
+
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
         """One tensor on the CPU, in the checkpoint's dtype (dequantised ones in float32 or bfloat16), or some of its rows.
 

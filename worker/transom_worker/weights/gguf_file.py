@@ -41,6 +41,11 @@ class GgufWeights:
                 raise ModelError(f"{files.path} is cut off within tensor {tensor.name!r}; download it again.")
         self.names = tuple(sorted(self._tensors))
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Unknown names are refused when the file is opened, so that none is left to tell of."""
+        return ()
+
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
         """One tensor in float32, dequantised as a whole; see `Weights`."""
         tensor = self._tensors.get(name)

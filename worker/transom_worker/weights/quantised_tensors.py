@@ -56,6 +56,11 @@ class QuantisedWeights:
         }
         self.names = tuple(sorted((there - hidden) | self._packed))
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """See `Weights`."""
+        return self._plain.unread
+
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
         """One tensor; see `Weights`."""
         if name in self._packed:

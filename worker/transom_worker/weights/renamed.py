@@ -27,6 +27,11 @@ class RenamedWeights:
         """See `Weights`."""
         return self._weights.names
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """See `Weights`."""
+        return self._weights.unread
+
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
         """One tensor; see `Weights`."""
         return self._weights(self._rename(name), shape=shape, rows=rows)

@@ -28,6 +28,12 @@ class SafetensorsWeights:
         self._open: dict[Path, Any] = {}
         self._file_of = _files_by_tensor(folder, self._reader)
         self.names = tuple(sorted(self._file_of))
+        self._read: set[str] = set()
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """See `Weights`."""
+        return tuple(name for name in self.names if name not in self._read)
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
         """One tensor; see `Weights`."""
@@ -46,6 +52,7 @@ class SafetensorsWeights:
             ModelError: missing or cut off.
         """
         path = self.file_of(name)
+        self._read.add(name)
         try:
             tensor: torch.Tensor = self._reader(path).get_tensor(name)
         except SafetensorError as error:
