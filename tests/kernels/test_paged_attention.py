@@ -102,6 +102,20 @@ def test_agrees_with_attention_written_out(mask, extra):
     check(make_case(MIXED, Shape()), brute=True, soft_cap=soft_cap, sink_logits=sink_logits, **mask)
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_sink_of_minus_infinity_is_none(mask):
+    """Of some heads or of all; a query that sees no key still gets zeros, not NaN."""
+    none = torch.full((4,), -torch.inf)
+    blind = Sequence(start=3, count=1, attend_from=4)
+    case = make_case([*MIXED, blind], Shape())
+    check(case, brute=True, sink_logits=torch.tensor([-torch.inf, 0.5, -torch.inf, 60.0]), **mask)
+    seen = [
+        paged_attention(case.q, case.k_cache, case.v_cache, case.batch, scale=0.3, sink_logits=sinks, **mask)
+        for sinks in (none, None)
+    ]
+    torch.testing.assert_close(*seen)
+
+
 @pytest.mark.parametrize("length", [1, 2, 6, 7, 8, 9, 15, 16, 17])
 @pytest.mark.parametrize("mask", [{"window": 8}, {"chunk": 8}, {"window": 8, "num_sink_tokens": 3}], ids=str)
 def test_edges_of_window_and_chunk(length, mask):
