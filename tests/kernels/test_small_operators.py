@@ -104,6 +104,9 @@ def test_a_wide_weight_is_multiplied_before_rounding():
     x, weight = torch.randn(5, 16).bfloat16(), torch.randn(16)
     got = rms_norm(x, weight, 1e-5)[0]
     assert got.equal(rms_norm_reference(x, weight, 1e-5))
+    heads = x.view(5, 2, 8).clone()
+    head_norm_(heads, weight.view(2, 8), 1e-5)
+    assert heads.equal(head_norm_reference(x.view(5, 2, 8), weight.view(2, 8), 1e-5))
 
 
 def test_gelu_is_the_tanh_approximation():

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     """Normalise each head of `x` [T, H, D], which may be strided, by `weight` [H, D]; None: by no weight.
 
+    A float32 weight over heads of fewer bits is multiplied in float32, and the product rounded once.
+
     Raises:
         ValueError: a weight that does not fit.
     """
     if weight is not None and weight.shape != x.shape[1:]:
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; give [heads, width].")
-    normed = F.rms_norm(x, x.shape[-1:], None, eps)
+    wide = x if weight is None or weight.dtype == x.dtype else x.to(weight.dtype)
+    normed = F.rms_norm(wide, x.shape[-1:], None, eps)
     if weight is None:
         x.copy_(normed)
     else:

@@ -32,6 +32,7 @@ _STYLES = {
         norm_after_attention="post_attention_layernorm",
         norm_before_mlp="",
         norm_after_mlp="post_feedforward_layernorm",
+        norm_wide=True,
         head_norm="all",
     ),
     "cohere2": Style(norm_before_mlp="", parallel=True, norm_takes_mean=True),

@@ -24,6 +24,7 @@ STYLE = Style(
     norm_after_attention="post_attention_layernorm",
     norm_before_mlp="pre_feedforward_layernorm",
     norm_after_mlp="post_feedforward_layernorm",
+    norm_wide=True,
     head_norm="each",
     value_norm=True,
 )
@@ -79,7 +80,7 @@ class LayerEmbeddings:
         table = load.tensor("embed_tokens_per_layer.weight", shape=(architecture.layer_vocab_size, width))
         self._table = Embedding(table, scale=size**0.5)
         self._projection = load.linear("per_layer_model_projection", shapes=[(width, hidden)])
-        self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps, size=size)
+        self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps, size=size, wide=True)
         self._shape = (-1, architecture.num_layers, size)
         self._scale = architecture.hidden_size**-0.5
         self.weight_bytes = self._table.weight_bytes + self._projection.weight_bytes + self._norm.weight_bytes
@@ -97,7 +98,7 @@ class LayerAddition:
         size, hidden = architecture.layer_embedding_size, architecture.hidden_size
         self._gate = load.linear("per_layer_input_gate", shapes=[(size, hidden)])
         self._back = load.linear("per_layer_projection", shapes=[(hidden, size)])
-        self._norm = load.norm("post_per_layer_input_norm", architecture.rms_norm_eps, size=hidden)
+        self._norm = load.norm("post_per_layer_input_norm", architecture.rms_norm_eps, size=hidden, wide=True)
         self.weight_bytes = sum(part.weight_bytes for part in (self._gate, self._back, self._norm))
 
     def add_to(self, x_TN: torch.Tensor, own_TP: torch.Tensor) -> torch.Tensor:

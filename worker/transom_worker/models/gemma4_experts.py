@@ -37,10 +37,10 @@ class DenseAndExperts:
         self._router = Router(weight_EN, Routing(num_chosen=mixture.num_chosen))
         self._expert_scale_E = load.tensor("router.per_expert_scale", torch.float32, shape=(experts,))
         self._eps = eps
-        self._before_mlp = load.norm("pre_feedforward_layernorm", eps, size=hidden)
-        self._after_mlp = load.norm("post_feedforward_layernorm_1", eps, size=hidden)
-        self._before_experts = load.norm("pre_feedforward_layernorm_2", eps, size=hidden)
-        self._after_experts = load.norm("post_feedforward_layernorm_2", eps, size=hidden)
+        self._before_mlp = load.norm("pre_feedforward_layernorm", eps, size=hidden, wide=True)
+        self._after_mlp = load.norm("post_feedforward_layernorm_1", eps, size=hidden, wide=True)
+        self._before_experts = load.norm("pre_feedforward_layernorm_2", eps, size=hidden, wide=True)
+        self._after_experts = load.norm("post_feedforward_layernorm_2", eps, size=hidden, wide=True)
         norms = (self._before_mlp, self._after_mlp, self._before_experts, self._after_experts)
         self.weight_bytes = sum(part.weight_bytes for part in (self._mlp, self._experts, self._router, *norms))
 

@@ -36,7 +36,7 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
     return Moe(router, Experts(weights, activation, quantization=load.quantization))
 
 
-_STYLE = Style(sink_logits="sinks", feed_forward=_feed_forward)
+_STYLE = Style(norm_wide=True, sink_logits="sinks", feed_forward=_feed_forward)
 
 
 def gpt_oss(

@@ -41,12 +41,14 @@ class Loader:
         """
         return self.weights(self.prefix + name, shape=shape).to(device=self.device, dtype=dtype or self.dtype)
 
-    def norm(self, name: str, eps: float, *, size: int | None = None, plus_one: bool = False) -> RmsNorm:
-        """A norm over rows; `plus_one` where the checkpoint holds the weight less one, which is then kept in float32."""
+    def norm(
+        self, name: str, eps: float, *, size: int | None = None, plus_one: bool = False, wide: bool = False
+    ) -> RmsNorm:
+        """A norm over rows; `plus_one` where the checkpoint holds the weight less one, `wide` with its weight in float32."""
         shape = None if size is None else (size,)
         if plus_one:
             return RmsNorm(self.tensor(f"{name}.weight", torch.float32, shape=shape) + 1.0, eps)
-        return RmsNorm(self.tensor(f"{name}.weight", shape=shape), eps)
+        return RmsNorm(self.tensor(f"{name}.weight", torch.float32 if wide else None, shape=shape), eps)
 
     def linear(
         self,

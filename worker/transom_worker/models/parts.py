@@ -74,7 +74,8 @@ def make_norm(name: str, architecture: Architecture, style: Style, load: Loader)
     size = architecture.hidden_size
     if style.norm_takes_mean:
         return LayerNorm(load.tensor(f"{name}.weight", shape=(size,)), architecture.rms_norm_eps)
-    return load.norm(name, architecture.rms_norm_eps, size=size, plus_one=style.norm_plus_one)
+    plus_one, wide = style.norm_plus_one, style.norm_wide
+    return load.norm(name, architecture.rms_norm_eps, size=size, plus_one=plus_one, wide=wide)
 
 
 def _head_norm(
@@ -82,7 +83,7 @@ def _head_norm(
 ) -> HeadNorm | AllHeadsNorm | None:
     if style.head_norm == "none":
         return None
-    dtype = torch.float32 if style.norm_plus_one else load.dtype
+    dtype = torch.float32 if style.norm_plus_one or style.norm_wide else load.dtype
     query_heads, key_heads = (layer.num_heads, layer.num_kv_heads) if style.head_norm == "all" else (1, 1)
     query = load.tensor("q_norm.weight", dtype, shape=(query_heads * layer.head_size,))
     if layer.reads_cache_of is not None:

@@ -55,7 +55,8 @@ class Style:
     norm_after_mlp: str = ""
     parallel: bool = False  # attention and feed-forward layer read the same rows, and both are added at once
     norm_takes_mean: bool = False
-    norm_plus_one: bool = False  # the checkpoint holds norm weights less one
+    norm_plus_one: bool = False  # the checkpoint holds norm weights less one; they multiply in float32
+    norm_wide: bool = False  # norm weights multiply in float32
     head_norm: Literal["none", "each", "all"] = "none"  # of queries and keys before rotation
     head_norm_after_rotation: bool = False  # without a weight, in layers that rotate
     value_norm: bool = False  # each value head to one length
