@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests:tests/models python benchmarks/bf16_families.py [--only gemma]
 
-Small random checkpoints, those of the tests. Greedy text of transformers in float32 is given to both in bfloat16; at each of its
-tokens the 20 most likely ones are compared. Largest values come from routers and indexers that choose otherwise, and mean nothing.
+Small random checkpoints, those of the tests. Greedy text of transformers in float32 is given to both in bfloat16, and each token's
+log-probability is compared. Largest values come from routers and indexers that choose otherwise, and mean nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from checkpoints import Answer, greedy, load_oracle, make_checkpoint, prompt, st
 from transom_worker import LLM, SamplingParams
 
 LENGTHS = (40, 200, 700)
-ALTERNATIVES = 20
+NUM_PROMPTS = 4  # of each length
 CASES = test_dense_families.CASES | test_moe_families.CASES
 
 
-def ours(folder: Path, answers: list[Answer]) -> list[torch.Tensor]:
-    """Log-probabilities [steps, vocabulary] of each answer, NaN where Transom does not report them."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=ALTERNATIVES, logprobs=ALTERNATIVES)
+def ours(folder: Path, answers: list[Answer]) -> torch.Tensor:
+    """The log-probability of each answer's tokens, one after the other."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     with LLM(str(folder), dtype="bfloat16", max_model_len=1024, enable_prefix_caching=False) as llm:
-        prompts = [{"prompt_token_ids": [*answer.prompt, *answer.token_ids[:-1]]} for answer in answers]
+        prompts = [{"prompt_token_ids": [*answer.prompt, *answer.token_ids]} for answer in answers]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    tables = []
-    for answer, output in zip(answers, outputs, strict=True):
-        steps = [*output.prompt_logprobs[len(answer.prompt) :], output.outputs[0].logprobs[0]]
-        table = torch.full_like(answer.logprobs, float("nan"))
-        for row, step in zip(table, steps, strict=True):
-            for token_id, logprob in step.items():
-                row[token_id] = logprob.logprob
-        tables.append(table)
-    return tables
+    return torch.tensor(
+        [
+            step[token_id].logprob
+            for answer, output in zip(answers, outputs, strict=True)
+            for token_id, step in zip(answer.token_ids, output.prompt_logprobs[len(answer.prompt) :], strict=True)
+        ]
+    )
+
+
+def chosen(logprobs: torch.Tensor, answer: Answer) -> torch.Tensor:
+    """The log-probability of each of an answer's tokens."""
+    return logprobs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
 
 def summary(differences: torch.Tensor) -> str:
@@ -51,13 +54,11 @@ def summary(differences: torch.Tensor) -> str:
 def report(name: str, folder: Path) -> str:
     """One row of the table."""
     exact = load_oracle(folder)
-    answers = [greedy(exact, prompt(length)) for length in LENGTHS]
-    theirs_model = load_oracle(folder, torch.bfloat16)
-    theirs = [step_logprobs(theirs_model, answer.prompt, answer.token_ids) for answer in answers]
-    wanted = torch.cat([answer.logprobs for answer in answers])
-    mine, other = torch.cat(ours(folder, answers)), torch.cat(theirs)
-    likely = ~mine.isnan()
-    return f"| {name} | {summary((mine - wanted)[likely].abs())} | {summary((other - wanted)[likely].abs())} |"
+    answers = [greedy(exact, prompt(length, salt)) for length in LENGTHS for salt in range(NUM_PROMPTS)]
+    wanted = torch.cat([chosen(answer.logprobs, answer) for answer in answers])
+    rounded = load_oracle(folder, torch.bfloat16)
+    theirs = torch.cat([chosen(step_logprobs(rounded, a.prompt, a.token_ids), a) for a in answers])
+    return f"| {name} | {summary((ours(folder, answers) - wanted).abs())} | {summary((theirs - wanted).abs())} |"
 
 
 def main() -> None:
