@@ -30,7 +30,7 @@ from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats, GroupStats
 from transom_worker.kvcache.tree import CheckpointKind
 
-REMEMBERED_EVICTIONS = 65_536
+REMEMBERED_EVICTIONS = 262_144
 MAX_UNREAD_EVENTS = 65_536
 DEVICE_TIER = 0
 

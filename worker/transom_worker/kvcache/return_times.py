@@ -27,7 +27,7 @@ EDGES = _edges()  # bucket b holds ages in [EDGES[b], EDGES[b + 1])
 LAST = len(EDGES) - 2
 PRIOR_CHANCE = 0.05  # per bucket
 PRIOR_WEIGHT = 2.0
-POOL_WEIGHT = 4.0  # how many observations of its own outweigh those of similar classes
+POOL_WEIGHT = 16.0  # how many observations of its own outweigh those of similar classes
 DECAY_EVERY = 1024  # requests
 DECAY = 0.5
 REFRESH_EVERY = 16  # requests
@@ -129,7 +129,7 @@ class ReturnTimes:
         own, pool = self._table(cls), self._pools[cls[1]]
         chances = []
         for returned, survived, all_returned, all_survived in zip(
-            own.returned, own.survived, pool.returned, pool.survived, strict=True
+            *map(_smooth, (own.returned, own.survived, pool.returned, pool.survived)), strict=True
         ):
             pooled = (all_returned + PRIOR_WEIGHT * PRIOR_CHANCE) / (all_returned + all_survived + PRIOR_WEIGHT)
             chances.append((returned + POOL_WEIGHT * pooled) / (returned + survived + POOL_WEIGHT))
@@ -150,3 +150,9 @@ class ReturnTimes:
                 best = max(best, chance / time)
             worth.append(best)
         return worth
+
+
+def _smooth(counts: list[float]) -> list[float]:
+    """Each bucket with its neighbours, a quarter each: the index takes the best of many ratios, and would take noise for one."""
+    padded = [counts[0], *counts, counts[-1]]
+    return [padded[at] / 4 + here / 2 + padded[at + 2] / 4 for at, here in enumerate(counts)]
