@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "scheduling")]
-from lost_windows import lose_left_behind
 from scheduler_driver import BLOCK, Driver, layout, request
+
+from lost_windows import lose_left_behind
 
 SYSTEM = list(range(32))
 MIXES = (("full", "window"), ("full", "sinks_window"), ("full", "window", "ragged_chunk"))
