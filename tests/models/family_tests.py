@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from checkpoints import (
     LENGTHS,
     MIN_MARGIN,
@@ -22,7 +23,6 @@ from checkpoints import (
     prompt,
     step_logprobs,
 )
-
 from engine_driver import Whole, make_engine, make_request, run
 from lost_windows import lose_windows
 from transom_worker.contract import MAX_LOGPROBS

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from checkpoints import VOCAB_SIZE
 from family_tests import Family, FamilyCase, FamilyTests
+
+from checkpoints import VOCAB_SIZE
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}

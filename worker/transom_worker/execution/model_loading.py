@@ -21,7 +21,6 @@ from transom_worker.models.registry import build_model
 from transom_worker.parallel import Parallel
 from transom_worker.weights import load_weights
 
-
 logger = logging.getLogger("transom.worker")
 
 # A decoder's own, as far as they are weights: not a picture encoder's, no frequencies.
