@@ -40,19 +40,8 @@ SMOLLM2 = Architecture(
 )
 
 
-def random_weights(name: str) -> torch.Tensor:
-    a = SMOLLM2
-    shapes = {
-        "embed_tokens": (a.vocab_size, a.hidden_size),
-        "q_proj": (576, a.hidden_size),
-        "k_proj": (192, a.hidden_size),
-        "v_proj": (192, a.hidden_size),
-        "o_proj": (a.hidden_size, 576),
-        "gate_proj": (a.intermediate_size, a.hidden_size),
-        "up_proj": (a.intermediate_size, a.hidden_size),
-        "down_proj": (a.hidden_size, a.intermediate_size),
-    }
-    shape = next((shape for key, shape in shapes.items() if key in name), (a.hidden_size,))
+def random_weights(name: str, *, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    assert shape is not None, name
     return torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.04
 
 
