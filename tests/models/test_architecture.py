@@ -43,6 +43,7 @@ def kinds(**changes: Any) -> str:
         ({}, "FFFFFF"),
         ({"model_type": "mistral", "sliding_window": 64}, "SSSSSS"),
         ({"model_type": "mistral", "sliding_window": None}, "FFFFFF"),
+        ({"model_type": "mistral"}, "SSSSSS"),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False, "max_window_layers": 4}, "FFFFFF"),
         ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, "FFFFSS"),
         ({"model_type": "gemma2", "sliding_window": 64}, "SFSFSF"),
@@ -65,6 +66,34 @@ def test_the_rules_are_those_of_transformers(family: str) -> None:
     config = AutoConfig.for_model(**sizes).to_dict()
     without = {key: value for key, value in config.items() if key not in ("layer_types", "no_rope_layers")}
     assert read_architecture(without).layers == read_architecture(config).layers
+
+
+def test_mimo_as_published() -> None:
+    """Under names of its own, and with windows that do not count the query."""
+    published = SMALL | {
+        "model_type": "mimo_v2_flash",
+        "layernorm_epsilon": 1e-5,
+        "v_head_dim": 8,
+        "sliding_window": 128,
+    }
+    del published["rms_norm_eps"]
+    published |= {
+        "sliding_window_size": 128,
+        "moe_intermediate_size": 32,
+        "rope_theta": 5_000_000,
+        "swa_rope_theta": 10_000,
+        "n_routed_experts": 8,
+    }
+    published |= {"partial_rotary_factor": 0.334, "routed_scaling_factor": None, "swa_num_key_value_heads": 4}
+    ours = read_architecture(published)
+    assert ours == read_architecture(AutoConfig.for_model(**published).to_dict())
+    assert ours.layers[1].window == 129
+
+
+def test_gpt_oss_in_4_bits_is_computed_in_bfloat16() -> None:
+    config = SMALL | {"model_type": "gpt_oss", "sliding_window": 128}
+    assert read_architecture(config).served_dtype == "bfloat16"
+    assert read_architecture(config | {"dtype": "float32"}).served_dtype == "float32"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text"])
@@ -102,6 +131,8 @@ def test_gemma4_layers_that_share_a_cache_read_the_last_of_their_type() -> None:
 def test_a_model_that_also_sees_is_its_text_decoder() -> None:
     text = SMALL | {"model_type": "gemma3_text", "sliding_window": 64}
     assert read_architecture({"model_type": "gemma3", "text_config": text}) == read_architecture(text)
+    outside = {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text | {"dtype": None}}
+    assert read_architecture(outside).checkpoint_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +140,8 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
     [
         ({"model_type": "bert"}, "model_type 'bert'; known are cohere2, deepseek_v2"),
         ({"num_hidden_layers": None}, "no size or number"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "its tokens see later ones"),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "its tokens see later ones"),
         ({"layer_types": ["full_attention"]}, "lists 1 layer_types for num_hidden_layers 6"),
         ({"layer_types": ["linear_attention"] * 6}, "layer type 'linear_attention', which is not known"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, prompt
 from engine_driver import make_engine, make_request, run
+from transom_worker.execution.model_loading import eos_token_ids
+from transom_worker.model_files import resolve_model
 
 LLAMA4 = {
     "num_local_experts": 4,
@@ -52,6 +54,14 @@ def test_a_model_that_also_sees_runs_as_its_text_decoder(
     with caplog.at_level(logging.WARNING, "transom.worker"):
         assert continuation(tmp_path) == alone
     assert "not used" not in caplog.text
+
+
+def test_a_text_decoder_says_what_ends_a_text_if_nobody_else_does(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    for config, ids in (({}, (7, 8)), ({"eos_token_id": 9}, (9,))):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": [7, 8]}}))
+        assert eos_token_ids(resolve_model(str(tmp_path))) == ids
 
 
 def test_tensors_of_layers_that_nobody_asks_for_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

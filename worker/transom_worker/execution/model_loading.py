@@ -102,8 +102,9 @@ def choose_dtype(dtype: str, architecture: Architecture) -> str:
 
 
 def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
-    """Ids that end a text: those of the generation config, else of the config."""
-    for config in (files.generation_config, files.config):
+    """Ids that end a text: those of the generation config, else of the config, else of its text decoder's."""
+    inner = files.config.get("text_config")
+    for config in (files.generation_config, files.config, inner if isinstance(inner, Mapping) else {}):
         ids = _id_list(config, "eos_token_id")
         if ids:
             return ids

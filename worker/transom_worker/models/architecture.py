@@ -90,10 +90,12 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ModelError: an unknown family, or a missing or wrong value; names it.
     """
-    if isinstance(config.get("text_config"), Mapping):
-        config = {**config, **config["text_config"]}
-    config = with_defaults(config)
+    config = with_defaults(_text_decoder(config))
     family = str(config.get("model_type", ""))
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        raise ModelError(
+            "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
+        )
     try:
         layers = attention_layers(config)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
@@ -115,10 +117,10 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
             layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
-            activation=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
+            activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=attention_bias or family in _BIASED_INPUTS,
-            output_bias=attention_bias and family != "mimo_v2_flash",
+            output_bias=attention_bias and family not in (*_BIASED_INPUTS, "mimo_v2_flash"),
             mlp_bias=bool(config.get("mlp_bias", False)),
             checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
@@ -126,6 +128,14 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ModelError(f"config.json lacks {error.args[0]!r}, which a {family} model needs.") from None
     except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         raise ModelError(f"config.json has a value that is no size or number: {error}.") from None
+
+
+def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text decoder's config in one of several; what it leaves open (null) is as outside."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    return {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:

@@ -95,12 +95,18 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
         case "full_attention":
             return layer
         case "sliding_attention":
-            return replace(layer, window=int(config["sliding_window"]))
+            return replace(layer, window=_window(config))
         case "chunked_attention":
             return replace(layer, chunk=int(config["attention_chunk_size"]))
         case "compressed_sparse_attention" | "heavily_compressed_attention":
             return replace(layer, window=int(config["sliding_window"]), compression=_compression(kind, config))
     raise ModelError(f"config.json has the layer type {kind!r}, which is not known.")
+
+
+def _window(config: Config) -> int:
+    """Tokens that a query sees, itself included; MiMo's published configs count those before it."""
+    before = config.get("sliding_window_size") if config.get("model_type") == "mimo_v2_flash" else None
+    return int(config["sliding_window"]) if before is None else int(before) + 1
 
 
 def _compression(kind: str, config: Config) -> Compression:

@@ -18,6 +18,10 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "ministral": {"sliding_window": 4096},
+    "gpt_oss": {"torch_dtype": "bfloat16"},  # a checkpoint in 4 bits does not say what it is computed in
+    "mimo_v2_flash": {"rms_norm_eps": 1e-5, "attention_value_scale": 0.707},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": _GEMMA
     | {
