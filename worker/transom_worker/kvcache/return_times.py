@@ -36,12 +36,11 @@ REFRESH_EVERY = 16  # requests
 class Watch:
     """One checkpoint that a client may return to, from its last use on."""
 
-    __slots__ = ("born", "bucket", "cls", "ended")
+    __slots__ = ("born", "cls", "ended")
 
     def __init__(self, cls: CheckpointClass, born: int) -> None:
         self.cls = cls
         self.born = born
-        self.bucket = 0
         self.ended = False
 
 
@@ -66,7 +65,7 @@ class ReturnTimes:
         self.now = 0
         self._tables: dict[CheckpointClass, _Table] = {}
         self._pools: tuple[_Table, _Table] = (_Table(), _Table())  # by "has been built upon"
-        self._in_bucket: list[deque[Watch]] = [deque() for _ in EDGES]
+        self._in_bucket: list[deque[Watch]] = [deque() for _ in range(LAST)]
         self._worth: dict[CheckpointClass, list[float]] = {}
 
     def tick(self) -> None:
@@ -116,8 +115,8 @@ class ReturnTimes:
             return
         self._table(item.cls).survived[bucket] += 1
         self._pools[item.cls[1]].survived[bucket] += 1
-        item.bucket = bucket + 1
-        self._in_bucket[bucket + 1].append(item)
+        if bucket + 1 < LAST:  # nothing outlives the last bucket
+            self._in_bucket[bucket + 1].append(item)
 
     def _table(self, cls: CheckpointClass) -> _Table:
         table = self._tables.get(cls)

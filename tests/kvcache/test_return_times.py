@@ -1,0 +1,44 @@
+"""Learned return times: what a rhythm of returns makes precious, and that what is watched is forgotten in the end."""
+
+from __future__ import annotations
+
+from transom_worker.kvcache.return_times import EDGES, LAST, CheckpointClass, ReturnTimes, Watch
+
+PROMPT: CheckpointClass = ("prompt", True, 0)
+
+
+def rounds(period: int, *, num_requests: int = 900) -> tuple[ReturnTimes, list[Watch]]:
+    """Sessions that take turns: each watch returns after `period` requests. The last round is still waited for."""
+    times = ReturnTimes()
+    watches: list[Watch] = []
+    for now in range(num_requests):
+        times.tick()
+        if now >= period:
+            times.returned(watches[now - period])
+        watches.append(times.watch(PROMPT))
+    return times, watches[-period:]
+
+
+def test_who_is_due_next_is_worth_most_in_a_round() -> None:
+    times, waiting = rounds(30)
+    assert times.worth(waiting[0]) > 2 * times.worth(waiting[-1])
+
+
+def test_who_returns_at_once_or_never_is_worth_less_by_age() -> None:
+    times = ReturnTimes()
+    watches = []
+    for now in range(900):
+        times.tick()
+        watches.append(times.watch(PROMPT))
+        if now % 2:
+            times.returned(watches[-2])
+    assert times.worth(watches[-1]) > 2 * times.worth(watches[-39])
+
+
+def test_what_never_returns_is_forgotten() -> None:
+    times = ReturnTimes()
+    old = times.watch(PROMPT)
+    times.now = EDGES[LAST]
+    times.tick()
+    assert not any(times._in_bucket)
+    assert times.worth(old) > 0  # by the prior
