@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from transom_worker.errors import ConfigError
+from transom_worker.simulate.arrivals import RecordedArrivals
 from transom_worker.simulate.trace import read_trace
 
 GOOD: dict[str, object] = {"timestamp": 1500, "input_length": 700, "output_length": 3, "hash_ids": [10**18, 7]}
@@ -29,15 +30,18 @@ def test_equal_ids_are_equal_tokens_and_answers_are_nobody_elses(tmp_path: Path)
     assert (first.arrival_s, second.arrival_s) == (1.5, 2.0)
 
 
-def test_requests_come_in_order_of_arrival_and_up_to_the_limit(tmp_path: Path) -> None:
+def test_requests_come_in_the_order_of_the_file_and_up_to_the_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", GOOD, GOOD | {"timestamp": 3}, "never read")
-    assert [request.arrival_s for request in read_trace(path, limit=2).requests] == [0.003, 1.5]
+    workload = read_trace(path, limit=2)
+    assert [request.arrival_s for request in workload.requests] == [1.5, 0.003]
+    assert list(RecordedArrivals(workload).due(2.0, idle=True)) == [1, 0]  # by the clock whatever the order
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", r"line 2: is not JSON"),
+        ("[" * 100_000, r"line 2: is not JSON"),
         ("[1]", r"line 2: holds '\[1\]'; give an object with timestamp, input_length"),
         ({key: value for key, value in GOOD.items() if key != "hash_ids"}, r"line 2: has no hash_ids"),
         (GOOD | {"timestamp": -1}, r"line 2: timestamp is -1; give a number of at least 0"),
@@ -45,6 +49,7 @@ def test_requests_come_in_order_of_arrival_and_up_to_the_limit(tmp_path: Path) -
         (GOOD | {"input_length": 0}, r"line 2: input_length is 0; give a whole number of at least 1"),
         (GOOD | {"output_length": 2.5}, r"line 2: output_length is 2.5"),
         (GOOD | {"output_length": True}, r"line 2: output_length is True"),
+        (GOOD | {"output_length": 2**32}, r"line 2: output_length is 4294967296, which makes"),
         (GOOD | {"hash_ids": "7"}, r"line 2: hash_ids is 7; give a list"),
         (GOOD | {"hash_ids": [1, None]}, r"line 2: hash_ids is \[1, None\]; give a list of whole numbers"),
         (GOOD | {"hash_ids": [1]}, r"line 2: hash_ids has 1 ids; an input_length of 700 tokens takes 2"),

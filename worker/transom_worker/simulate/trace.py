@@ -13,10 +13,11 @@ from transom_worker.errors import ConfigError
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 
 HASH_TOKENS = 512  # tokens that a hash id stands for
+MAX_TOKENS = 2**32  # different ones; prefixes are hashed over ids of 32 bits
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Workload:
-    """The first `limit` requests of a file (all if None), by arrival.
+    """The first `limit` requests of a file (all if None), in its order.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a line is not such a request; the message names line and field.
@@ -34,7 +35,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> Workload:
         raise ConfigError(f"The trace {path} cannot be read: {error}.") from None
     if not requests:
         raise ConfigError(f"The trace {path} holds no request; give JSON lines with {', '.join(FIELDS)}.")
-    return Workload(name=path.stem, requests=tuple(sorted(requests, key=lambda request: request.arrival_s)))
+    return Workload(name=path.stem, requests=tuple(requests))
 
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -49,18 +50,25 @@ class _Reader:
     def read(self, number: int, line: str) -> SimulatedRequest:
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._wrong(number, f"is not JSON ({error})") from None
         if not isinstance(fields, dict):
             raise self._wrong(number, f"holds {line.strip()[:40]!r}; give an object with {', '.join(FIELDS)}")
         timestamp = self._number(number, fields, "timestamp", least=0)
         num_prompt_tokens = self._whole(number, fields, "input_length", least=1)
         num_answer_tokens = self._whole(number, fields, "output_length", least=1)
-        return SimulatedRequest(
+        request = SimulatedRequest(
             prompt=self._prompt(number, fields, num_prompt_tokens),
             answer=self._space.take(num_answer_tokens),
             arrival_s=timestamp / 1000,
         )
+        if self._space.num_taken > MAX_TOKENS:
+            raise self._wrong(
+                number,
+                f"output_length is {num_answer_tokens}, which makes {self._space.num_taken} different tokens so far; "
+                f"at most {MAX_TOKENS} can be told apart, so shorten it or cut the file here",
+            )
+        return request
 
     def _prompt(self, number: int, fields: dict[str, Any], num_tokens: int) -> tuple[Run, ...]:
         ids = self._field(number, fields, "hash_ids")

@@ -25,12 +25,12 @@ class TokenSpace:
     """Hands out runs that share no token id."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self.num_taken = 0
 
     def take(self, num_tokens: int) -> Run:
         """A run that nobody else has."""
-        run = Run(self._next, num_tokens)
-        self._next += num_tokens
+        run = Run(self.num_taken, num_tokens)
+        self.num_taken += num_tokens
         return run
 
 
@@ -59,7 +59,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in order of arrival (one at a time: of service)."""
+    """Requests in the order in which they are served one at a time; a clock goes by their arrival."""
 
     name: str
     requests: tuple[SimulatedRequest, ...]
