@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from transom_worker.planner import CachePlan
@@ -17,7 +18,7 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> N
     console = console or _console()
     ranks = plan.tensor_parallel_size
     console.print(
-        f"[bold]{model}[/bold]: {readable(plan.memory_bytes)} of KV cache"
+        f"[bold]{escape(model)}[/bold]: {readable(plan.memory_bytes)} of KV cache"
         f"{f' on each of {ranks} ranks' if ranks > 1 else ''}, {plan.kv_dtype}, up to {plan.max_model_len:,} tokens, "
         f"{plan.max_num_batched_tokens:,} tokens a step"
     )

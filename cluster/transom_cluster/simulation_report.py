@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -19,7 +20,7 @@ def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
         return simulation.run()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(simulation.workload.name, total=len(simulation.workload.requests))
+        task = progress.add_task(escape(simulation.workload.name), total=len(simulation.workload.requests))
         return simulation.run(lambda num_ended: progress.update(task, completed=num_ended))
 
 
@@ -28,7 +29,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     setup = report.setup
     console.print(
-        f"[bold]{setup['workload']}[/bold] on [bold]{setup['model']}[/bold]: {report.memory_bytes / GIB:,.2f} GiB of KV, "
+        f"[bold]{escape(str(setup['workload']))}[/bold] on [bold]{escape(str(setup['model']))}[/bold]: "
+        f"{report.memory_bytes / GIB:,.2f} GiB of KV, "
         f"arrivals {setup['arrivals']}, blocks of {setup['block_size']}, {setup['max_num_batched_tokens']:,} tokens a step"
     )
     console.print(_outcomes(report))

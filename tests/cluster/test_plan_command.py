@@ -38,6 +38,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_brackets_in_a_path_are_no_markup(folder: Path) -> None:
+    inside = folder / "a[" / "b]"
+    inside.mkdir(parents=True)
+    (inside / "config.json").write_text(json.dumps(CONFIG))
+    result = plan(inside)
+    assert result.exit_code == 0, result.output
+    assert "a[/b]" in result.output.replace("\n", "")
+
+
 def test_json_has_the_planners_integers(folder: Path) -> None:
     flags = [
         "--memory",

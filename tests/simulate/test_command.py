@@ -35,6 +35,13 @@ def test_json_is_one_object_with_every_count(tmp_path: Path) -> None:
     assert report["seconds"] > 0
 
 
+def test_brackets_in_names_are_no_markup(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny[red]")
+    result = RUNNER.invoke(app, [*arguments(tmp_path, LINE), "--model", str(model)])
+    assert result.exit_code == 0, result.output
+    assert "tiny[red]" in result.stdout
+
+
 def test_the_report_for_people_names_set_up_and_bounds(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, [*arguments(tmp_path, LINE, LINE), "--clairvoyant"])
     assert result.exit_code == 0, result.output
