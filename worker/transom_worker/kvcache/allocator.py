@@ -1,8 +1,8 @@
 """Which block a sequence gets next, and what must go for it.
 
-Feasibility is exact up to pages whose block counts differ by one: blocks come out of a group's own busy pages (its *slack*), or out
-of pages that nobody uses (free, or idle in any group). `pages_needed` splits the latter between the groups, and `allocate` keeps
-to its share, so an allocation that was promised never fails half-way.
+Feasibility is exact: blocks come out of a group's own busy pages (its *slack*), or out of pages that nobody uses (free, or idle in
+any group), and every page has as many. `pages_needed` splits the latter between the groups, and `allocate` keeps to its share, so
+an allocation that was promised never fails half-way.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ GiveUp = Callable[[], bool]
 class BlockAllocator:
     """Places blocks so that a sequence's ids are consecutive where they can be, and evicts when memory is needed.
 
-    `evict` must end in `GroupPool.evict`; `give_up` makes held blocks loose, and
-    tells whether there were any.
+    `evict` must end in `GroupPool.evict`; `give_up` makes held blocks loose, and tells whether there were any.
     """
 
     def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict, give_up: GiveUp) -> None:

@@ -2,8 +2,8 @@
 
 One slab of bytes per rank, cut into pages; a page is leased to one group at a time. Block `b` of group `g` starts at byte
 `b * stride_g`; page `p` owns the first ids that lie wholly inside it, as many in every page, so that counts of pages and of blocks
-translate exactly. The integer side (`ArenaLayout`) is the same on every rank;
-byte strides are a rank's own. Behind the last page lies one dump block per group, where padded or masked rows write.
+translate exactly. The integer side (`ArenaLayout`) is the same on every rank; byte strides are a rank's own. Behind the last page
+lies one dump block per group, where padded or masked rows write.
 """
 
 from __future__ import annotations
