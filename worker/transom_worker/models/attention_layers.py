@@ -39,7 +39,24 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
     own = _own_sizes(config, types)
     plain = _plain_layer(config, family)
     layers = [_of_type(kind, _with_own_sizes(plain, own.get(index, {})), config) for index, kind in enumerate(types)]
+    _check_sizes(layers)
     return _sharing(layers, types, int(config.get("num_kv_shared_layers") or 0))
+
+
+def _check_sizes(layers: Sequence[LayerAttention]) -> None:
+    if not layers:
+        raise ModelError("config.json says num_hidden_layers 0; a decoder has at least one.")
+    for index, layer in enumerate(layers):
+        reach = layer.window if layer.chunk is None else layer.chunk
+        if min(layer.num_heads, layer.num_kv_heads, layer.head_size, 1 if reach is None else reach) < 1:
+            raise ModelError(
+                f"config.json gives layer {index} {layer.num_heads} heads and {layer.num_kv_heads} KV heads of "
+                f"{layer.head_size}, which see {'all' if reach is None else reach} tokens; all must be at least 1."
+            )
+        if layer.num_heads % layer.num_kv_heads:
+            raise ModelError(
+                f"config.json gives layer {index} {layer.num_kv_heads} KV heads for {layer.num_heads} heads; they must divide them."
+            )
 
 
 def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int) -> tuple[LayerAttention, ...]:
