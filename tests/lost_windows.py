@@ -13,10 +13,10 @@ def lose_windows(cache: KvCache) -> None:
     for pool, retention in zip(cache.pools, cache.retentions, strict=True):
         if not retention.keeps_everything:
             sliding = [block for block in pool.loose if pool.published[block][1] >= retention.num_pinned]
-            cache._evict(pool.group, sliding, "test")
+            cache._catalog.evict(pool.group, sliding, "test")
 
 
 def lose_left_behind(cache: KvCache) -> None:
     """Evict every block that no running sequence uses and no checkpoint counts on."""
     for pool in cache.pools:
-        cache._evict(pool.group, list(pool.loose), "test")
+        cache._catalog.evict(pool.group, list(pool.loose), "test")

@@ -9,7 +9,7 @@ import pytest
 from cache_model import BLOCK, MIXES, Mirror, check_cache, layout, slow_hit
 
 from transom_worker.errors import ConfigError
-from transom_worker.kvcache import manager
+from transom_worker.kvcache import catalog
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.hit import hit_limit
 from transom_worker.kvcache.manager import KvCache
@@ -130,7 +130,7 @@ def test_a_fork_without_room_changes_nothing() -> None:
 
 
 def test_unread_events_are_bounded_and_a_gap_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "MAX_UNREAD_EVENTS", 5)
+    monkeypatch.setattr(catalog, "MAX_UNREAD_EVENTS", 5)
     cache = cache_of("full")
     run(cache, list(range(40)))
     assert [event.version for event in cache.take_events()] == [6, 7, 8, 9, 10]

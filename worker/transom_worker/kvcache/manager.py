@@ -7,32 +7,27 @@ those outside `live` freed) and `release`d. Blocks are freed by processed tokens
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache import outcome
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.block_times import BlockTimes
+from transom_worker.kvcache.catalog import Catalog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import pages_to_clear
 from transom_worker.kvcache.events import KvEvent
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
-from transom_worker.kvcache.index import PrefixIndex
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
-from transom_worker.kvcache.stats import CacheStats, GroupStats
+from transom_worker.kvcache.stats import CacheStats
 from transom_worker.kvcache.tree import CheckpointKind
-
-REMEMBERED_EVICTIONS = 262_144
-MAX_UNREAD_EVENTS = 65_536
-DEVICE_TIER = 0
 
 
 class BlockCopy(NamedTuple):
@@ -68,9 +63,10 @@ class KvCache:
         self.enable_prefix_caching = enable_prefix_caching
         self.window_repair = window_repair
         self.retentions = tuple(Retention(group.spec) for group in layout.groups)
-        self.index = PrefixIndex(len(layout.groups), remembered=REMEMBERED_EVICTIONS)
         self.arena = Arena(layout)
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
+        self._catalog = Catalog(layout, self.pools, block_size=block_size, clock=clock)
+        self.index = self._catalog.index
         self.num_releases = 0  # grows whenever blocks may have come free
         self._checkpoints = Checkpoints(
             layout,
@@ -78,18 +74,14 @@ class KvCache:
             policy or ReturnTimePolicy(),
             block_size=block_size,
             repair=window_repair,
-            present=lambda group, digest: digest in self.index.groups[group],
-            hold=lambda group, digests: self.pools[group].hold(map(self.index.groups[group].__getitem__, digests)),
-            let_go=lambda group, digests: self.pools[group].let_go(map(self.index.groups[group].__getitem__, digests)),
+            present=self._catalog.has,
+            hold=self._catalog.hold,
+            let_go=self._catalog.let_go,
         )
-        self._allocator = BlockAllocator(self.arena, self.pools, self._evict, self._checkpoints.give_up_one)
+        self._allocator = BlockAllocator(self.arena, self.pools, self._catalog.evict, self._checkpoints.give_up_one)
         self._running: dict[int, SequenceBlocks] = {}  # by id()
-        self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._num_compacted = 0
-        self._version = 0
-        self._events: deque[KvEvent] = deque(maxlen=MAX_UNREAD_EVENTS)
         self._copies: list[BlockCopy] = []
-        self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
         self._outcome: Counter[str] = Counter()
 
     # Searching
@@ -134,7 +126,7 @@ class KvCache:
         for group, table in enumerate(blocks.tables):
             found = self.index.groups[group]
             shared = [found[digest] for digest in self._shared_digests(group, table, blocks, units)]
-            self._ref(group, shared)
+            self._catalog.ref(group, shared)
             table.append(shared)
         blocks.capacity_tokens = start
         blocks.hit = hit
@@ -179,7 +171,7 @@ class KvCache:
             whole = num_tokens // self.retentions[group].block_size
             shared = [parent.tables[group].at(block) for block in self._live_blocks(table, whole)]
             table.append([block for block in shared if block is not None])
-            self._ref(group, [*table.pinned, *table.run])
+            self._catalog.ref(group, [*table.pinned, *table.run])
         if not self.extend(child, num_tokens):
             self.release(child, kind=None)
             raise ValueError("no room for the copy of a part-filled block; free some first")
@@ -234,7 +226,7 @@ class KvCache:
                 continue
             fallen = table.drop_until(retention.first_live_block(processed))
             if fallen:
-                self._unref(group, fallen)
+                self._catalog.unref(group, fallen)
                 self.num_releases += len(fallen)
                 blocks.changed = True
             blocks.next_event = min(blocks.next_event, retention.next_change(processed))
@@ -247,7 +239,7 @@ class KvCache:
         if kind is not None and units and complete:
             self._place(blocks, units, kind)
         for group, table in enumerate(blocks.tables):
-            self._unref(group, [*reversed(table.run), *reversed(table.pinned)])
+            self._catalog.unref(group, [*reversed(table.run), *reversed(table.pinned)])
             table.pinned, table.run = [], []
         if blocks.base is not None:
             self._checkpoints.unlock(blocks.base)
@@ -286,9 +278,7 @@ class KvCache:
 
     def take_events(self) -> list[KvEvent]:
         """Events since the last call, in order; of too many unread ones the oldest are gone, which their versions show."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self._catalog.take_events()
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies that the next plan must carry."""
@@ -297,27 +287,11 @@ class KvCache:
 
     def stats(self) -> CacheStats:
         """Pages and blocks by state, evictions and outcomes since start."""
-        groups = tuple(
-            GroupStats(
-                name=group.spec.name,
-                block_bytes=group.block_bytes,
-                active_blocks=pool.num_active,
-                cached_blocks=pool.num_cached,
-                empty_blocks=pool.num_empty,
-                held_blocks=pool.num_held,
-                evicted_blocks=dict(evicted),
-                residency=times.residency.stats(),
-                reuse_interval=times.reuse_interval.stats(),
-            )
-            for group, pool, evicted, times in zip(
-                self.layout.groups, self.pools, self._evicted, self._times, strict=True
-            )
-        )
         return CacheStats(
             num_pages=self.arena.num_pages,
             free_pages=self.arena.num_free,
             page_bytes=self.layout.page_bytes,
-            groups=groups,
+            groups=self._catalog.stats(),
             outcome_tokens=dict(self._outcome),
             waste=self.arena.waste,
             num_checkpoints=self._checkpoints.num_complete,
@@ -367,25 +341,9 @@ class KvCache:
             if replays and not retention.keeps_everything:
                 begin = retention.first_live_block(blocks.replay_until)
             step = retention.block_size // self.block_size
-            self._name(group, table, begin // step, units // step, blocks.chain)
+            self._catalog.name(group, table, begin // step, units // step, blocks.chain)
         blocks.num_published = units
         blocks.repaired = True
-
-    def _name(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
-        """Make logical blocks `[begin, end)` findable, as far as they are there and no twin of theirs is."""
-        if begin >= end:
-            return
-        step = self.retentions[group].block_size // self.block_size
-        found, published = self.index.groups[group], self.pools[group].published
-        digests = chain[(begin + 1) * step - 1 : end * step : step]
-        named = []
-        for logical, digest, block in zip(range(begin, end), digests, table.blocks(begin, end), strict=True):
-            if block is not None and digest not in found:
-                found[digest] = block
-                entry = published[block] = (digest, logical)
-                named.append(entry)
-        if named:
-            self._emit("added", group, named)
 
     def _place_planned(self, blocks: SequenceBlocks, processed: int) -> None:
         while blocks.planned and blocks.planned[0][0] <= blocks.num_published:
@@ -403,20 +361,13 @@ class KvCache:
             step = retention.block_size // self.block_size
             end = units // step
             kept = end if retention.keeps_everything else min(end, retention.num_pinned)  # with the segment
-            self._name(group, table, owned // step, kept, chain)
+            self._catalog.name(group, table, owned // step, kept, chain)
             # what a replay computed below its end's live blocks is wrong
             first = max(kept, table.first_block, retention.first_live_block(blocks.replay_until))
-            self._name(group, table, first, end, chain)
-            found = self.index.groups[group]
-            if any(chain[(block + 1) * step - 1] not in found for block in range(owned // step, kept)):
+            self._catalog.name(group, table, first, end, chain)
+            if not self._catalog.has_all(group, chain, owned // step, kept):
                 return
         blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
-
-    def _ref(self, group: int, blocks: Sequence[int]) -> None:
-        self._times[group].hit(self.pools[group].ref(blocks))
-
-    def _unref(self, group: int, blocks: Sequence[int]) -> None:
-        self._times[group].cached(self.pools[group].unref(blocks))
 
     def _compact(self, needs: Sequence[int]) -> bool:
         """Clear pages for an allocation by moving active blocks together; False, and nothing changed, if that cannot help."""
@@ -439,8 +390,7 @@ class KvCache:
         target = pool.first_empty(page)
         assert target is not None
         pool.move(source, target)
-        if target in pool.published:
-            self.index.groups[group][pool.published[target][0]] = target
+        self._catalog.moved(group, target)
         self._copies.append(BlockCopy(group, source, target))
         self._num_compacted += 1
         for blocks in self._running.values():
@@ -453,26 +403,7 @@ class KvCache:
         while self._checkpoints.give_up_one():
             pass
         for pool in self.pools:
-            self._evict(pool.group, list(pool.loose), reason)
-
-    def _evict(self, group: int, blocks: list[int], reason: str) -> None:
-        if not blocks:
-            return
-        entries = self.pools[group].evict(blocks)
-        self.index.remove(group, [digest for digest, _ in entries])
-        self._times[group].evicted(blocks)
-        self._evicted[group][reason] += len(blocks)
-        self._emit("removed", group, entries)
-
-    def _emit(self, action: Literal["added", "removed"], group: int, entries: Sequence[tuple[bytes, int]]) -> None:
-        """`entries` are (digest, logical index)."""
-        num_tokens = self.retentions[group].block_size
-        first = self._version + 1
-        self._version += len(entries)
-        self._events.extend(
-            KvEvent(version, action, group, digest, logical, num_tokens, DEVICE_TIER)
-            for version, (digest, logical) in enumerate(entries, first)
-        )
+            self._catalog.evict(pool.group, list(pool.loose), reason)
 
 
 def _check_blocks(layout: ArenaLayout, unit: int) -> None:

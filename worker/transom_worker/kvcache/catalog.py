@@ -1,0 +1,127 @@
+"""What can be found under which digest, and what became of it: names given and taken, events, times, evictions by reason."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from transom_worker.kvcache.block_times import BlockTimes
+from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.index import PrefixIndex
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.kvcache.pool import GroupPool
+from transom_worker.kvcache.sequence import BlockTable
+from transom_worker.kvcache.stats import GroupStats
+
+REMEMBERED_EVICTIONS = 262_144
+MAX_UNREAD_EVENTS = 65_536
+DEVICE_TIER = 0
+
+
+class Catalog:
+    """Index and pools of all groups kept in step: a block is published in its pool exactly while the index has it."""
+
+    def __init__(
+        self, layout: ArenaLayout, pools: Sequence[GroupPool], *, block_size: int, clock: Callable[[], float]
+    ) -> None:
+        self.index = PrefixIndex(len(layout.groups), remembered=REMEMBERED_EVICTIONS)
+        self._layout = layout
+        self._pools = pools
+        self._units_per_block = [group.spec.block_size // block_size for group in layout.groups]
+        self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
+        self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
+        self._version = 0
+        self._events: deque[KvEvent] = deque(maxlen=MAX_UNREAD_EVENTS)
+
+    def has(self, group: int, digest: bytes) -> bool:
+        """Whether a block of the group is found under the digest."""
+        return digest in self.index.groups[group]
+
+    def has_all(self, group: int, chain: Sequence[bytes], begin: int, end: int) -> bool:
+        """Whether the group's logical blocks `[begin, end)` of a chain are all found."""
+        step, found = self._units_per_block[group], self.index.groups[group]
+        return all(chain[(block + 1) * step - 1] in found for block in range(begin, end))
+
+    def name(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
+        """Make logical blocks `[begin, end)` findable, as far as they are there and no twin of theirs is."""
+        if begin >= end:
+            return
+        step = self._units_per_block[group]
+        found, published = self.index.groups[group], self._pools[group].published
+        digests = chain[(begin + 1) * step - 1 : end * step : step]
+        named = []
+        for logical, digest, block in zip(range(begin, end), digests, table.blocks(begin, end), strict=True):
+            if block is not None and digest not in found:
+                found[digest] = block
+                entry = published[block] = (digest, logical)
+                named.append(entry)
+        if named:
+            self._emit("added", group, named)
+
+    def moved(self, group: int, block: int) -> None:
+        """Compaction brought a block here, with its name if it had one."""
+        entry = self._pools[group].published.get(block)
+        if entry is not None:
+            self.index.groups[group][entry[0]] = block
+
+    def hold(self, group: int, digests: Iterable[bytes]) -> None:
+        """A checkpoint counts on the blocks under these digests."""
+        self._pools[group].hold(map(self.index.groups[group].__getitem__, digests))
+
+    def let_go(self, group: int, digests: Iterable[bytes]) -> None:
+        """A checkpoint no longer does."""
+        self._pools[group].let_go(map(self.index.groups[group].__getitem__, digests))
+
+    def ref(self, group: int, blocks: Iterable[int]) -> None:
+        """A sequence references blocks."""
+        self._times[group].hit(self._pools[group].ref(blocks))
+
+    def unref(self, group: int, blocks: Iterable[int]) -> None:
+        """A sequence no longer does."""
+        self._times[group].cached(self._pools[group].unref(blocks))
+
+    def evict(self, group: int, blocks: list[int], reason: str) -> None:
+        """Loose blocks go."""
+        if not blocks:
+            return
+        entries = self._pools[group].evict(blocks)
+        self.index.remove(group, [digest for digest, _ in entries])
+        self._times[group].evicted(blocks)
+        self._evicted[group][reason] += len(blocks)
+        self._emit("removed", group, entries)
+
+    def take_events(self) -> list[KvEvent]:
+        """Events since the last call, in order; of too many unread ones the oldest are gone, which their versions show."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def stats(self) -> tuple[GroupStats, ...]:
+        """Every group's blocks by state, evictions and times since start."""
+        return tuple(
+            GroupStats(
+                name=group.spec.name,
+                block_bytes=group.block_bytes,
+                active_blocks=pool.num_active,
+                cached_blocks=pool.num_cached,
+                empty_blocks=pool.num_empty,
+                held_blocks=pool.num_held,
+                evicted_blocks=dict(evicted),
+                residency=times.residency.stats(),
+                reuse_interval=times.reuse_interval.stats(),
+            )
+            for group, pool, evicted, times in zip(
+                self._layout.groups, self._pools, self._evicted, self._times, strict=True
+            )
+        )
+
+    def _emit(self, action: Literal["added", "removed"], group: int, entries: Sequence[tuple[bytes, int]]) -> None:
+        """`entries` are (digest, logical index)."""
+        num_tokens = self._layout.groups[group].spec.block_size
+        first = self._version + 1
+        self._version += len(entries)
+        self._events.extend(
+            KvEvent(version, action, group, digest, logical, num_tokens, DEVICE_TIER)
+            for version, (digest, logical) in enumerate(entries, first)
+        )
