@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Annotated, Any
 
 import typer
@@ -60,6 +61,7 @@ def chat(
     """Talk to a running server."""
     from transom_cluster.chat_repl import ChatSession, run_chat
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell's children inherit that it is ignored
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     session = ChatSession(url=url, model=model, system=system, api_key=api_key, options=options)
     raise typer.Exit(run_chat(session))
