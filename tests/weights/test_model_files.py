@@ -79,7 +79,7 @@ def test_defaults_of_a_bare_gguf(tmp_path: Path) -> None:
     ("make", "match"),
     [
         (lambda path: write_gguf(path, architecture="falcon"), "'falcon'"),
-        (lambda path: write_gguf(path, llama__expert_count=4), "experts"),
+        (lambda path: write_gguf(path, architecture="qwen2", qwen2__expert_count=4), "'qwen2' with experts"),
         (lambda path: path.write_bytes(b"PK" + bytes(100)), "GGUF"),
         (lambda path: path.write_bytes(b"GGUF"), "too few"),
         (lambda path: path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(40)), "version 1"),

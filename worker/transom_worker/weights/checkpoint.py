@@ -48,13 +48,15 @@ def load_weights(files: ModelFiles) -> Weights:
     Raises:
         ModelError: a file is missing or broken, names it; or quantised in a way that cannot be read.
     """
+    from transom_worker.weights.gguf_experts import with_experts
     from transom_worker.weights.gguf_file import GgufWeights
     from transom_worker.weights.quantised_tensors import open_quantised
     from transom_worker.weights.renamed import text_decoder
     from transom_worker.weights.safetensors_files import SafetensorsWeights
 
     if files.is_gguf:
-        return GgufWeights(files)
+        family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))
+        return with_experts(GgufWeights(files), family, num_experts=experts, file=files.path)
     plain = SafetensorsWeights(files.path)
     config = files.config.get("quantization_config")
     return text_decoder(plain if config is None else open_quantised(plain, config))

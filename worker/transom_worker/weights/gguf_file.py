@@ -14,11 +14,12 @@ from transom_worker.errors import ModelError
 from transom_worker.gguf_header import GgufTensor, read_gguf_header
 from transom_worker.model_files import ModelFiles
 from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
-from transom_worker.weights.gguf_names import NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PAIRS_SIDE_BY_SIDE
+from transom_worker.weights.gguf_names import NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PAIRS_SIDE_BY_SIDE, PARAMETERS
 
 _PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # The package dequantises 16 rows at a time; longer rows (whole quantisation blocks) make fewer, larger numpy calls.
 _ROW_BYTES = 1 << 17
+_MATRIX = 2  # dimensions; a stack of all experts has more
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,17 +48,20 @@ class GgufWeights:
         return ()
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """One tensor in float32, dequantised as a whole; see `Weights`."""
+        """One tensor in float32, or some of a stack's matrices; a matrix is dequantised as a whole. See `Weights`."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._path} has no tensor {name!r}; the checkpoint is incomplete or of another family.")
+        check_shape(torch.empty(tensor.shape, device="meta"), shape, name=name, file=self._path)
+        if len(tensor.shape) > _MATRIX:
+            return torch.from_numpy(self._dequantise(tensor, rows))
         values = self._dequantise(tensor)
         heads = _PERMUTED.get(name.split(".")[-2])
         if heads and self._family in PAIRS_SIDE_BY_SIDE:
             values = _half_split(values, self._config[heads])
         if self._family in NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values -= 1.0
-        return check_shape(torch.from_numpy(values), shape, name=name, file=self._path)[rows]
+        return torch.from_numpy(values)[rows]
 
     def close(self) -> None:
         """Drop the map; tensors that were read stay valid."""
@@ -71,18 +75,27 @@ class GgufWeights:
             raise ModelError(
                 f"{self._path} holds tensor {name!r}, which no {self._family} model of Transom's has a place for."
             )
-        return f"{known.format(layer[1]) if layer else known}.{kind}"
+        ours = known.format(layer[1]) if layer else known
+        return ours if ours.endswith(PARAMETERS) else f"{ours}.{kind}"
 
     def _num_bytes(self, tensor: GgufTensor) -> int:
         try:
             block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.ggml_type)]
         except (KeyError, ValueError):
             raise ModelError(f"{self._path}: tensor {tensor.name!r} has unknown type {tensor.ggml_type}.") from None
+        if math.prod(tensor.shape[-1:]) % int(block):
+            raise ModelError(f"{self._path}: tensor {tensor.name!r} has rows that are no whole blocks; it is broken.")
         return math.prod(tensor.shape) // int(block) * int(size)
 
-    def _dequantise(self, tensor: GgufTensor) -> Floats:
+    def _dequantise(self, tensor: GgufTensor, rows: slice = ALL_ROWS) -> Floats:
+        """Of a stack, `rows` are matrices, each of whole quantisation blocks."""
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
         raw = self._data[tensor.offset : tensor.offset + self._num_bytes(tensor)]
+        shape = tensor.shape
+        if rows != ALL_ROWS:
+            raw = raw.reshape(shape[0], -1)[rows]
+            shape = (raw.shape[0], *shape[1:])
+            raw = raw.reshape(-1)
         try:
             values = gguf.dequantize(_long_rows(raw, gguf.GGML_QUANT_SIZES[kind][1]), kind)
         except NotImplementedError:
@@ -90,7 +103,7 @@ class GgufWeights:
                 f"{self._path}: tensor {tensor.name!r} has type {kind.name}, which cannot be read."
             ) from None
         # F32 comes back as a view of the file: copy, so that the tensor is writable memory of its own
-        return np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32).reshape(tensor.shape)
+        return np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32).reshape(shape)
 
 
 def _long_rows(raw: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.uint8]:

@@ -1,0 +1,115 @@
+"""The experts of a GGUF file, three stacks of matrices a layer, by the names and in the forms that Hugging Face has them.
+
+Legend: E experts, N hidden width, I inner width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from transom_worker.weights.checkpoint import ALL_ROWS, Weights, check_shape
+
+# By model_type. A matrix for each expert: its name after the expert's number -> the stack's.
+_ONE_BY_ONE: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {"w1": "gate", "w3": "up", "w2": "down"},
+    "qwen3_moe": {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+}
+# One tensor of gates and ups, [E, N, 2I], and one of the ways back, [E, I, N]; True: each gate is followed by its up.
+_JOINED: Mapping[str, bool] = {"gpt_oss": True, "llama4_text": False}
+_STACK = re.compile(r"(.*\.experts)\.(gate|up|down)\.(weight|bias)")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_JOINT = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
+
+
+def with_experts(stacks: Weights, family: str, *, num_experts: int, file: object) -> Weights:
+    """The weights of a file whose stacks of experts are called `experts.gate`, `experts.up` and `experts.down`."""
+    if family in _ONE_BY_ONE:
+        return OneByOne(stacks, _ONE_BY_ONE[family], num_experts=num_experts, file=file)
+    return Joined(stacks, interleaved=_JOINED[family]) if family in _JOINED else stacks
+
+
+class OneByOne:
+    """Gives each expert's matrices names of their own."""
+
+    def __init__(self, stacks: Weights, parts: Mapping[str, str], *, num_experts: int, file: object) -> None:
+        self._stacks, self._parts, self._num_experts, self._file = stacks, parts, num_experts, file
+        back = {stack: ours for ours, stack in parts.items()}
+        names = [name for name in stacks.names if not _STACK.fullmatch(name)]
+        for found in filter(None, map(_STACK.fullmatch, stacks.names)):
+            names += [f"{found[1]}.{expert}.{back[found[2]]}.{found[3]}" for expert in range(num_experts)]
+        self.names = tuple(sorted(names))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """See `Weights`."""
+        return self._stacks.unread
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """One tensor; see `Weights`. No other expert of its stack is dequantised."""
+        found = _EXPERT.fullmatch(name)
+        if found is None or found[3] not in self._parts:
+            return self._stacks(name, shape=shape, rows=rows)
+        expert, stack = int(found[2]), f"{found[1]}.{self._parts[found[3]]}.weight"
+        whole = None if shape is None else (self._num_experts, *shape)
+        matrix = self._stacks(stack, shape=whole, rows=slice(expert, expert + 1))[0]
+        return check_shape(matrix, shape, name=name, file=self._file)[rows]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stacks.close()
+
+
+class Joined:
+    """Puts gates and ups together and turns each matrix round."""
+
+    def __init__(self, stacks: Weights, *, interleaved: bool) -> None:
+        self._stacks, self._interleaved = stacks, interleaved
+        self.names = tuple(sorted({_joint_name(name) for name in stacks.names}))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """See `Weights`."""
+        return self._stacks.unread
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """One tensor; see `Weights`. Of the stacks, `rows` alone are dequantised."""
+        found = _JOINT.fullmatch(name)
+        if found is None:
+            return self._stacks(name, shape=shape, rows=rows)
+        place, is_bias, joins = found[1], found[3] is not None, found[2] == "gate_up"
+        kind = "bias" if is_bias else "weight"
+        one = _stack_shape(shape, halves=2 if joins else 1)
+        parts = [
+            self._stacks(f"{place}.{part}.{kind}", shape=one, rows=rows)
+            for part in (("gate", "up") if joins else ("down",))
+        ]
+        joined = self._join(parts)
+        return joined if is_bias else joined.transpose(-1, -2)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stacks.close()
+
+    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if self._interleaved:
+            return torch.stack(parts, dim=2).flatten(1, 2)
+        return torch.cat(parts, dim=1)
+
+
+def _joint_name(name: str) -> str:
+    found = _STACK.fullmatch(name)
+    if found is None:
+        return name
+    part = "down" if found[2] == "down" else "gate_up"
+    return f"{found[1]}.{part}_proj{'_bias' if found[3] == 'bias' else ''}"
+
+
+def _stack_shape(shape: tuple[int, ...] | None, *, halves: int) -> tuple[int, ...] | None:
+    """What each stack must have if the joined tensor is to have `shape`: the last axis joins, and comes first in a matrix."""
+    if shape is None:
+        return None
+    *experts_and_width, joined = shape
+    return (experts_and_width[0], joined // halves, *experts_and_width[1:])
