@@ -96,11 +96,11 @@ def test_at_least_one_token_is_computed() -> None:
 def index_with(full: set[int], window: set[int], gone: set[int]) -> PrefixIndex:
     index = PrefixIndex(2, remembered=100)
     for unit in gone:
-        index.add(0, DIGESTS[unit], 0)
+        index.groups[0][DIGESTS[unit]] = 0
         index.remove(0, [DIGESTS[unit]])
     for group, units in ((0, full), (1, window)):
         for unit in units:
-            index.add(group, DIGESTS[unit], unit)
+            index.groups[group][DIGESTS[unit]] = unit
     return index
 
 
@@ -162,6 +162,6 @@ def test_outcomes_sum_to_the_prompt(
 def test_the_memory_of_evictions_is_bounded() -> None:
     index = PrefixIndex(1, remembered=2)
     for unit in range(3):
-        index.add(0, DIGESTS[unit], unit)
+        index.groups[0][DIGESTS[unit]] = unit
         index.remove(0, [DIGESTS[unit]])
     assert [index.num_seen(DIGESTS, unit, unit + 1) for unit in range(3)] == [0, 1, 1]

@@ -34,6 +34,15 @@ def test_the_second_user_of_a_system_prompt_hits_it(mix: tuple[str, ...]) -> Non
         assert client.cached([*SYSTEM, *question, 7, 7], turns=(40, 53)) == (40 if user else 0)
 
 
+@pytest.mark.parametrize("mix", [mix for mix in MIXES if "full" in mix], ids="+".join)
+def test_without_turn_ends_the_third_user_hits_it(mix: tuple[str, ...]) -> None:
+    """The second one shows where chains part."""
+    client = Client(mix)
+    for user in range(2):
+        assert client.cached([*SYSTEM, *[100 + user] * 40]) <= 8  # what sink blocks alone suffice for
+    assert client.cached([*SYSTEM, *[102] * 40]) == len(SYSTEM)
+
+
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
 def test_an_edit_of_the_last_messages_and_a_regeneration_hit_their_turns(mix: tuple[str, ...]) -> None:
     client = Client(mix)

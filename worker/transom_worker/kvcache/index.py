@@ -7,16 +7,12 @@ from collections.abc import Sequence
 
 
 class PrefixIndex:
-    """Per group a map from chain digest to block id. The first block published under a digest stays; equals are not indexed."""
+    """Per group a map from chain digest to block id, which `Catalog` fills; equal blocks are indexed once."""
 
     def __init__(self, num_groups: int, *, remembered: int) -> None:
         self.groups: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._remembered = remembered
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-
-    def add(self, group: int, digest: bytes, block: int) -> bool:
-        """Whether `block` is now found under `digest`; False if another one is."""
-        return self.groups[group].setdefault(digest, block) == block
 
     def remove(self, group: int, digests: Sequence[bytes]) -> None:
         """Forget blocks, remember that their digests were once here (the oldest memories go)."""

@@ -83,7 +83,6 @@ class PrefixTree:
     ) -> None:
         self.root = Node(0, b"", None, CheckpointKind.SYSTEM)
         self.owner: dict[bytes, Node] = {}  # unit's digest -> the node whose segment has it
-        self.num_nodes = 0
         self._full_groups = full_groups
         self._sliding_groups = sliding_groups
         self._hold = hold
@@ -131,7 +130,6 @@ class PrefixTree:
         for digest in node.units:
             self.owner[digest] = node
         self._each_block(node, self._hold)
-        self.num_nodes += 1
         return node, True
 
     def hold_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
@@ -157,7 +155,6 @@ class PrefixTree:
             del self.owner[digest]
         del node.parent.children[node]
         node.parent = None
-        self.num_nodes -= 1
 
     def merge(self, node: Node) -> bool:
         """Give a node that stands for nothing any more (no windows, no fork, no lock) to its only child; whether it did."""
@@ -170,7 +167,6 @@ class PrefixTree:
         node.parent.children[child] = None
         for digest in node.units:
             self.owner[digest] = child
-        self.num_nodes -= 1
         return True
 
     def _cut(self, lower: Node, boundary: int, digest: bytes) -> Node:
@@ -188,7 +184,6 @@ class PrefixTree:
         above.children[upper] = None
         upper.children[lower] = None
         lower.parent = upper
-        self.num_nodes += 1
         return upper
 
     def _each_block(self, node: Node, act: Hold) -> None:
