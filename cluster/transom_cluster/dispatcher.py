@@ -16,7 +16,7 @@ from typing import Any
 from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.requests_in_flight import Answer, RequestsInFlight
 from transom_cluster.worker_client import WorkerClient
-from transom_worker.contract import ErrorInfo
+from transom_worker.contract import ErrorInfo, WorkerInfo
 from transom_worker.errors import EngineDead
 
 logger = logging.getLogger("transom.router")
@@ -35,7 +35,7 @@ class WorkerLink:
         self.client = client
         self.in_flight = RequestsInFlight()
         self.limits: ModelLimits | None = None  # known while the stream is open
-        self.info: dict[str, Any] = {}  # the worker's last answer
+        self.info: WorkerInfo | None = None  # the worker's last answer
         self._router_id = router_id
         self._tasks: set[asyncio.Task[Any]] = set()
         self._submits: set[asyncio.Task[list[ErrorInfo | None]]] = set()
@@ -111,16 +111,16 @@ class WorkerLink:
     async def _read(self, lost: list[str]) -> None:
         """Open the stream and read it until it ends. `lost` are requests that the worker may still compute for nobody."""
         async with contextlib.aclosing(self.client.open_stream(self._router_id)) as stream:
-            async for events in stream:
+            async for message in stream:
                 if self.limits is None:
                     await self._opened(lost)
-                self.in_flight.dispatch(events)
+                self.in_flight.dispatch(message.events)
 
     async def _opened(self, lost: list[str]) -> None:
         self.info = info = await self.client.info()
         if lost:
             await self.client.abort(self._router_id, lost)
-        self.limits = ModelLimits(max_model_len=int(info["max_model_len"]), vocab_size=int(info["vocab_size"]))
+        self.limits = ModelLimits(max_model_len=info.max_model_len, vocab_size=info.vocab_size)
 
     def _fail_all(self) -> list[str]:
         for submit in list(self._submits):

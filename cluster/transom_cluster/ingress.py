@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -64,7 +65,12 @@ def _add_server_routes(api: FastAPI, router: Router) -> None:
     @api.get("/", summary="What is here")
     async def index() -> dict[str, Any]:
         paths = sorted(path for path in api.openapi()["paths"] if path != "/")
-        worker = router.link.info
+        info = router.link.info
+        worker = (
+            {}
+            if info is None
+            else {field.name: getattr(info, field.name) for field in fields(info) if field.name != "cache"}
+        )
         return {
             "name": "transom",
             "version": __version__,

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from transom_worker.contract import ErrorInfo, OutputEvent, Request
+from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
 
 
 class WorkerClient(Protocol):
     """One worker, as seen from a router.
 
-    Events of accepted requests come on the router's one long stream: a list per engine step, and first an empty list that says
-    that the stream is open. A newer stream of the same router ends the older; when a stream ends the worker aborts that
-    router's requests. Every method may raise anything when the worker is gone.
+    Events of accepted requests come on the router's one long stream: a message per engine step, with what changed of prefix index
+    and load. The first message has the whole index. A newer stream of the same router ends the older; when a stream ends the
+    worker aborts that router's requests. Every method may raise anything when the worker is gone.
     """
 
-    def open_stream(self, router_id: str) -> AsyncGenerator[list[OutputEvent], None]:
+    def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
         """The events of all requests of this router."""
+
+    async def resync(self, router_id: str) -> None:
+        """Ask for the whole index again, on the stream."""
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
         """Admit all requests or none; one entry each, None where nothing was wrong with it."""
@@ -25,8 +28,8 @@ class WorkerClient(Protocol):
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
         """Drop requests and free their blocks; unknown ids are ignored."""
 
-    async def info(self) -> dict[str, Any]:
-        """At least `max_model_len` and `vocab_size`."""
+    async def info(self) -> WorkerInfo:
+        """Who it is and what it can do."""
 
     async def metrics_text(self) -> str:
         """The worker's page in Prometheus' text format."""
@@ -39,12 +42,12 @@ class ServeWorkerClient:
         self._handle = handle
         self._streaming = handle.options(stream=True)
 
-    async def open_stream(self, router_id: str) -> AsyncGenerator[list[OutputEvent], None]:
+    async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
         """See `WorkerClient`. Ending the iteration cancels the call at the worker."""
         response = self._streaming.open_stream.remote(router_id)
         try:
-            async for events in response:
-                yield events
+            async for message in response:
+                yield message
         finally:
             response.cancel()
 
@@ -57,9 +60,13 @@ class ServeWorkerClient:
         """See `WorkerClient`."""
         await self._handle.abort.remote(router_id, request_ids)
 
-    async def info(self) -> dict[str, Any]:
+    async def resync(self, router_id: str) -> None:
         """See `WorkerClient`."""
-        info: dict[str, Any] = await self._handle.info.remote()
+        await self._handle.resync.remote(router_id)
+
+    async def info(self) -> WorkerInfo:
+        """See `WorkerClient`."""
+        info: WorkerInfo = await self._handle.info.remote()
         return info
 
     async def metrics_text(self) -> str:

@@ -8,12 +8,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transom_worker.chat_template import ChatPrompt
-from transom_worker.contract import ErrorInfo, Logprob, OutputEvent, Request, TokenLogprobs, Usage
+from transom_worker.contract import (
+    ErrorInfo,
+    Logprob,
+    OutputEvent,
+    Request,
+    TokenLogprobs,
+    Usage,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerMessage,
+)
+from transom_worker.kvcache.events import CacheShape, KvUpdate
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
 
 EOS = 256
 VOCAB_SIZE = 260
 MAX_MODEL_LEN = 512
 METRICS = '# HELP transom_requests_running R.\n# TYPE transom_requests_running gauge\ntransom_requests_running{worker="0"} 1.0\n'
+CACHE_SHAPE = CacheShape(
+    groups=(GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=4),),
+    block_size=4,
+    window_repair=True,
+    enable_prefix_caching=True,
+)
 
 
 class ByteTokenizer:
@@ -62,18 +80,20 @@ class StubWorker:
     can_open: bool = True
     metrics: str | None = METRICS
     max_events: int | None = None  # of each request; then silence
+    worker: str = "w0"
+    num_resyncs: int = 0
 
     def __post_init__(self) -> None:
-        self._queue: asyncio.Queue[list[OutputEvent] | Exception] | None = None
+        self._queue: asyncio.Queue[WorkerMessage | Exception] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self.changed = asyncio.Event()
 
-    async def open_stream(self, router_id: str) -> AsyncGenerator[list[OutputEvent], None]:
+    async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
         if not self.can_open:
             raise ConnectionError("no worker")
         self.num_streams += 1
         self._queue = asyncio.Queue()
-        yield []
+        yield WorkerMessage(kv=KvUpdate(after=0, version=0, runs=(), whole=True), load=WorkerLoad())
         while not isinstance(item := await self._queue.get(), Exception):
             yield item
         raise item
@@ -96,8 +116,12 @@ class StubWorker:
                 self._running.pop(request_id).cancel()
         self._notify()
 
-    async def info(self) -> dict[str, Any]:
-        return {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE}
+    async def resync(self, router_id: str) -> None:
+        self.num_resyncs += 1
+        self._notify()
+
+    async def info(self) -> WorkerInfo:
+        return WorkerInfo(worker=self.worker, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, cache=CACHE_SHAPE)
 
     async def metrics_text(self) -> str:
         if self.metrics is None:
@@ -107,7 +131,7 @@ class StubWorker:
     def push(self, *events: OutputEvent) -> None:
         """Send events of the test's own making."""
         assert self._queue is not None
-        self._queue.put_nowait(list(events))
+        self._queue.put_nowait(WorkerMessage(events=events))
 
     def die(self) -> None:
         for task in self._running.values():

@@ -76,8 +76,6 @@ def test_the_api_key_may_come_from_the_environment(served):
     ("flags", "said"),
     [
         (["--dtype", "int3"], "dtype"),
-        (["--replicas", "2"], "--replicas 2 is not supported yet"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
         (["--kv-cache-memory-bytes", "much"], "512MiB"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--max-num-seqs", "many"], "--max-num-seqs"),

@@ -286,8 +286,8 @@ class CacheLife:
 
     def _check(self) -> None:
         check_cache(self.cache, [life.blocks for life in self.lives])
-        self.mirror.apply(self.cache.take_events())
-        assert [set(group) for group in self.mirror.groups] == [set(group) for group in self.cache.index.groups]
+        self.mirror.apply(self.cache.take_update())
+        assert self.mirror.groups == [set(group) for group in self.cache.index.groups]
         stats = self.cache.stats()
         assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
         for group in stats.groups:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
 from transom_worker.kvcache.arena import FREE
-from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.events import KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.kvcache.manager import KvCache
@@ -124,21 +124,29 @@ def slow_hit(specs: Sequence[GroupSpec], found: Sequence[Container[bytes]], dige
 
 
 class Mirror:
-    """A router's view, from events alone."""
+    """A router's view, from updates alone."""
 
     def __init__(self, num_groups: int) -> None:
-        self.groups: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.groups: list[set[bytes]] = [set() for _ in range(num_groups)]
         self.version = 0
 
-    def apply(self, events: list[KvEvent]) -> None:
-        for event in events:
-            assert event.version == self.version + 1
-            self.version = event.version
-            if event.action == "added":
-                assert event.block_hash not in self.groups[event.group]
-                self.groups[event.group][event.block_hash] = event.block_index
+    def apply(self, update: KvUpdate | None) -> None:
+        if update is None:
+            return
+        assert update.whole or update.after == self.version
+        if update.whole:
+            self.groups = [set() for _ in self.groups]
+        for run in update.runs:
+            digests = set(run.digests)
+            assert len(digests) == len(run.digests)
+            if run.action == "added":
+                assert not digests & self.groups[run.group]
+                self.groups[run.group] |= digests
             else:
-                assert self.groups[event.group].pop(event.block_hash) == event.block_index
+                assert digests <= self.groups[run.group]
+                self.groups[run.group] -= digests
+        assert update.whole or sum(len(run.digests) for run in update.runs) == update.version - update.after
+        self.version = update.version
 
 
 def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:

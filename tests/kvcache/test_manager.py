@@ -9,7 +9,7 @@ import pytest
 from cache_model import BLOCK, MIXES, Mirror, check_cache, layout, slow_hit
 
 from transom_worker.errors import ConfigError
-from transom_worker.kvcache import catalog
+from transom_worker.kvcache import change_log
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.hit import hit_limit
 from transom_worker.kvcache.manager import KvCache
@@ -53,7 +53,7 @@ def test_a_second_run_hits_all_but_the_last_unit(mix: tuple[str, ...]) -> None:
 def test_prefix_caching_off_publishes_nothing() -> None:
     cache = cache_of("full", "window", caching=False)
     run(cache, list(range(40)))
-    assert cache.take_events() == []
+    assert cache.take_update() is None
     assert cache.stats().free_pages == cache.stats().num_pages
 
 
@@ -129,12 +129,17 @@ def test_a_fork_without_room_changes_nothing() -> None:
     check_cache(cache, [parent])
 
 
-def test_unread_events_are_bounded_and_a_gap_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "MAX_UNREAD_EVENTS", 5)
+def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_log, "MAX_UNREAD_EVENTS", 5)
     cache = cache_of("full")
     run(cache, list(range(40)))
-    assert [event.version for event in cache.take_events()] == [6, 7, 8, 9, 10]
-    assert cache.take_events() == []
+    update = cache.take_update()
+    assert update == cache.whole_index()
+    assert update.whole
+    assert update.version == cache.index_version == 10
+    assert [len(run.digests) for run in update.runs] == [10]
+    assert cache.take_update() is None
+    assert not cache._catalog.changes._runs
 
 
 def test_other_block_sizes_are_refused() -> None:
@@ -183,5 +188,5 @@ def test_random_sequences_keep_the_accounts(mix: tuple[str, ...]) -> None:
             else:
                 assert before == [group.active_blocks for group in cache.stats().groups]
         check_cache(cache, [blocks for blocks, _ in running])
-        mirror.apply(cache.take_events())
-        assert [set(group) for group in mirror.groups] == [set(group) for group in cache.index.groups]
+        mirror.apply(cache.take_update())
+        assert mirror.groups == [set(group) for group in cache.index.groups]

@@ -139,9 +139,9 @@ class Driver:
         blocks = {id(s.blocks): s.blocks for s in scheduler._by_request.values() if s.blocks}
         blocks |= {id(s.blocks): s.blocks for step in scheduler._in_flight for s in step.rows if s.blocks}
         check_cache(scheduler.cache, blocks.values())
-        self.mirror.apply(scheduler.take_events())
+        self.mirror.apply(scheduler.cache.take_update())
         for group, index in enumerate(scheduler.cache.index.groups):
-            assert set(self.mirror.groups[group]) == set(index)
+            assert self.mirror.groups[group] == set(index)
 
     def check_window_blocks(self) -> None:
         """Beyond what a sequence always holds, window blocks are bounded once for the engine, by tokens in flight."""

@@ -21,8 +21,6 @@ def test_two_steps_in_flight_on_cuda() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tensor_parallel_size", 2),
-        ("replicas", 3),
         ("kv_cache_dtype", "fp8"),
         ("swap_space", 4),
         ("preemption_mode", "swap"),

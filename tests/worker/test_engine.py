@@ -179,7 +179,9 @@ def test_a_deadline_is_its_own_requests_alone(engine: Engine) -> None:
 
 def test_kv_events_tell_what_is_findable(engine: Engine) -> None:
     run(engine, [make_request("r", list(range(5, 45)), max_tokens=8)])
-    events = engine.take_kv_events()
-    assert [event.version for event in events] == list(range(1, len(events) + 1))
-    assert [(event.action, event.block_index) for event in events] == [("added", 0), ("added", 1)]
-    assert engine.take_kv_events() == []
+    update = engine.take_kv_update()
+    assert update is not None
+    assert (update.after, update.version, update.whole) == (0, 2, False)
+    assert [(run.action, run.group, len(run.digests)) for run in update.runs] == [("added", 0, 2)]
+    assert engine.take_kv_update() is None
+    assert engine.whole_kv_index().version == 2

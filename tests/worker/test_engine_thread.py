@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import pytest
 
 from engine_driver import make_engine, make_request
-from transom_worker.contract import OutputEvent
+from transom_worker.contract import OutputEvent, WorkerMessage
 from transom_worker.engine import Engine
 from transom_worker.engine_thread import EngineThread
 
@@ -21,12 +21,12 @@ WAIT_S = 30
 class Harness:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.delivered: SimpleQueue[list[OutputEvent]] = SimpleQueue()
+        self.delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
         self.thread = EngineThread(engine, self.delivered.put)
 
     def last_event(self, request_id: str) -> OutputEvent:
         while True:
-            for event in self.delivered.get(timeout=WAIT_S):
+            for event in self.delivered.get(timeout=WAIT_S).events:
                 if event.request_id == request_id and event.finish_reason:
                     return event
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from transom_worker.config import Settings
-from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_worker.contract import OutputEvent, Request, SamplingParams, WorkerMessage
 from transom_worker.replica import WorkerReplica
 from transom_worker.scheduling.step import StepResult
 
@@ -31,10 +31,10 @@ def request(request_id: str, *, num_prompt: int = 20, **params: object) -> Reque
     )
 
 
-async def collect(stream: AsyncIterator[list[OutputEvent]], ids: set[str]) -> dict[str, list[OutputEvent]]:
+async def collect(stream: AsyncIterator[WorkerMessage], ids: set[str]) -> dict[str, list[OutputEvent]]:
     events: dict[str, list[OutputEvent]] = {one: [] for one in ids}
     while not all(got and got[-1].finish_reason for got in events.values()):
-        for event in await anext(stream):
+        for event in (await anext(stream)).events:
             events[event.request_id].append(event)
     return events
 
@@ -46,7 +46,9 @@ def active_blocks(replica: WorkerReplica) -> float:
 async def test_events_of_each_router_come_on_its_own_stream(replica: WorkerReplica) -> None:
     streams = {router: replica.open_stream(router) for router in ("a", "b")}
     for router, stream in streams.items():
-        assert await anext(stream) == []
+        first = await anext(stream)
+        assert first.kv is not None
+        assert first.kv.whole
         assert await replica.submit(router, [request(f"{router}{i}") for i in range(3)]) == [None] * 3
     for router, stream in streams.items():
         events = await collect(stream, {f"{router}{i}" for i in range(3)})
@@ -65,9 +67,9 @@ async def test_one_message_carries_a_whole_step(replica: WorkerReplica) -> None:
     await anext(stream)
     assert await replica.submit("r", [request(f"m{i}", max_tokens=30) for i in range(3)]) == [None] * 3
     messages = []
-    while sum(event.finish_reason is not None for message in messages for event in message) < 3:
+    while sum(event.finish_reason is not None for message in messages for event in message.events) < 3:
         messages.append(await anext(stream))
-    assert sum(len(message) for message in messages) == 90
+    assert sum(len(message.events) for message in messages) == 90
     assert len(messages) <= 30 + 2  # the prompts may have come in over three steps
     await stream.aclose()
 
@@ -89,7 +91,7 @@ async def test_a_long_step_does_not_block_the_event_loop(
     monkeypatch.setattr(replica.engine._executor, "receive", slow)
     assert await replica.submit("r", [request("slow", max_tokens=2)]) == [None]
     assert await asyncio.to_thread(entered.wait, 60)
-    assert (await replica.info())["vocab_size"] == 2048
+    assert (await replica.info()).vocab_size == 2048
     assert "transom_requests" in await replica.metrics_text()
     replica.check_health()
     release.set()
@@ -180,8 +182,9 @@ async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
     await anext(old)
     new = replica.open_stream("r")
     await anext(new)
-    with pytest.raises(StopAsyncIteration):
-        await asyncio.wait_for(anext(old), 10)
+    async with asyncio.timeout(10):
+        async for message in old:
+            assert not message.events
     assert await replica.submit("r", [request("n", max_tokens=2)]) == [None]
     await collect(new, {"n"})
     await new.aclose()

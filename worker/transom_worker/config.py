@@ -21,8 +21,6 @@ Device = Literal["auto", "cpu", "cuda"]
 DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
 NOT_YET: dict[str, tuple[object, str]] = {
     # setting: (the only value supported so far, what to do)
-    "tensor_parallel_size": (1, "run one rank per worker"),
-    "replicas": (1, "run one worker"),
     "kv_cache_dtype": ("auto", "keep the cache in the model's dtype"),
     "swap_space": (0.0, "there is no host tier yet"),
     "preemption_mode": ("recompute", "preempted requests are recomputed"),
@@ -68,13 +66,49 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksConfig:
+    """The ranks of one worker. `launcher` is who starts them where there are several: local processes, or Ray as actors.
+
+    A step that takes longer than `step_timeout_s` counts as a rank that hangs.
+    """
+
+    size: int = 1
+    launcher: Literal["processes", "ray"] = "processes"
+    step_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that one worker needs."""
+    """All that one worker needs. `num_threads` is each rank's."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    ranks: RanksConfig = RanksConfig()
     num_threads: int | None = None
+
+
+RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """What one client may ask for; None: no limit. Clients are told apart by API key, without keys they are one."""
+
+    requests_per_minute: int | None = None  # of each client
+    concurrent_requests: int | None = None  # of each client
+    request_timeout_s: float | None = None  # from arrival to the last token
+    max_header_bytes: int = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverConfig:
+    """How often a request goes on elsewhere when its worker is lost, how many lost workers make it a suspect, and how long it
+    waits for a worker that can take it."""
+
+    max_resumes: int = 4
+    max_lost_workers: int = 2
+    wait_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +121,22 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
     haproxy: bool = False
+    routing_policy: RoutingPolicy = "kv"
+    salt_by_key: bool = False
+    log_prompts: bool = False
+    limits: LimitsConfig = LimitsConfig()
+    failover: FailoverConfig = FailoverConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalingConfig:
+    """Between how many workers the cluster moves, and what it aims at."""
+
+    min_replicas: int
+    max_replicas: int
+    first_token_objective_s: float
+    upscale_delay_s: float
+    downscale_delay_s: float
 
 
 class Settings(BaseModel):
@@ -144,14 +194,37 @@ class Settings(BaseModel):
     )
     seed: int | None = Field(None, description="Makes unseeded requests repeatable.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker; all cores if unset.")
-    tensor_parallel_size: int = Field(1, ge=1)
-    replicas: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks of each worker, a GPU each; even or uneven.")
+    step_timeout_s: float = Field(
+        300.0, gt=0, description="A step that takes longer counts as a rank that hangs: all ranks are started again."
+    )
+    replicas: int = Field(1, ge=1, description="Workers; with --max-replicas those to start with.")
+    min_replicas: int | None = Field(None, ge=0, description="Workers that stay when nothing is asked; 1 if unset.")
+    max_replicas: int | None = Field(None, ge=1, description="Makes the number of workers follow the load, up to this.")
+    first_token_objective_s: float = Field(2.0, gt=0, description="Workers are added while first tokens take longer.")
+    upscale_delay_s: float = Field(10.0, ge=0, description="How long more workers must be wanted.")
+    downscale_delay_s: float = Field(300.0, ge=0, description="How long fewer workers must be wanted.")
+    router_replicas: int = Field(1, ge=1, description="Routers; each knows all workers.")
+    routing_policy: RoutingPolicy = Field(
+        "kv",
+        description="kv: least expected cost, cached prefixes counted; or least_tokens, round_robin, power_of_two.",
+    )
+    max_resumes: int = Field(4, ge=0, description="How often an answer goes on elsewhere when its worker is lost.")
     kv_cache_dtype: str = "auto"
     swap_space: float = Field(0.0, ge=0)
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
+    api_key_file: str | None = Field(None, description="A file with one such key a line; # begins a comment.")
+    salt_by_key: bool = Field(
+        False, description="Clients with different API keys share no cached prefixes, so that none can time another's."
+    )
+    requests_per_minute: int | None = Field(None, ge=1, description="Of each API key; more are answered 429.")
+    concurrent_requests: int | None = Field(None, ge=1, description="Of each API key at once; more are answered 429.")
+    request_timeout_s: float | None = Field(None, gt=0, description="Requests that take longer end with an error.")
+    max_header_bytes: int = Field(64 * 2**10, ge=1024, description="Larger request headers are refused with 431.")
+    log_prompts: bool = Field(False, description="Prompts and answers may show in logs.")
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Larger request bodies are refused with 413.")
     haproxy: bool = Field(False, description="Production token path: HAProxy and Serve's throughput settings.")
 
@@ -182,6 +255,20 @@ class Settings(BaseModel):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} {value} is not supported yet; {advice} ({flag} {supported}).")
         self._check_pattern()
+        self._check_replicas()
+
+    def _check_replicas(self) -> None:
+        least, most = self.min_replicas, self.max_replicas
+        if most is None:
+            if least is not None:
+                raise ConfigError(
+                    f"--min-replicas is {least}; it needs --max-replicas, without which --replicas is fixed."
+                )
+        elif (1 if least is None else least) > most or self.replicas > most:
+            raise ConfigError(
+                f"--max-replicas is {most}, --min-replicas {1 if least is None else least} and --replicas {self.replicas}; "
+                "the largest must be --max-replicas."
+            )
 
     def _check_pattern(self) -> None:
         pattern = self.window_pattern
@@ -227,7 +314,20 @@ class Settings(BaseModel):
                 max_waiting=self.max_waiting,
                 steps_in_flight=self.steps_in_flight or (2 if self.device == "cuda" else 1),
             ),
+            ranks=RanksConfig(size=self.tensor_parallel_size, step_timeout_s=self.step_timeout_s),
             num_threads=self.num_threads,
+        )
+
+    def autoscaling_config(self) -> AutoscalingConfig | None:
+        """The autoscaler's part; None where the number of workers is fixed."""
+        if self.max_replicas is None:
+            return None
+        return AutoscalingConfig(
+            min_replicas=1 if self.min_replicas is None else self.min_replicas,
+            max_replicas=self.max_replicas,
+            first_token_objective_s=self.first_token_objective_s,
+            upscale_delay_s=self.upscale_delay_s,
+            downscale_delay_s=self.downscale_delay_s,
         )
 
     def server_config(self) -> ServerConfig:
@@ -239,6 +339,16 @@ class Settings(BaseModel):
             api_keys=self.api_key,
             max_body_bytes=self.max_body_bytes,
             haproxy=self.haproxy,
+            routing_policy=self.routing_policy,
+            salt_by_key=self.salt_by_key,
+            log_prompts=self.log_prompts,
+            limits=LimitsConfig(
+                requests_per_minute=self.requests_per_minute,
+                concurrent_requests=self.concurrent_requests,
+                request_timeout_s=self.request_timeout_s,
+                max_header_bytes=self.max_header_bytes,
+            ),
+            failover=FailoverConfig(max_resumes=self.max_resumes),
         )
 
 

@@ -11,12 +11,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from transom_worker import errors
 from transom_worker.errors import RequestError
 
-CONTRACT_VERSION = 1
+if TYPE_CHECKING:  # a type alone: what crosses here needs no cache
+    from transom_worker.kvcache.events import CacheShape, KvUpdate
+
+CONTRACT_VERSION = 2
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -161,11 +164,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache."""
+    """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache.
+
+    `index_version` is that of the worker's prefix index when its scheduler searched it: a mirror at that version predicts
+    `num_cached_tokens` exactly.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    index_version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +200,8 @@ class ErrorInfo:
         kind: type[errors.TransomError] = getattr(errors, self.kind, errors.StepFailed)
         if issubclass(kind, errors.RequestError):
             return kind(self.message, param=self.param)
-        if kind is errors.Overloaded:
-            return errors.Overloaded(self.message, retry_after_s=self.retry_after_s or 1.0)
+        if issubclass(kind, errors.Overloaded):
+            return kind(self.message, retry_after_s=self.retry_after_s or 1.0)
         return kind(self.message)
 
 
@@ -217,6 +225,53 @@ class OutputEvent:
     stop_reason: int | str | None = None  # the token id or string that stopped it; None for end of text
     usage: Usage | None = None  # on the first and the last event
     error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """What a worker has to do, for whoever chooses among workers and for autoscaling.
+
+    `waiting_tokens` are tokens to compute before every request in the worker has its next token: prompts in the queue (hits not
+    known yet) and what is left of those that run. Rates are smoothed, 0 while nothing was measured.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_seqs: int = 1
+    waiting_tokens: int = 0
+    used_share: float = 0.0  # of the KV pool, by blocks that sequences hold
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    first_token_s: float = 0.0  # of recent requests, from arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """Who a worker is and what it can do; constant while it lives. Another start of it has another `worker` id."""
+
+    worker: str
+    max_model_len: int
+    vocab_size: int
+    cache: CacheShape
+    device: str = ""
+    num_ranks: int = 1
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    start_s: float = 0.0
+    report: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMessage:
+    """One message on a router's stream: a step's events of this router's requests, and what changed for everybody.
+
+    The first message after opening has the whole index, and so has one after a `resync`. `kv` is None where nothing changed,
+    `load` where it was told not long ago.
+    """
+
+    events: tuple[OutputEvent, ...] = ()
+    kv: KvUpdate | None = None
+    load: WorkerLoad | None = None
 
 
 def _read_stops(given: object) -> tuple[str, ...]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections import deque
 from dataclasses import replace
 
 from transom_worker.config import EngineConfig
-from transom_worker.contract import OutputEvent, Request
-from transom_worker.errors import ConfigError, EngineDead, RequestError, RequestTimeout
+from transom_worker.contract import OutputEvent, Request, WorkerLoad
+from transom_worker.errors import ConfigError, EngineDead, RankLost, RequestError, RequestTimeout, WorkerLost
 from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
-from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.metrics import EngineMetrics
 from transom_worker.model_files import resolve_model
@@ -26,11 +27,13 @@ from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.startup_report import startup_report
+from transom_worker.step_rates import StepRates
 from transom_worker.tokenizer import Tokenizer
 
 logger = logging.getLogger("transom.worker")
 
 STATS_PERIOD_S = 0.25
+RESTARTING = "The worker lost a rank and starts its ranks again; try again in a moment."
 
 
 class Engine:
@@ -43,33 +46,52 @@ class Engine:
         self._executor = executor
         info = executor.start()
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-        self._scheduler = Scheduler(
-            config.scheduler,
-            info.layout,
-            block_size=config.cache.block_size,
-            max_model_len=info.max_model_len,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            window_repair=config.cache.window_repair,
-        )
+        self._scheduler = self._make_scheduler(info)
         self.info: ExecutorInfo = replace(info, max_model_len=self._fit_length(info.max_model_len))
         self._answers: dict[str, RunningRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._num_in_flight = 0
+        self._sizes: deque[tuple[int, int]] = deque()  # tokens and sequences of plans in flight
         self.forward_s = 0.0  # in the ranks' forward passes, since start
         self._ready: list[OutputEvent] = []
         self.report = ""  # for people: where the memory went
         self._dead: Exception | None = None
+        self._rates = StepRates()
+        self.is_restarting = False  # ranks were lost and are being started again; read from any thread
         self._stats_at_s = 0.0
         self._publish_stats()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._answers or self._ready or self._num_in_flight)
+        return bool(self._answers or self._ready or self._sizes or self.is_restarting)
 
-    def take_kv_events(self) -> list[KvEvent]:
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What a mirror of the prefix index needs to search as this engine does."""
+        return self._scheduler.cache.shape
+
+    def take_kv_update(self) -> KvUpdate | None:
         """What became findable or was evicted since the last call; feeds a router's mirror of the prefix index."""
-        return self._scheduler.take_events()
+        return self._scheduler.cache.take_update()
+
+    def whole_kv_index(self) -> KvUpdate:
+        """All that can be found now, for a mirror that begins."""
+        return self._scheduler.cache.whole_index()
+
+    def load(self) -> WorkerLoad:
+        """What there is to do, for whoever chooses among workers."""
+        scheduler, stats = self._scheduler, self._scheduler.stats()
+        used = sum(group.active_blocks * group.block_bytes for group in stats.groups)
+        return WorkerLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            waiting_tokens=scheduler.waiting_tokens,
+            used_share=used / max(1, stats.num_pages * stats.page_bytes),
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_s=self._rates.decode_step_s,
+            first_token_s=self._rates.first_token_s,
+        )
 
     def stats(self) -> CacheStats:
         """The cache's state now; only from the engine's thread, or when idle."""
@@ -85,10 +107,12 @@ class Engine:
 
         Raises:
             RequestError: wrong, too long, too large or a duplicate id.  Overloaded: the queue is full.
-            EngineDead: an earlier step failed.
+            WorkerLost: ranks are being started again.  EngineDead: an earlier step failed.
         """
         if self._dead is not None:
             raise EngineDead(f"The worker's engine has ended: {self._dead}")
+        if self.is_restarting:
+            raise WorkerLost(RESTARTING)
         check_request(request, vocab_size=self.info.vocab_size)
         if request.request_id in self._answers:
             raise RequestError(f"Request id {request.request_id!r} is already running; ids must be unique.")
@@ -117,13 +141,14 @@ class Engine:
     def fail(self, reason: Exception) -> list[OutputEvent]:
         """End the engine: an error event for every request, and `add` refuses from now on; `reason` is what they are told."""
         self._dead = self._dead or reason
-        self._num_in_flight = 0
+        self._sizes.clear()
         return [self._error_event(request_id, reason) for request_id in list(self._answers)]
 
     def step(self) -> list[OutputEvent]:
         """Run until one result has arrived, or nothing can run; return the events of that step.
 
-        A failing step ends the engine: every request gets an error event, and `add` refuses from then on. An interrupt
+        A failing step ends the engine: every request gets an error event, and `add` refuses from then on. When a rank is lost
+        every request gets an error event that lets it go on elsewhere, and the next call starts all ranks again. An interrupt
         (Ctrl-C in offline use) passes through and costs the requests in flight alone.
         """
         events, self._ready = self._ready, []
@@ -131,7 +156,11 @@ class Engine:
         if self._dead is not None:
             return events
         try:
+            if self.is_restarting:
+                self._restart()
             self._step(events)
+        except RankLost as error:
+            events += self._lose_ranks(error)
         except Exception as error:  # whatever an executor raises ends this engine, never its requests' answers
             events += self.fail(error)
         except BaseException:
@@ -151,22 +180,23 @@ class Engine:
     def _step(self, events: list[OutputEvent]) -> None:
         """One step; its events are added one by one, so that none is lost when a later one fails."""
         begin_s = time.perf_counter()
-        while self._num_in_flight < self.config.scheduler.steps_in_flight:
+        while len(self._sizes) < self.config.scheduler.steps_in_flight:
             plan = self._scheduler.schedule()
             if plan is None:
                 break
             self._executor.submit(plan)
-            self._num_in_flight += 1
+            self._sizes.append((plan.num_tokens, len(plan.seq_ids)))
             self._scheduled(plan)
-        if not self._num_in_flight:
+        if not self._sizes:
             self._publish_stats()
             return
         scheduled_s = time.perf_counter()
         result = self._executor.receive()
         received_s = time.perf_counter()
-        self._num_in_flight -= 1
+        num_tokens, num_seqs = self._sizes.popleft()
         self.forward_s += result.timings.forward_s
         outputs = self._scheduler.receive(result)
+        self._rates.stepped(num_tokens, num_seqs, received_s - begin_s)
         now_s = time.time()
         for output in outputs:
             if output.request_id in self._answers:
@@ -181,6 +211,36 @@ class Engine:
         if end_s - self._stats_at_s > STATS_PERIOD_S or not self._answers:
             self._publish_stats()
 
+    def _lose_ranks(self, error: RankLost) -> list[OutputEvent]:
+        """Nothing that the ranks held is left: every request has to go on elsewhere, or here after the restart."""
+        if self.is_restarting:  # again, while starting: there is no point in a third attempt
+            self.is_restarting = False
+            return self.fail(error)
+        logger.error("A rank was lost (%s); starting all ranks again.", error)
+        self.is_restarting = True
+        self.metrics.rank_lost()
+        self._sizes.clear()
+        self._scheduler.start_over()
+        lost = WorkerLost(f"The worker lost a rank: {error}")
+        return [self._error_event(request_id, lost) for request_id in list(self._answers)]
+
+    def _restart(self) -> None:
+        begin_s = time.perf_counter()
+        self._executor.restart()
+        self.is_restarting = False
+        logger.info("All ranks run again after %.1f s.", time.perf_counter() - begin_s)
+        self._publish_stats()
+
+    def _make_scheduler(self, info: ExecutorInfo) -> Scheduler:
+        return Scheduler(
+            self.config.scheduler,
+            info.layout,
+            block_size=self.config.cache.block_size,
+            max_model_len=info.max_model_len,
+            enable_prefix_caching=self.config.cache.enable_prefix_caching,
+            window_repair=self.config.cache.window_repair,
+        )
+
     def _scheduled(self, plan: StepPlan) -> None:
         """Count a plan, and the requests that it computes for the first time."""
         self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
@@ -191,7 +251,7 @@ class Engine:
 
     def _drop_in_flight(self) -> None:
         """A step was interrupted: forget all plans in flight, with the requests that they computed."""
-        self._num_in_flight = 0
+        self._sizes.clear()
         for request_id in self._scheduler.fail_in_flight():
             if running := self._answers.pop(request_id, None):
                 self.metrics.finished(running.times, "abort")
@@ -200,6 +260,8 @@ class Engine:
     def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
         running = self._answers[output.request_id]
         event = running.token_event(output)
+        if output.is_first:
+            self._rates.first_token(max(0.0, now_s - running.times.arrival_s))
         self.metrics.token(running.times, now_s)
         if event.finish_reason is not None:
             self._scheduler.finish(output.request_id)

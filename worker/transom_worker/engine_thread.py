@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from transom_worker.contract import ErrorInfo, OutputEvent, Request
-from transom_worker.engine import Engine
-from transom_worker.errors import EngineDead, TransomError
+from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
+from transom_worker.engine import RESTARTING, Engine
+from transom_worker.errors import EngineDead, TransomError, WorkerLost
 
 logger = logging.getLogger("transom.worker")
 
-Deliver = Callable[[list[OutputEvent]], None]
+LOAD_PERIOD_S = 0.05
+
+Deliver = Callable[[WorkerMessage], None]
 
 
 class EngineThread:
-    """Owns an engine and its thread. `deliver` is called on that thread with each step's events."""
+    """Owns an engine and its thread. `deliver` is called on that thread with each step's events and what changed besides."""
 
     def __init__(self, engine: Engine, deliver: Deliver) -> None:
         self._engine = engine
@@ -29,6 +32,7 @@ class EngineThread:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._load_at_s = 0.0
         self._ended = False  # from here on nobody but the caller of `_post` empties the inbox
         self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
         self._thread.start()
@@ -36,10 +40,14 @@ class EngineThread:
     def submit(self, requests: list[Request]) -> Future[list[ErrorInfo | None]]:
         """Admit all of `requests` or none: one entry each, None where admission found nothing wrong.
 
-        The future cannot be cancelled: who no longer waits for it must `abort`.
+        The future cannot be cancelled: who no longer waits for it must `abort`. While ranks are started again all are refused
+        at once.
         """
         future: Future[list[ErrorInfo | None]] = Future()
         future.set_running_or_notify_cancel()
+        if self._engine.is_restarting:
+            future.set_result([ErrorInfo.of(WorkerLost(RESTARTING))] * len(requests))
+            return future
         self._post(lambda: future.set_result(self._add_all(requests)))
         return future
 
@@ -49,6 +57,15 @@ class EngineThread:
         def command() -> None:
             for request_id in request_ids:
                 self._engine.abort(request_id)
+
+        self._post(command)
+
+    def send_index(self, deliver: Deliver) -> None:
+        """Give one receiver the whole prefix index, in order with what `deliver` gives to all."""
+
+        def command() -> None:
+            self._tell([])
+            deliver(WorkerMessage(kv=self._engine.whole_kv_index(), load=self._engine.load()))
 
         self._post(command)
 
@@ -81,18 +98,25 @@ class EngineThread:
         self._ended = True
         self._drain()
         if events:
-            self._deliver(events)
+            self._deliver(WorkerMessage(events=tuple(events)))
 
     def _loop(self) -> None:
         while not self._stopping:
             self._drain()
             if self._engine.has_work:
-                events = self._engine.step()
-                if events:
-                    self._deliver(events)
+                self._tell(self._engine.step())
             else:
+                self._tell([], now=True)
                 self._wake.wait()
                 self._wake.clear()
+
+    def _tell(self, events: list[OutputEvent], *, now: bool = False) -> None:
+        """Deliver events, changes of the index, and the load where that is due; `now`: the engine is about to rest."""
+        kv, load, now_s = self._engine.take_kv_update(), None, time.monotonic()
+        if now or now_s - self._load_at_s > LOAD_PERIOD_S:
+            load, self._load_at_s = self._engine.load(), now_s
+        if events or kv is not None or load is not None:
+            self._deliver(WorkerMessage(events=tuple(events), kv=kv, load=load))
 
     def _drain(self) -> None:
         while True:

@@ -7,9 +7,12 @@
     │   ├── PromptTooLong      longer than the model's length               400
     │   └── RequestTooLarge    could never fit the KV pool                  400
     ├── Overloaded             queue full; try again after `retry_after_s`  503
+    ├── RateLimited            this client's own limit; likewise            429
     ├── RequestTimeout         the request's deadline passed                408
-    ├── EngineDead             the step loop has ended                      503
+    ├── WorkerLost             this worker cannot go on; another one can    503
+    │   └── EngineDead         its step loop has ended for good             503
     └── StepFailed             a step raised; its requests cannot go on     500
+        └── RankLost           a rank died or hung (within a worker)        500
 
 Messages say what was given, what is allowed, and what to change. HTTP statuses are mapped once, by class, in
 `transom_cluster.openai.errors`. Errors cross process boundaries as `contract.ErrorInfo`.
@@ -57,24 +60,36 @@ class Overloaded(TransomError):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_overloaded, (str(self), self.retry_after_s))
+        return (_rebuild_overloaded, (type(self), str(self), self.retry_after_s))
 
 
 class RequestTimeout(TransomError):
     """The request's deadline passed before it finished."""
 
 
-class EngineDead(TransomError):
-    """The engine's step loop has ended; no request can be served by this worker."""
+class RateLimited(Overloaded):
+    """A client is over its own rate or number of requests at once. `retry_after_s` is when to come back."""
+
+
+class WorkerLost(TransomError):
+    """The worker died, is starting again or is being replaced. Its requests can be resumed by any worker, itself included."""
+
+
+class EngineDead(WorkerLost):
+    """The engine's step loop has ended; no request can be served by this worker any more."""
 
 
 class StepFailed(TransomError):
     """A step raised inside the executor; the requests it computed cannot go on."""
 
 
+class RankLost(StepFailed):
+    """A rank died, hung or lost its peers; the executor has to start all ranks again."""
+
+
 def _rebuild_request_error(kind: type[RequestError], message: str, param: str | None) -> RequestError:
     return kind(message, param=param)
 
 
-def _rebuild_overloaded(message: str, retry_after_s: float) -> Overloaded:
-    return Overloaded(message, retry_after_s=retry_after_s)
+def _rebuild_overloaded(kind: type[Overloaded], message: str, retry_after_s: float) -> Overloaded:
+    return kind(message, retry_after_s=retry_after_s)

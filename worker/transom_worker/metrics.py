@@ -65,6 +65,7 @@ class EngineMetrics:
         self._step_parts = {part: steps.labels(*self._labels.values(), part) for part in STEP_PARTS}
         self._step_tokens = self._histogram("transom_step_tokens", "Tokens in one step.", TOKEN_BUCKETS)
         self._step_seqs = self._histogram("transom_step_sequences", "Sequences in one step.", TOKEN_BUCKETS)
+        self._lost_ranks = self._counter("transom_rank_restarts", "Times that all ranks were started again.")
         self._collector = _StateCollector(self._labels)
         self.registry.register(self._collector)
 
@@ -109,6 +110,10 @@ class EngineMetrics:
         self._request_s.labels(*labels).observe(max(0.0, time.time() - times.arrival_s))
         if times.first_token_s:
             self._decode_s.observe(max(0.0, times.last_token_s - times.first_token_s))
+
+    def rank_lost(self) -> None:
+        """A rank was lost, and all of them are started again."""
+        self._lost_ranks.inc()
 
     def publish(self, stats: CacheStats, *, num_running: int, num_waiting: int, preemptions: dict[str, int]) -> None:
         """Replace what a scrape reads of cache and queue. The engine's thread calls this a few times a second."""

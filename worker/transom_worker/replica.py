@@ -11,11 +11,10 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 from transom_worker.config import EngineConfig
-from transom_worker.contract import ErrorInfo, OutputEvent, Request
+from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerMessage
 from transom_worker.engine import build_engine
 from transom_worker.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
@@ -34,36 +33,42 @@ class WorkerReplica:
         gc.collect()
         gc.freeze()  # what loading made stays for good; collecting it again would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s
-        self._thread = EngineThread(self.engine, self._deliver)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queues: dict[str, asyncio.Queue[list[OutputEvent] | None]] = {}
+        self._worker = worker
+        self._queues: dict[str, asyncio.Queue[WorkerMessage | None]] = {}
         self._routers: dict[str, str] = {}  # request id -> router id
+        self._thread = EngineThread(self.engine, self._deliver)
         logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
 
-    async def open_stream(self, router_id: str) -> AsyncIterator[list[OutputEvent]]:
-        """All events of this router's requests, one list per engine step; first an empty list.
+    async def open_stream(self, router_id: str) -> AsyncIterator[WorkerMessage]:
+        """All events of this router's requests, one message per engine step, and how prefix index and load change.
 
-        A newer stream of the same router ends the older. When the router goes away its requests are aborted.
+        The first message has the whole index. A newer stream of the same router ends the older. When the router goes away its
+        requests are aborted.
         """
         self._loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[list[OutputEvent] | None] = asyncio.Queue()
+        queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue()
         older = self._queues.get(router_id)
         if older is not None:
             older.put_nowait(None)  # its end
         self._queues[router_id] = queue
+        self._send_index(queue)
         try:
-            yield []
-            while (events := await queue.get()) is not None:
-                while not queue.empty():  # a slow router gets what has piled up in one message
-                    more = queue.get_nowait()
-                    if more is None:
-                        return
-                    events = events + more
-                yield events
+            while (first := await queue.get()) is not None and (first.kv is None or not first.kv.whole):
+                pass  # of no use without the index, and no request of this stream can have events yet
+            message = first
+            while message is not None:
+                yield message
+                message = await queue.get()
         finally:
             if self._queues.get(router_id) is queue:
                 del self._queues[router_id]
                 await self.abort(router_id, [r for r, owner in self._routers.items() if owner == router_id])
+
+    async def resync(self, router_id: str) -> None:
+        """Send this router the whole index again."""
+        if (queue := self._queues.get(router_id)) is not None:
+            self._send_index(queue)
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
         """Admit all requests or none; one entry each, None where nothing was wrong with it.
@@ -99,19 +104,21 @@ class WorkerReplica:
         if mine:
             self._thread.abort(mine)
 
-    async def info(self) -> dict[str, Any]:
+    async def info(self) -> WorkerInfo:
         """What routers and people ask about this worker."""
         info = self.engine.info
-        return {
-            "max_model_len": info.max_model_len,
-            "vocab_size": info.vocab_size,
-            "device": info.memory.device,
-            "weight_bytes": info.memory.weight_bytes,
-            "kv_bytes": info.memory.kv_bytes,
-            "groups": [group.spec.name for group in info.layout.groups],
-            "start_s": self._start_s,
-            "report": self.engine.report,
-        }
+        return WorkerInfo(
+            worker=self._worker,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            cache=self.engine.cache_shape,
+            device=info.memory.device,
+            num_ranks=self.engine.config.ranks.size,
+            weight_bytes=info.memory.weight_bytes,
+            kv_bytes=info.memory.kv_bytes,
+            start_s=self._start_s,
+            report=self.engine.report,
+        )
 
     async def metrics_text(self) -> str:
         """This worker's page in Prometheus' text format."""
@@ -126,25 +133,36 @@ class WorkerReplica:
         if hasattr(self, "_thread"):
             self._thread.shutdown()
 
-    def _deliver(self, events: list[OutputEvent]) -> None:
-        """Runs on the engine's thread: one wake-up of the event loop per step."""
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._dispatch, events)
+    def _send_index(self, queue: asyncio.Queue[WorkerMessage | None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._thread.send_index(lambda message: _call_on(loop, queue.put_nowait, message))
 
-    def _dispatch(self, events: list[OutputEvent]) -> None:
+    def _deliver(self, message: WorkerMessage) -> None:
+        """Runs on the engine's thread: one wake-up of the event loop per step."""
+        if self._loop is not None:
+            _call_on(self._loop, self._dispatch, message)
+
+    def _dispatch(self, message: WorkerMessage) -> None:
         by_router: dict[str, list[OutputEvent]] = {}
-        for event in events:
+        for event in message.events:
             router_id = self._routers.get(event.request_id)
             if router_id is None:
                 continue  # aborted since
             by_router.setdefault(router_id, []).append(event)
             if event.finish_reason is not None:
                 del self._routers[event.request_id]
-        for router_id, batch in by_router.items():
-            queue = self._queues.get(router_id)
-            if queue is not None:
-                queue.put_nowait(batch)
+        for router_id, queue in self._queues.items():
+            events = tuple(by_router.get(router_id, ()))
+            if events or message.kv is not None or message.load is not None:
+                queue.put_nowait(WorkerMessage(events=events, kv=message.kv, load=message.load))
+
+
+def _call_on(
+    loop: asyncio.AbstractEventLoop, function: Callable[[WorkerMessage], None], message: WorkerMessage
+) -> None:
+    """Run on the event loop, in order with the calls before; a loop that is gone needs to know nothing."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, message)
 
 
 def _in_use(request_id: str) -> ErrorInfo:

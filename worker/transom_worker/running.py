@@ -18,6 +18,7 @@ class RunningRequest:
         self.times = RequestTimes(arrival_s=answer.request.arrival_s or time.time())
         self._answer = answer
         self._num_cached_tokens: int | None = None  # unknown until the first token
+        self._index_version = 0
 
     def token_event(self, output: SequenceOutput) -> OutputEvent:
         """The event of one new token, which may end the answer."""
@@ -25,6 +26,7 @@ class RunningRequest:
         is_first = self._num_cached_tokens is None
         if is_first:
             self._num_cached_tokens = output.num_cached_tokens
+            self._index_version = output.index_version
         return OutputEvent(
             request_id=output.request_id,
             position=output.position,
@@ -64,4 +66,5 @@ class RunningRequest:
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_output_tokens=self._answer.num_output_tokens,
             num_cached_tokens=self._num_cached_tokens or 0,
+            index_version=self._index_version,
         )

@@ -23,7 +23,8 @@ _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.RequestError: (400, "invalid_request_error", None),
     errors.RequestTimeout: (408, "timeout_error", "request_timeout"),
     errors.Overloaded: (503, "overloaded_error", "overloaded"),
-    errors.EngineDead: (503, "server_error", "worker_unavailable"),
+    errors.RateLimited: (429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.WorkerLost: (503, "server_error", "worker_unavailable"),
     errors.StepFailed: (500, "server_error", "step_failed"),
     Exception: (500, "server_error", "internal_error"),
 }
@@ -65,7 +66,7 @@ def wire_error(error: BaseException) -> WireError:
     kind = next(kind for kind in type(error).__mro__ if kind in _STATUS or kind is BaseException)
     status, type_, code = _STATUS.get(kind, _STATUS[Exception])
     headers = {}
-    if status == 503:
+    if status in (429, 503):
         retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     message = HIDDEN_MESSAGE if status == 500 else str(error)

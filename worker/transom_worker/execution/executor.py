@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from transom_worker.config import EngineConfig
+from transom_worker.errors import RankLost
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -41,7 +42,8 @@ class Executor(ABC):
     """Runs plans on every rank of a worker.
 
     `submit` hands over one plan and returns at once; `receive` waits for the oldest unanswered plan's result. A failing step
-    raises StepFailed from `receive`; plans submitted after it are dropped. Only the engine's thread calls these.
+    raises StepFailed from `receive`; plans submitted after it are dropped. After RankLost, from `submit` or `receive`, nothing
+    works until `restart`. Only the engine's thread calls these, and it calls `shutdown` whatever happened before.
     """
 
     @abstractmethod
@@ -56,9 +58,17 @@ class Executor(ABC):
     def receive(self) -> StepResult:
         """Wait for the oldest plan's result. Raises StepFailed."""
 
+    def restart(self) -> ExecutorInfo:
+        """Start again after RankLost: every rank anew, with an empty arena of the same layout.
+
+        Raises:
+            RankLost: it did not come up.
+        """
+        raise RankLost("This executor has no ranks that could be started again.")
+
     @abstractmethod
     def shutdown(self) -> None:
-        """Free everything; idempotent."""
+        """Free everything, end every process; idempotent."""
 
 
 def create_executor(config: EngineConfig) -> Executor:

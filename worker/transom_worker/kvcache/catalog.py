@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 from transom_worker.kvcache.block_times import BlockTimes
-from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.index import PrefixIndex
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.pool import GroupPool
@@ -15,8 +14,6 @@ from transom_worker.kvcache.sequence import BlockTable
 from transom_worker.kvcache.stats import GroupStats
 
 REMEMBERED_EVICTIONS = 262_144
-MAX_UNREAD_EVENTS = 65_536
-DEVICE_TIER = 0
 
 
 class Catalog:
@@ -31,8 +28,7 @@ class Catalog:
         self._units_per_block = [group.spec.block_size // block_size for group in layout.groups]
         self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
-        self._version = 0
-        self._events: deque[KvEvent] = deque(maxlen=MAX_UNREAD_EVENTS)
+        self.changes = ChangeLog(self.index.groups)
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether a block of the group is found under the digest."""
@@ -54,10 +50,10 @@ class Catalog:
         for logical, digest, block in zip(range(begin, end), digests, table.blocks(begin, end), strict=True):
             if block is not None and digest not in found:
                 found[digest] = block
-                entry = published[block] = (digest, logical)
-                named.append(entry)
+                published[block] = (digest, logical)
+                named.append(digest)
         if named:
-            self._emit("added", group, named)
+            self.changes.add("added", group, named)
 
     def moved(self, group: int, block: int) -> None:
         """Compaction brought a block here, with its name if it had one."""
@@ -86,16 +82,11 @@ class Catalog:
         if not blocks:
             return
         entries = self._pools[group].evict(blocks)
-        self.index.remove(group, [digest for digest, _ in entries])
+        digests = [digest for digest, _ in entries]
+        self.index.remove(group, digests)
         self._times[group].evicted(blocks)
         self._evicted[group][reason] += len(blocks)
-        self._emit("removed", group, entries)
-
-    def take_events(self) -> list[KvEvent]:
-        """Events since the last call, in order; of too many unread ones the oldest are gone, which their versions show."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        self.changes.add("removed", group, digests)
 
     def stats(self) -> tuple[GroupStats, ...]:
         """Every group's blocks by state, evictions and times since start."""
@@ -114,14 +105,4 @@ class Catalog:
             for group, pool, evicted, times in zip(
                 self._layout.groups, self._pools, self._evicted, self._times, strict=True
             )
-        )
-
-    def _emit(self, action: Literal["added", "removed"], group: int, entries: Sequence[tuple[bytes, int]]) -> None:
-        """`entries` are (digest, logical index)."""
-        num_tokens = self._layout.groups[group].spec.block_size
-        first = self._version + 1
-        self._version += len(entries)
-        self._events.extend(
-            KvEvent(version, action, group, digest, logical, num_tokens, DEVICE_TIER)
-            for version, (digest, logical) in enumerate(entries, first)
         )

@@ -18,7 +18,7 @@ from transom_worker.kvcache.arena import Arena
 from transom_worker.kvcache.catalog import Catalog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import pages_to_clear
-from transom_worker.kvcache.events import KvEvent
+from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
@@ -276,9 +276,28 @@ class KvCache:
         self._drop_cached("reset")
         self.num_releases += 1
 
-    def take_events(self) -> list[KvEvent]:
-        """Events since the last call, in order; of too many unread ones the oldest are gone, which their versions show."""
-        return self._catalog.take_events()
+    @property
+    def shape(self) -> CacheShape:
+        """What a mirror of the index needs to search as `find` does."""
+        return CacheShape(
+            groups=tuple(retention.spec for retention in self.retentions),
+            block_size=self.block_size,
+            window_repair=self.window_repair,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+    @property
+    def index_version(self) -> int:
+        """Changes of the index since start."""
+        return self._catalog.changes.version
+
+    def take_update(self) -> KvUpdate | None:
+        """How the index changed since the last call."""
+        return self._catalog.changes.take()
+
+    def whole_index(self) -> KvUpdate:
+        """Everything that can be found now."""
+        return self._catalog.changes.whole()
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies that the next plan must carry."""

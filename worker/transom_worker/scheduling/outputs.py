@@ -18,6 +18,7 @@ class SequenceOutput(NamedTuple):
     token_id: int
     position: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache at first admission
+    index_version: int  # of the prefix index that was searched then
     is_first: bool
     at_limit: bool
     logprobs: TokenLogprobs | None = None

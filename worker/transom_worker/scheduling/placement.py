@@ -99,6 +99,7 @@ class Placement:
         return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
 
     def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
+        version = self.cache.index_version
         hit = self._find_hit(sequence)
         blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
@@ -113,7 +114,7 @@ class Placement:
             sequence.leave()
             return 0
         self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.admitted)
-        self._count_outcome(sequence, hit)
+        self._count_outcome(sequence, hit, version)
         self.waiting.remove(sequence)
         self.running.add(sequence)
         sequence.state = State.RUNNING
@@ -148,10 +149,11 @@ class Placement:
             count //= 2
         return count
 
-    def _count_outcome(self, sequence: Sequence, hit: Hit | None) -> None:
+    def _count_outcome(self, sequence: Sequence, hit: Hit | None, version: int) -> None:
         if sequence.admitted:
             return
         sequence.admitted = True
+        sequence.index_version = version
         num_prompt = sequence.num_prompt_tokens
         if hit is not None:
             sequence.num_cached_tokens = min(hit.start, num_prompt)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.errors import Overloaded, RequestError
-from transom_worker.kvcache.events import KvEvent
 from transom_worker.kvcache.eviction import EvictionPolicy
 from transom_worker.kvcache.hashing import chain_root
 from transom_worker.kvcache.layout import ArenaLayout
@@ -101,9 +100,11 @@ class Scheduler:
         """Longest sequence, up to the model's length, that the KV pool can hold alone."""
         return self.cache.capacity_tokens(self.max_model_len)
 
-    def take_events(self) -> list[KvEvent]:
-        """KV events since the last call."""
-        return self.cache.take_events()
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to compute before every request has its next one; what the cache will spare a waiting one is not known yet."""
+        waiting = sum(len(sequence.token_ids) for sequence in self._placement.waiting)
+        return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self._placement.running)
 
     def stats(self) -> CacheStats:
         """The cache's state."""
@@ -228,6 +229,15 @@ class Scheduler:
             self._placement.start_over()
         return failed
 
+    def start_over(self) -> None:
+        """The ranks are new ones: drop every request, plan and block. What ranks were to be told is of no use any more."""
+        self.fail_in_flight()
+        for request_id in list(self._by_request):
+            self.abort(request_id)
+        self.cache.drop_cached()
+        self.cache.take_copies()
+        self._placement.finished_ids = []
+
     def _schedule_running(self, builder: PlanBuilder, budget: StepBudget) -> bool:
         """Rows for running sequences, the first in order first; whether one was preempted."""
         before = self._placement.num_preemptions
@@ -291,6 +301,7 @@ def _take_token(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | Non
         token_id,
         num_tokens - 1 - sequence.num_prompt_tokens,
         sequence.num_cached_tokens,
+        sequence.index_version,
         is_first,
         num_tokens >= sequence.max_tokens_total,
         logprobs,

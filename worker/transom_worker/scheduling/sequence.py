@@ -46,6 +46,7 @@ class Sequence:
     sampled_row: int = -1
     admitted: bool = False  # ever
     num_cached_tokens: int = 0
+    index_version: int = 0  # of the prefix index when `num_cached_tokens` were found
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     has_output: bool = False
 

@@ -1,0 +1,8 @@
+"""A rank's place among the ranks that share one model, its share of anything cut by whole units, and how ranks add up."""
+
+from __future__ import annotations
+
+from transom_worker.parallel.communicator import ALONE, Communicator
+from transom_worker.parallel.parallel import Parallel
+
+__all__ = ["ALONE", "Communicator", "Parallel"]

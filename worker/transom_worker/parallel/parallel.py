@@ -1,0 +1,31 @@
+"""A rank's place among the ranks that share one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transom_worker.parallel.communicator import ALONE, Communicator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Rank `rank` of `size`, and how it speaks with the others."""
+
+    rank: int = 0
+    size: int = 1
+    comm: Communicator = field(default=ALONE, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank is {self.rank} of {self.size}; it must be from 0 to {self.size - 1}.")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that samples and reports."""
+        return self.rank == 0
+
+    def share(self, units: int) -> slice:
+        """This rank's [start, end) of `units` heads, columns or rows: contiguous, the first ranks take one more if uneven."""
+        base, extra = divmod(units, self.size)
+        start = self.rank * base + min(self.rank, extra)
+        return slice(start, start + base + (self.rank < extra))
