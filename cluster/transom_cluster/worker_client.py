@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
@@ -33,6 +33,14 @@ class WorkerClient(Protocol):
 
     async def metrics_text(self) -> str:
         """The worker's page in Prometheus' text format."""
+
+
+class WorkerDirectory(Protocol):
+    """Which workers there are. Ids are never given again: a worker that comes back is another one."""
+
+    def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
+        """The present workers by id, at once and again at every change. One that is missing takes no new requests (it is gone, or
+        drains); its client works as long as it lives."""
 
 
 class ServeWorkerClient:
