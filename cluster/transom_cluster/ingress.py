@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,6 +20,7 @@ from transom_cluster.middleware import CountRequests, LimitBody, RequireApiKey
 from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
 from transom_cluster.openai_routes import OpenAiRoutes, add_body_schemas
 from transom_cluster.router import Router
+from transom_cluster.worker_client import describe_worker
 from transom_worker.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
@@ -65,12 +65,7 @@ def _add_server_routes(api: FastAPI, router: Router) -> None:
     @api.get("/", summary="What is here")
     async def index() -> dict[str, Any]:
         paths = sorted(path for path in api.openapi()["paths"] if path != "/")
-        info = router.link.info
-        worker = (
-            {}
-            if info is None
-            else {field.name: getattr(info, field.name) for field in fields(info) if field.name != "cache"}
-        )
+        worker = {} if router.link.info is None else describe_worker(router.link.info)
         return {
             "name": "transom",
             "version": __version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
@@ -33,6 +34,11 @@ class WorkerClient(Protocol):
 
     async def metrics_text(self) -> str:
         """The worker's page in Prometheus' text format."""
+
+
+def describe_worker(info: WorkerInfo) -> dict[str, Any]:
+    """A worker for people, as JSON values: its cache by the groups' names."""
+    return {**asdict(info), "cache": [group.name for group in info.cache.groups]}
 
 
 class WorkerDirectory(Protocol):

@@ -175,7 +175,7 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
             stream = client.completions.create(model=MODEL, prompt="Hello", max_tokens=3, temperature=0, stream=True)
             assert len(list(stream)) >= 2
         about = httpx.get(server.url, headers={"Authorization": "Bearer sesame"}).json()
-        assert len(about["worker"]["groups"]) == 2
+        assert len(about["worker"]["cache"]) == 2
         check_that_a_killed_worker_is_told_and_replaced(server, url)
     finally:
         code = stop_server(server, signal.SIGTERM)
