@@ -22,7 +22,8 @@ LAYERS = {
 
 def make(kind: str, **settings: object) -> tuple[ModelRunner, HandScheduler, ToyDecoder]:
     loaded = load_toy(LAYERS[kind], eos=(2,))
-    runner = ModelRunner(engine_config(**settings), loaded)  # type: ignore[arg-type]
+    runner = ModelRunner(engine_config(**settings), loaded=loaded)  # type: ignore[arg-type]
+    runner.allocate(runner.pool_bytes())
     assert isinstance(loaded.model, ToyDecoder)
     return runner, HandScheduler(runner.info.layout), loaded.model
 

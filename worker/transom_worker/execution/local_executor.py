@@ -28,8 +28,8 @@ class LocalExecutor(Executor):
         Raises:
             ConfigError: settings that the model or the memory cannot meet.  ModelError: the model cannot be loaded.
         """
-        self._runner = ModelRunner(self._config, self._loaded)
-        return self._runner.info
+        self._runner = ModelRunner(self._config, loaded=self._loaded)
+        return self._runner.allocate(self._runner.pool_bytes())
 
     def submit(self, plan: StepPlan) -> None:
         """Queue one plan."""

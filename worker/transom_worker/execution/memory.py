@@ -39,10 +39,11 @@ def pool_bytes(
     device: torch.device,
     most_useful_bytes: int,
     profile: Callable[[], None],
+    ranks_on_host: int = 1,
 ) -> int:
-    """Bytes for the KV pool: as set, else what the device has room for, at most what could ever be used.
+    """Bytes for a rank's KV pool: as set, else what the device has room for, at most what could ever be used.
 
-    On CUDA `profile` runs one worst-case step, whose peak is left free.
+    On CUDA `profile` runs one worst-case step, whose peak is left free. On CPUs all ranks of a host share its memory.
 
     Raises:
         ConfigError: nothing is left.
@@ -52,7 +53,7 @@ def pool_bytes(
     if device.type == "cuda":
         room = _cuda_room(cache.gpu_memory_utilization, device, profile)
     else:
-        room = int(available_cpu_bytes() * DEFAULT_CPU_KV_SHARE)
+        room = int(available_cpu_bytes() * DEFAULT_CPU_KV_SHARE) // ranks_on_host
     return min(room, most_useful_bytes)
 
 

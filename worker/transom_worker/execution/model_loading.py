@@ -23,6 +23,8 @@ from transom_worker.weights import load_weights
 
 logger = logging.getLogger("transom.worker")
 
+ONE_RANK = Parallel()
+
 # A decoder's own, as far as they are weights: not a picture encoder's, no frequencies.
 _IN_A_LAYER = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?layers\.\d+\.(?!.*inv_freq)")
 
@@ -38,8 +40,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Resolve and load a model.
+def load_model(config: ModelConfig, parallel: Parallel = ONE_RANK) -> LoadedModel:
+    """Resolve a model and load a rank's part of it.
 
     Raises:
         ModelError: its files are missing, broken or of an unknown family.  ConfigError: the device is not there.
@@ -55,7 +57,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
             dtype=getattr(torch, dtype),
             device=device,
             quantization=config.quantization,
-            parallel=Parallel(rank=0, size=1),
+            parallel=parallel,
         )
         _warn_of_unread(weights.unread, files.path)
     finally:
@@ -111,12 +113,12 @@ def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
     return ()
 
 
-def set_threads(num_threads: int | None) -> None:
-    """Threads of this process's CPU operators; None: every core that it may run on.
+def set_threads(num_threads: int | None, *, ranks_on_host: int = 1) -> None:
+    """Threads of this process's CPU operators; None: every core that it may run on, which the ranks on a host share.
 
     OMP_NUM_THREADS does not count: Ray sets it to an actor's share of CPUs, usually 1.
     """
-    torch.set_num_threads(num_threads or num_usable_cores())
+    torch.set_num_threads(num_threads or max(1, num_usable_cores() // ranks_on_host))
 
 
 def num_usable_cores() -> int:

@@ -18,11 +18,12 @@ from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
 from transom_worker.execution.dry_run import dry_run, worst_counts
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
-from transom_worker.execution.model_loading import LoadedModel, load_model, set_threads
+from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
 from transom_worker.execution.sequences import SequenceStore
 from transom_worker.execution.slab import allocate_slab
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.models.architecture import choose_max_model_len
+from transom_worker.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sampler import Sampled, Sampler
@@ -34,28 +35,63 @@ logger = logging.getLogger("transom.worker")
 
 
 class ModelRunner:
-    """Executes plans in order on one device; construction loads the model and allocates the cache."""
+    """Executes plans in order on one device.
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
-        """`loaded` replaces the model that the config names.
+    Construction loads the model; `pool_bytes` is what then fits, and `allocate` makes the cache of what fits every rank.
+    Several ranks call all three at the same time: what they run meets in their communicator.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parallel: Parallel = ONE_RANK,
+        loaded: LoadedModel | None = None,
+        *,
+        ranks_on_host: int = 1,
+    ) -> None:
+        """`loaded` replaces the model that the config names. Ranks on one host share its cores and memory.
 
         Raises:
-            ConfigError: settings that the model or the memory cannot meet.  ModelError: the model cannot be loaded.
+            ConfigError: settings that the model cannot meet.  ModelError: the model cannot be loaded.
         """
-        set_threads(config.num_threads)
-        self._config = config
-        self._loaded = loaded or load_model(config.model)
+        set_threads(config.num_threads, ranks_on_host=ranks_on_host)
+        self._config, self._parallel, self._ranks_on_host = config, parallel, ranks_on_host
+        self._loaded = loaded or load_model(config.model, parallel)
         self._model = self._loaded.model
         self._max_model_len = choose_max_model_len(config.model.max_model_len, self._loaded.architecture)
-        self._plan = self._plan_cache()
+
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pool that this rank has room for.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        groups, scheduler = self._groups_of(self._parallel.rank), self._config.scheduler
+        small = make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
+        return memory.pool_bytes(
+            self._config.cache,
+            device=self._loaded.device,
+            most_useful_bytes=memory.most_useful_bytes(groups, scheduler, self._max_model_len),
+            ranks_on_host=self._ranks_on_host,
+            profile=lambda: self._profile(small),
+        )
+
+    def allocate(self, pool_bytes: int) -> ExecutorInfo:
+        """Plan the cache for a pool that every rank has room for, allocate this rank's part, and warm up.
+
+        Raises:
+            ConfigError: a pool that is too small for the model, or larger than the memory.
+        """
+        self._plan = self._plan_cache(pool_bytes)
         self._layout = self._plan.layout
         self._groups = tuple(group.spec for group in self._layout.groups)
         self._slab = self._allocate_slab()
         self._builder = self._make_builder(self._layout, self._slab)
-        self._store = SequenceStore(self._groups, max_num_seqs=config.scheduler.max_num_seqs)
+        self._store = SequenceStore(self._groups, max_num_seqs=self._config.scheduler.max_num_seqs)
         self._sampler = Sampler(eos_token_ids=self._loaded.eos_token_ids)
         self._sampled_by_row: dict[int, int] = {}
         self._warm_up()
+        return self.info
 
     @property
     def info(self) -> ExecutorInfo:
@@ -171,29 +207,25 @@ class ModelRunner:
         chosen = sequence.tokens(first + 1, last + 1).tolist()
         return token_logprobs(logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen))
 
-    def _plan_cache(self) -> CachePlan:
-        config, scheduler = self._config, self._config.scheduler
-        block_size = config.cache.block_size
-        groups = cache_groups(
+    def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:
+        return cache_groups(
             self._loaded.architecture,
-            block_size=block_size,
+            block_size=self._config.cache.block_size,
             dtype=self._loaded.dtype,
-            hybrid=config.model.hybrid_kv_cache,
+            tensor_parallel_size=self._parallel.size,
+            hybrid=self._config.model.hybrid_kv_cache,
         )
-        small = make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
-        pool_bytes = memory.pool_bytes(
-            config.cache,
-            device=self._loaded.device,
-            most_useful_bytes=memory.most_useful_bytes(groups, scheduler, self._max_model_len),
-            profile=lambda: self._profile(small),
-        )
+
+    def _plan_cache(self, pool_bytes: int) -> CachePlan:
+        scheduler = self._config.scheduler
         return plan_cache(
-            groups,
+            self._groups_of(0),
             memory_bytes=pool_bytes,
-            block_size=block_size,
+            block_size=self._config.cache.block_size,
             max_model_len=self._max_model_len,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             kv_dtype=self._loaded.dtype,
+            tensor_parallel_size=self._parallel.size,
             steps_in_flight=scheduler.steps_in_flight,
         )
 
