@@ -1,0 +1,132 @@
+"""Chooses a worker for each request by what every worker has cached and has to do, and checks what it predicted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from transom_cluster.routing.known_worker import KnownWorker, Placement
+from transom_cluster.routing.metrics import RoutingMetrics
+from transom_cluster.routing.policy import POLICIES, Chance
+from transom_worker.config import RoutingPolicy
+from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where a request goes, and how many of its prompt tokens that worker has cached at that version of its index."""
+
+    worker_id: str
+    predicted_tokens: int
+    index_version: int
+
+
+class Placer:
+    """One router's view of all workers. Not thread-safe: one event loop calls it, and every call is short."""
+
+    def __init__(self, policy: RoutingPolicy, *, seed: int = 0, metrics: RoutingMetrics | None = None) -> None:
+        self._policy = policy
+        self._choose = POLICIES[policy]
+        self._rng = random.Random(seed)
+        self._turn = self._rng.randrange(1 << 16)  # routers that start together begin elsewhere
+        self._metrics = metrics or RoutingMetrics(CollectorRegistry(), router="")
+        self._workers: dict[str, KnownWorker] = {}
+        self._placements: dict[str, Placement] = {}
+
+    def add_worker(self, worker_id: str, info: WorkerInfo) -> None:
+        """A worker's stream was opened; what was known of an earlier one is forgotten."""
+        self._drop(worker_id)
+        self._workers[worker_id] = KnownWorker(worker_id, info)
+
+    def remove_worker(self, worker_id: str) -> None:
+        """A worker is gone, with what was placed there; an unknown one is ignored."""
+        if self._drop(worker_id):
+            self._metrics.forget(self._policy, worker_id)
+
+    def update(self, worker_id: str, message: WorkerMessage) -> bool:
+        """Take in what a worker's message says of index and load; False: ask that worker to `resync`."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return True
+        if message.load is not None:
+            worker.report(message.load)
+        if message.kv is None:
+            return True
+        follows = worker.mirror.apply(message.kv)
+        self._metrics.mirrored(worker_id, num_blocks=worker.mirror.num_blocks, version=worker.mirror.version)
+        if not follows:
+            self._metrics.resync(worker_id)
+        return follows
+
+    def place(self, request: Request, among: Collection[str]) -> Placed:
+        """Choose one of the workers `among` (not empty, all added) for a request, again if it has to go on elsewhere."""
+        self.ended(request.request_id)
+        workers = [self._workers[worker_id] for worker_id in sorted(among)]
+        num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
+        hits = _hit_tokens(request, num_tokens, workers)
+        candidates = [w.candidate(num_tokens - hit) for w, hit in zip(workers, hits, strict=True)]
+        chosen = self._choose(candidates, Chance(turn=self._turn, draw=self._rng.random()))
+        self._turn += 1
+        worker = self._workers[chosen.worker_id]
+        placement = Placement(
+            worker_id=chosen.worker_id,
+            num_tokens=num_tokens,
+            num_to_compute=chosen.num_to_compute,
+            predicted_tokens=min(num_tokens - chosen.num_to_compute, request.num_prompt_tokens),
+            report=worker.num_reports,
+        )
+        self._placements[request.request_id] = worker.placements[request.request_id] = placement
+        self._metrics.placed(self._policy, chosen.worker_id)
+        return Placed(
+            worker_id=chosen.worker_id,
+            predicted_tokens=placement.predicted_tokens,
+            index_version=worker.mirror.version,
+        )
+
+    def first_event(self, request_id: str, usage: Usage) -> int | None:
+        """An answer has begun: predicted minus actual hit tokens, once per placement; None if there is nothing to compare."""
+        placement = self._placements.get(request_id)
+        if placement is None or placement.has_begun:
+            return None
+        placement.has_begun = True
+        self._metrics.compared(predicted=placement.predicted_tokens, actual=usage.num_cached_tokens)
+        return placement.predicted_tokens - usage.num_cached_tokens
+
+    def ended(self, request_id: str) -> None:
+        """A request is no longer on its worker: answered, failed or aborted; unknown ids are ignored."""
+        placement = self._placements.pop(request_id, None)
+        if placement is not None:
+            del self._workers[placement.worker_id].placements[request_id]
+
+    def _drop(self, worker_id: str) -> bool:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            for request_id in worker.placements:
+                del self._placements[request_id]
+        return worker is not None
+
+
+def _hit_tokens(request: Request, num_tokens: int, workers: Iterable[KnownWorker]) -> list[int]:
+    """Tokens that each worker need not compute; prompts are hashed once per block size."""
+    chains: dict[int, list[bytes]] = {}
+    hits = []
+    for worker in workers:
+        shape = worker.mirror.shape
+        if request.params.prompt_logprobs is not None or not worker.mirror.num_blocks:
+            hits.append(0)
+            continue
+        if shape.block_size not in chains:
+            chains[shape.block_size] = _chain(request, shape.block_size)
+        hits.append(worker.mirror.find(chains[shape.block_size], num_tokens).start)
+    return hits
+
+
+def _chain(request: Request, block_size: int) -> list[bytes]:
+    root = chain_root(block_size, cache_salt=request.cache_salt, adapter=request.adapter)
+    chain: list[bytes] = []
+    extend_chain(chain, root, request.prompt_token_ids + request.resumed_output_ids, block_size)
+    return chain

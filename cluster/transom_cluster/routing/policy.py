@@ -1,0 +1,114 @@
+"""Which worker takes a request: pure functions of what is known about each, with randomness passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median
+
+from transom_worker.config import RoutingPolicy
+
+# What a request costs its worker beyond its prompt, in prompt tokens: it takes part in every step until it ends.
+REQUEST_TOKENS = 16
+# How long a request runs once it has begun, in decode steps; nobody knows how long answers will be.
+ANSWER_STEPS = 256
+# Rates of equal machines differ by up to this, with the prompts that they happened to get; no reason to prefer one.
+EQUAL_RATES = 2.0
+# While nothing was measured anywhere.
+DEFAULT_PREFILL_TOKENS_PER_S = 5_000.0
+DEFAULT_DECODE_STEP_S = 0.02
+# Over so many shares of its seats a worker's pressure bends from nothing to a straight line.
+BEND = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One worker, as far as it matters for one request."""
+
+    worker_id: str
+    num_to_compute: int  # of the request's tokens, after hit and repair
+    queue_tokens: int = 0  # to be computed before it
+    num_requests: int = 0  # running and waiting
+    max_num_seqs: int = 1
+    used_share: float = 0.0  # of the KV pool, by running sequences
+    prefill_tokens_per_s: float = 0.0  # 0: not measured
+    decode_step_s: float = 0.0  # likewise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chance:
+    """What differs from choice to choice: `turn` counts them, `draw` is in [0, 1)."""
+
+    turn: int
+    draw: float
+
+
+Choose = Callable[[Sequence[Candidate], Chance], Candidate]
+
+
+def kv(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+    """Where the first token is expected soonest, and room is left; by lot among equals."""
+    rates = _prefill_rates(candidates)
+    step_s = _typical([c.decode_step_s for c in candidates], DEFAULT_DECODE_STEP_S)
+    costs = [expected_cost_s(c, rate, step_s) for c, rate in zip(candidates, rates, strict=True)]
+    return _least(candidates, costs, chance)
+
+
+def least_tokens(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+    """Where the fewest tokens wait to be computed, then where the fewest requests are; by lot among equals."""
+    queues = [candidate.queue_tokens + REQUEST_TOKENS * candidate.num_requests for candidate in candidates]
+    return _least(candidates, queues, chance)
+
+
+def round_robin(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+    """Each in turn."""
+    return candidates[chance.turn % len(candidates)]
+
+
+def power_of_two(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+    """The one with fewer requests of two drawn by lot."""
+    others = len(candidates) - 1
+    if not others:
+        return candidates[0]
+    first, second = divmod(int(chance.draw * len(candidates) * others), others)
+    second += second >= first
+    return min(candidates[first], candidates[second], key=lambda candidate: candidate.num_requests)
+
+
+POLICIES: dict[RoutingPolicy, Choose] = {
+    "kv": kv,
+    "least_tokens": least_tokens,
+    "round_robin": round_robin,
+    "power_of_two": power_of_two,
+}
+
+
+def expected_cost_s(candidate: Candidate, prefill_tokens_per_s: float, decode_step_s: float) -> float:
+    """Seconds until the first token, by tokens to compute before it, and what waiting for blocks and a seat would add."""
+    num_tokens = candidate.num_to_compute + candidate.queue_tokens + REQUEST_TOKENS * candidate.num_requests
+    return num_tokens / prefill_tokens_per_s + ANSWER_STEPS * decode_step_s * pressure(candidate)
+
+
+def pressure(candidate: Candidate) -> float:
+    """Which part of an answer's time a new request may have to wait for blocks (all of it in a full pool), and for a seat."""
+    excess = (candidate.num_requests + 1) / candidate.max_num_seqs - 1
+    seats = (excess + sqrt(excess * excess + BEND * BEND)) / 2
+    return candidate.used_share**8 + seats
+
+
+def _prefill_rates(candidates: Sequence[Candidate]) -> list[float]:
+    """Each one's rate; the typical one where none is known, or where it is hardly another."""
+    typical = _typical([c.prefill_tokens_per_s for c in candidates], DEFAULT_PREFILL_TOKENS_PER_S)
+    rates = [c.prefill_tokens_per_s or typical for c in candidates]
+    return [typical if 1 / EQUAL_RATES <= rate / typical <= EQUAL_RATES else rate for rate in rates]
+
+
+def _typical(values: Sequence[float], default: float) -> float:
+    return median([value for value in values if value] or [default])
+
+
+def _least(candidates: Sequence[Candidate], costs: Sequence[float], chance: Chance) -> Candidate:
+    least = min(costs)
+    equals = [candidate for candidate, cost in zip(candidates, costs, strict=True) if cost <= least * (1 + 1e-9)]
+    return equals[int(chance.draw * len(equals))]
