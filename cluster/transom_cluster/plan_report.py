@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from transom_worker.models.shares import rank_lines
 from transom_worker.planner import CachePlan
 
 LEAST_WIDTH = 110  # where there is no terminal
@@ -25,6 +26,10 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> N
     console.print(
         f"{plan.num_pages:,} pages of {plan.page_bytes:,} bytes; blocks leave at most {plan.waste:.2%} of a page unused"
     )
+    for line in rank_lines(plan.ranks):
+        console.print(line)
+    if plan.replicated:
+        console.print(f"Several ranks hold alike: {', '.join(plan.replicated)}.")
     console.print(_groups(plan))
     console.print(f"One request of {plan.max_model_len:,} tokens takes {readable(plan.request_bytes)}.")
     if plan.in_flight_bytes:

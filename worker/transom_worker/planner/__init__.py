@@ -3,9 +3,9 @@
 `plan_from_config` plans from a `config.json`; the engine calls the same `cache_groups` and `plan_cache` with what it loaded.
 """
 
-from transom_worker.planner.blocks import cache_groups, kv_dtype
+from transom_worker.planner.blocks import cache_groups, kv_dtype, rank_layout
 from transom_worker.planner.pages import make_layout
-from transom_worker.planner.plan import CachePlan, Concurrency, GroupPlan, plan_cache, plan_from_config
+from transom_worker.planner.plan import CachePlan, Concurrency, GroupPlan, plan_cache, plan_from_config, with_shares
 
 __all__ = [
     "CachePlan",
@@ -16,4 +16,6 @@ __all__ = [
     "make_layout",
     "plan_cache",
     "plan_from_config",
+    "rank_layout",
+    "with_shares",
 ]

@@ -1,15 +1,17 @@
-"""What lies inside a group's block: each layer's tensors, their widths, formats and offsets, on the rank that holds most."""
+"""What lies inside a group's block on one rank: each layer's tensors, their widths, formats and offsets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, GroupLayout, LayerTensors, Role
+from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, LayerTensors, Role
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.layer_attention import LayerAttention
+from transom_worker.models.sharding import head_share
 from transom_worker.planner.groups import Rule, layer_rules, make_groups
 
 FP8 = "float8_e4m3fn"
@@ -55,26 +57,52 @@ def kv_dtype(kv_cache_dtype: str, model_dtype: str) -> str:
 
 
 def cache_groups(
-    architecture: Architecture, *, block_size: int, dtype: str, tensor_parallel_size: int = 1, hybrid: bool = True
+    architecture: Architecture,
+    *,
+    block_size: int,
+    dtype: str,
+    tensor_parallel_size: int = 1,
+    rank: int = 0,
+    hybrid: bool = True,
 ) -> tuple[GroupLayout, ...]:
     """Every group's block, its tensors layer by layer without gaps, K before V, for a cache in `dtype`.
 
-    KV heads are split over the ranks, the first ranks taking one more where that is uneven, and one at least; this is what
-    the first rank holds. Latent rows and compressed entries are on every rank.
+    KV heads are those of `rank`; the first rank holds most in every group. Latent rows and compressed entries are on every rank.
 
     Raises:
         ConfigError: a block size that does not suit the model's compression.
     """
     groups = make_groups(architecture, block_size=block_size, hybrid=hybrid)
-    rows = [_layer_tensors(layer, dtype, tensor_parallel_size) for layer in architecture.layers]
+    heads = [
+        head_share(architecture, index, rank, tensor_parallel_size).num_kv for index in range(architecture.num_layers)
+    ]
+    rows = [_layer_tensors(layer, dtype, held) for layer, held in zip(architecture.layers, heads, strict=True)]
     rules = [layer_rules(layer, hybrid=hybrid) for layer in architecture.layers]
     return tuple(_group_layout(spec, rows, rules) for spec in groups)
 
 
-def _layer_tensors(layer: LayerAttention, dtype: str, ranks: int) -> tuple[Tensor, ...]:
+def rank_layout(layout: ArenaLayout, groups: Sequence[GroupLayout]) -> ArenaLayout:
+    """The first rank's `layout` on another rank, whose `groups` lie inside its blocks: the same ids, pages and strides.
+
+    Strides cut to a rank's own blocks would free nothing: ids are common to all ranks, so the fullest one's memory decides how
+    many there are.
+
+    Raises:
+        ValueError: a block does not fit, so the layout is not the fullest rank's.
+    """
+    for wide, own in zip(layout.groups, groups, strict=True):
+        if own.block_bytes > wide.block_bytes:
+            raise ValueError(
+                f"Blocks of {own.spec.name} take {own.block_bytes} bytes, more than {wide.block_bytes} there."
+            )
+    pairs = zip(layout.groups, groups, strict=True)
+    return replace(layout, groups=tuple(replace(own, stride_bytes=wide.stride_bytes) for wide, own in pairs))
+
+
+def _layer_tensors(layer: LayerAttention, dtype: str, heads: int) -> tuple[Tensor, ...]:
+    """The rows of a layer with so many KV heads."""
     size, compression = layer.head_size, layer.compression
     if not layer.latent:
-        heads = -(-layer.num_kv_heads // ranks)
         return (Tensor(Role.KV, heads, size, layer.value_size or size, dtype),)
     width, format_ = _latent_row(layer, dtype)
     latent = Tensor(Role.KV, 1, width, 0, format_)

@@ -9,7 +9,9 @@ from typing import Any
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.retention import Retention
-from transom_worker.models.architecture import choose_max_model_len, read_architecture
+from transom_worker.models.architecture import Architecture, choose_max_model_len, read_architecture
+from transom_worker.models.sharding import check_size
+from transom_worker.models.shares import RankShare, rank_shares, replicated_parts
 from transom_worker.planner.blocks import cache_groups, kv_dtype
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
 from transom_worker.planner.pages import group_waste, make_layout
@@ -68,16 +70,15 @@ class CachePlan:
     repair_tokens: int  # computed again to restore all windows at the last boundary of such a request
     concurrency: tuple[Concurrency, ...]
     layout: ArenaLayout
+    ranks: tuple[RankShare, ...] = ()  # where there are several, and the model is known
+    replicated: tuple[str, ...] = ()  # likewise: what several ranks hold alike
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the layout's offsets, as JSON values."""
-        values = {
-            name: getattr(self, name) for name in self.__slots__ if name not in ("layout", "groups", "concurrency")
-        }
-        return values | {
-            "groups": [asdict(group) for group in self.groups],
-            "concurrency": [asdict(point) for point in self.concurrency],
-        }
+        parts = ("groups", "concurrency", "ranks")
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in ("layout", *parts)}
+        lists = {name: [asdict(part) for part in getattr(self, name)] for name in parts}
+        return values | lists | {"replicated": list(self.replicated)}
 
 
 def plan_from_config(
@@ -96,11 +97,12 @@ def plan_from_config(
 
     Raises:
         ModelError: a config that is not understood.
-        ConfigError: a length beyond the model's, an unknown dtype, or too little memory.
+        ConfigError: a length beyond the model's, more ranks than can share it, an unknown dtype, or too little memory.
     """
     architecture = read_architecture(config)
+    check_size(architecture, tensor_parallel_size)
     dtype = kv_dtype(kv_cache_dtype, architecture.served_dtype)
-    return plan_cache(
+    plan = plan_cache(
         cache_groups(
             architecture, block_size=block_size, dtype=dtype, tensor_parallel_size=tensor_parallel_size, hybrid=hybrid
         ),
@@ -112,6 +114,15 @@ def plan_from_config(
         kv_dtype=dtype,
         steps_in_flight=steps_in_flight,
     )
+    return with_shares(plan, architecture)
+
+
+def with_shares(plan: CachePlan, architecture: Architecture) -> CachePlan:
+    """The plan, saying what each of several ranks holds of the model."""
+    size = plan.tensor_parallel_size
+    if size == 1:
+        return plan
+    return replace(plan, ranks=rank_shares(architecture, size), replicated=replicated_parts(architecture, size))
 
 
 def plan_cache(
