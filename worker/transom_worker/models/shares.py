@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.sharding import cut, head_share, inner_sizes, kv_holders
@@ -30,6 +31,12 @@ class RankShare:
     heads: tuple[LayerHeads, ...]
     columns: dict[str, Span]
     vocabulary: Span
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON values; spans are [start, end]."""
+        heads = [{name: _listed(value) for name, value in asdict(part).items()} for part in self.heads]
+        columns = {what: list(span) for what, span in self.columns.items()}
+        return {"rank": self.rank, "heads": heads, "columns": columns, "vocabulary": list(self.vocabulary)}
 
 
 def rank_shares(architecture: Architecture, size: int) -> tuple[RankShare, ...]:
@@ -124,3 +131,7 @@ def _heads(architecture: Architecture, rank: int, size: int) -> tuple[LayerHeads
 
 def _span(part: slice) -> Span:
     return (int(part.start), int(part.stop))
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

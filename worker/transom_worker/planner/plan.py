@@ -75,10 +75,14 @@ class CachePlan:
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the layout's offsets, as JSON values."""
-        parts = ("groups", "concurrency", "ranks")
-        values = {name: getattr(self, name) for name in self.__slots__ if name not in ("layout", *parts)}
-        lists = {name: [asdict(part) for part in getattr(self, name)] for name in parts}
-        return values | lists | {"replicated": list(self.replicated)}
+        parts = ("layout", "groups", "concurrency", "ranks", "replicated")
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in parts}
+        return values | {
+            "groups": [asdict(group) for group in self.groups],
+            "concurrency": [asdict(point) for point in self.concurrency],
+            "ranks": [share.as_json() for share in self.ranks],
+            "replicated": list(self.replicated),
+        }
 
 
 def plan_from_config(
