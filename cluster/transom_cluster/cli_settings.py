@@ -10,6 +10,10 @@ import typer
 
 from transom_worker.config import NOT_YET, Settings
 
+_ENVIRONMENT: dict[str, list[str]] = {
+    "api_key": ["TRANSOM_API_KEYS", "TRANSOM_API_KEY"],
+    "api_key_file": ["TRANSOM_API_KEY_FILE"],
+}
 _HELP = {"host": "Address to listen on.", "port": "0 takes a free one."}
 
 
@@ -32,7 +36,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
         f"--{flag}/--no-{flag}" if has_off_switch else f"--{flag}",
         help=_help(name, description, default),
         show_default=False,
-        envvar="TRANSOM_API_KEY" if name == "api_key" else None,
+        envvar=_ENVIRONMENT.get(name),
     )
     return _keyword(name, Annotated[_flag_type(name, annotation), option], None)
 

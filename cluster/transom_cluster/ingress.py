@@ -15,8 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from transom_cluster import __version__
+from transom_cluster.api_keys import ApiKeys
+from transom_cluster.client_limits import ClientLimits
 from transom_cluster.metrics_page import collect_page
-from transom_cluster.middleware import CountRequests, LimitBody, RequireApiKey
+from transom_cluster.middleware import AnswerBugs, CountRequests, LimitBody, LimitClients, LimitHeaders, RequireApiKey
 from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
 from transom_cluster.openai_routes import OpenAiRoutes, add_body_schemas
 from transom_cluster.router import Router
@@ -36,14 +38,23 @@ def build_api(router: Router) -> FastAPI:
         await router.stop()
 
     api = FastAPI(title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False)
-    api.add_middleware(LimitBody, max_body_bytes=router.config.max_body_bytes)
-    api.add_middleware(RequireApiKey, keys=router.config.api_keys)
-    api.add_middleware(CountRequests, metrics=router.metrics)  # added last, so outermost: counts refusals as well
+    _add_layers(api, router)
     _add_error_handlers(api)
     OpenAiRoutes(router).add_to(api)
     _add_server_routes(api, router)
     add_body_schemas(api.openapi())
     return api
+
+
+def _add_layers(api: FastAPI, router: Router) -> None:
+    """From the innermost to the outermost, which counts refusals as well."""
+    config = router.config
+    api.add_middleware(LimitBody, max_body_bytes=config.max_body_bytes)
+    api.add_middleware(LimitClients, limits=ClientLimits(config.limits))
+    api.add_middleware(RequireApiKey, keys=ApiKeys.of(config))
+    api.add_middleware(LimitHeaders, max_header_bytes=config.limits.max_header_bytes)
+    api.add_middleware(AnswerBugs, show_messages=config.log_prompts)
+    api.add_middleware(CountRequests, metrics=router.metrics)
 
 
 def _add_server_routes(api: FastAPI, router: Router) -> None:
@@ -106,10 +117,6 @@ def _add_error_handlers(api: FastAPI) -> None:
             logger.warning("%s %s: %r", request.method, request.url.path, error)
         return _response(wire_error(error))
 
-    async def on_bug(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed.", request.method, request.url.path, exc_info=error)
-        return _response(wire_error(error))
-
     async def on_http_exception(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         response = _response(http_status_error(status, request.method, request.url.path))
@@ -126,7 +133,6 @@ def _add_error_handlers(api: FastAPI) -> None:
     api.add_exception_handler(HttpError, on_error)
     api.add_exception_handler(HTTPException, on_http_exception)
     api.add_exception_handler(RequestValidationError, on_validation_error)
-    api.add_exception_handler(Exception, on_bug)
 
 
 def _response(error: WireError) -> Response:

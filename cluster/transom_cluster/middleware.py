@@ -1,24 +1,31 @@
-"""Plain ASGI layers around the API: counting, API keys, the body limit."""
+"""Plain ASGI layers around the API, outermost first: counting, bugs, header limit, API keys, clients' limits, body limit."""
 
 from __future__ import annotations
 
-import hmac
+import contextlib
+import logging
 import time
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from transom_cluster.api_keys import ONLY_CLIENT, ApiKeys
+from transom_cluster.client_limits import ClientLimits
+from transom_cluster.failures import traceback_lines
 from transom_cluster.metrics import RouterMetrics
-from transom_cluster.openai.errors import WireError, body_too_large, wrong_api_key
+from transom_cluster.openai.errors import WireError, body_too_large, headers_too_large, wire_error, wrong_api_key
+from transom_worker.errors import RateLimited
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+logger = logging.getLogger("transom.router")
+
+OPEN_PATHS = frozenset({"/health"})  # load balancers and kubelets send no keys
 CLIENT_LEFT = 499
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
 
 class CountRequests:
-    """Counts and times every request by the route's path, so that labels stay few."""
+    """Counts and times every request by the route's path, so that labels stay few. Sets `scope["state"]["arrival_s"]`."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
         self._app = app
@@ -30,6 +37,7 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         start_s = time.perf_counter()
+        scope.setdefault("state", {})["arrival_s"] = time.time()
         status = CLIENT_LEFT
 
         async def counted_send(message: Message) -> None:
@@ -40,37 +48,97 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, counted_send)
-        except Exception:
-            status = 500  # answered further out
-            raise
         finally:
             route = scope.get("route")
             endpoint = getattr(route, "path", "other")
             self._metrics.finished(endpoint, status, time.perf_counter() - start_s)
 
 
-class RequireApiKey:
-    """Refuses requests without one of the keys, except where monitoring looks."""
+class AnswerBugs:
+    """Answers 500 for what nobody expected, and logs where it happened.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    Caught here, since a web server logs what reaches it with its message, and a message may quote a prompt.
+    """
+
+    def __init__(self, app: ASGIApp, show_messages: bool) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]  # as curl sends them
+        self._show_messages = show_messages
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on. A response that has begun is left incomplete, so that the client sees it broken off."""
+        has_begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            pass  # left while sending its body
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            details = "".join(traceback_lines(error, with_messages=self._show_messages))
+            logger.error("%s %s failed.\n%s", scope["method"], scope["path"], details)
+            if not has_begun:
+                await send_error(wire_error(error), send)
+
+
+class LimitHeaders:
+    """Answers 431 for a request line and headers over the limit."""
+
+    def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "http" and _header_bytes(scope) > self._max_header_bytes:
+            await send_error(headers_too_large(self._max_header_bytes), send)
+            return
+        await self._app(scope, receive, send)
+
+
+class RequireApiKey:
+    """Refuses requests without one of the keys, and names the client of the others: `scope["state"]["client"]`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
-            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not self._matches(given.strip()):
+        if scope["type"] == "http":
+            given = _bearer_token(Headers(scope=scope).get("authorization", ""))
+            client = self._keys.client(given) if given and self._keys.are_wanted else None
+            if self._keys.are_wanted and client is None and scope["path"] not in OPEN_PATHS:
                 await send_error(wrong_api_key(missing=not given), send)
                 return
+            scope["state"]["client"] = client or ONLY_CLIENT
         await self._app(scope, receive, send)
 
-    def _matches(self, given: str) -> bool:
-        """Compared with every key in constant time, so that timing tells nothing."""
-        if not given:
-            return False  # whatever the keys
-        presented = given.encode("latin-1")  # the header's bytes again
-        return sum([hmac.compare_digest(presented, key) for key in self._keys]) > 0
+
+class LimitClients:
+    """Answers 429 for a client's requests beyond its own limits. A request counts until the last byte of its answer."""
+
+    def __init__(self, app: ASGIApp, limits: ClientLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it. What only looks (GET) is not counted."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._limits.request(scope["state"]["client"]))
+            except RateLimited as error:
+                await send_error(wire_error(error), send)
+                return
+            await self._app(scope, receive, send)
 
 
 class LimitBody:
@@ -107,6 +175,18 @@ class LimitBody:
             return message
 
         return counted_receive
+
+
+def _bearer_token(authorization: str) -> bytes:
+    """The token's own bytes; empty for any other scheme."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+def _header_bytes(scope: Scope) -> int:
+    """About what the request line and the headers took on the wire."""
+    num_bytes = len(scope.get("raw_path") or scope["path"].encode()) + len(scope.get("query_string", b""))
+    return num_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
 
 
 async def send_error(error: WireError, send: Send) -> None:

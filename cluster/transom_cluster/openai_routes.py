@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from transom_cluster.answer_response import AnswerResponse
+from transom_cluster.api_keys import salted
 from transom_cluster.openai.body import Model, WireModel, parse_body
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
@@ -24,10 +26,15 @@ from transom_cluster.openai.prompts import (
     check_vocabulary,
     completion_prompts,
 )
+from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
 from transom_cluster.openai.writers import AnswerHeader
 from transom_cluster.router import Router
-from transom_worker.errors import RequestError
+from transom_worker import contract
+from transom_worker.contract import SamplingParams
+from transom_worker.errors import RequestError, RequestTimeout
+
+logger = logging.getLogger("transom.router")
 
 _BODIES: dict[str, type[WireModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -62,16 +69,7 @@ class OpenAiRoutes:
             template_kwargs=wanted.chat_template_kwargs,
         )
         header = self._header("chatcmpl")
-        requests = build_requests(
-            header.id,
-            [prompt],
-            params,
-            self._router.limits,
-            engine_seed=self._router.engine_seed,
-            priority=wanted.priority,
-            cache_salt=wanted.cache_salt,
-            prompt_param="messages",
-        )
+        requests = self._requests(request, header, wanted, [prompt], params, prompt_param="messages")
         writer = ChatWriter(
             header,
             requests,
@@ -89,15 +87,7 @@ class OpenAiRoutes:
         texts = wanted.prompts()
         prompts = await completion_prompts(self._router.tokenizer, texts, add_special_tokens=wanted.add_special_tokens)
         header = self._header("cmpl")
-        requests = build_requests(
-            header.id,
-            prompts,
-            params,
-            self._router.limits,
-            engine_seed=self._router.engine_seed,
-            priority=wanted.priority,
-            cache_salt=wanted.cache_salt,
-        )
+        requests = self._requests(request, header, wanted, prompts, params, prompt_param="prompt")
         writer = CompletionWriter(
             header,
             requests,
@@ -155,7 +145,43 @@ class OpenAiRoutes:
         return Prompt(token_ids=tuple(ids))
 
     async def _parse(self, request: Request, model: type[Model], rules: FieldRules) -> Model:
-        return parse_body(await request.body(), model, rules)
+        try:
+            async with asyncio.timeout(self._router.config.limits.request_timeout_s):
+                body = await request.body()
+        except TimeoutError:
+            raise RequestTimeout("The request's body did not arrive in time; send it faster, or send less.") from None
+        return parse_body(body, model, rules)
+
+    def _requests(
+        self,
+        request: Request,
+        header: AnswerHeader,
+        wanted: SamplingFields,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        prompt_param: str,
+    ) -> list[contract.Request]:
+        """What the workers get, with what the server adds of its own: seed, deadline, and the client's salt."""
+        router, config = self._router, self._router.config
+        if config.log_prompts:
+            for prompt in prompts:
+                logger.info(
+                    "%s asks: %r", header.id, router.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+                )
+        arrival_s, timeout_s = request.state.arrival_s, config.limits.request_timeout_s
+        return build_requests(
+            header.id,
+            prompts,
+            params,
+            router.limits,
+            engine_seed=router.engine_seed,
+            arrival_s=arrival_s,
+            deadline_s=None if timeout_s is None else arrival_s + timeout_s,
+            priority=wanted.priority,
+            cache_salt=salted(wanted.cache_salt, request.state.client) if config.salt_by_key else wanted.cache_salt,
+            prompt_param=prompt_param,
+        )
 
     def _header(self, prefix: str) -> AnswerHeader:
         return AnswerHeader(id=f"{prefix}-{secrets.token_hex(12)}", model=self._router.config.served_model_name)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import typer
 
+from transom_cluster.api_keys import known_keys
 from transom_cluster.local_ray import LocalRay, StartFailed
 from transom_cluster.progress import Progress
 from transom_cluster.start_checks import check_start
@@ -66,7 +67,8 @@ def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> dict[str,
     Raises:
         StartFailed: no answer in time, or an error.
     """
-    headers = {"authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
+    keys = known_keys(config)
+    headers = {b"authorization": f"Bearer {keys[0]}".encode()} if keys else {}
     give_up_s = time.monotonic() + READY_TIMEOUT_S
     with httpx.Client(base_url=cluster.local_url, headers=headers, timeout=READY_TIMEOUT_S, trust_env=False) as client:
         while not _is_healthy(client):
@@ -89,7 +91,7 @@ def _is_healthy(client: httpx.Client) -> bool:
 
 def _print_welcome(cluster: LocalRay, settings: Settings, worker: dict[str, Any], start_s: float) -> None:
     config = settings.server_config()
-    url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if config.api_keys else ""
+    url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if known_keys(config) else ""
     url_flag = "" if url.endswith(":8000") else f" --url {url}"
     message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     for line in (

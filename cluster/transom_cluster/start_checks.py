@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+from transom_cluster.api_keys import read_key_file
 from transom_worker.config import Settings
 from transom_worker.errors import ConfigError
 
@@ -33,9 +34,11 @@ def check_start(settings: Settings) -> None:
 
 
 def check_api_keys(settings: Settings) -> None:
-    """Raise ConfigError for a key that is no secret, such as an unset variable's."""
+    """Raise ConfigError for a key that is no secret, such as an unset variable's, and for a file without keys."""
     if not all(key.strip() for key in settings.api_key):
         raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
+    if settings.api_key_file is not None:
+        read_key_file(settings.api_key_file)
 
 
 def port_problem(host: str, port: int) -> str | None:

@@ -119,6 +119,7 @@ class ServerConfig:
     port: int = 8000
     served_model_name: str
     api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
     max_body_bytes: int = 8 * 2**20
     haproxy: bool = False
     routing_policy: RoutingPolicy = "kv"
@@ -216,7 +217,7 @@ class Settings(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
-    api_key_file: str | None = Field(None, description="A file with one such key a line; # begins a comment.")
+    api_key_file: str | None = Field(None, description="A file with one such key a line; lines with # in front do not count.")
     salt_by_key: bool = Field(
         False, description="Clients with different API keys share no cached prefixes, so that none can time another's."
     )
@@ -337,6 +338,7 @@ class Settings(BaseModel):
             port=self.port,
             served_model_name=self.served_model_name or self.model,
             api_keys=self.api_key,
+            api_key_file=self.api_key_file,
             max_body_bytes=self.max_body_bytes,
             haproxy=self.haproxy,
             routing_policy=self.routing_policy,

@@ -11,6 +11,8 @@ from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.errors import RequestError
 
+MAX_MESSAGES = 4096  # a template is rendered once for each of the latest turns
+
 
 class ContentPart(WireModel):
     """One part of a message's content. Only text can be served; other kinds are named in the refusal."""
@@ -48,7 +50,7 @@ class ChatMessage(WireModel):
 class ChatCompletionRequest(SamplingFields):
     """The fields that are served; `fields.CHAT_RULES` knows the others."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from transom_cluster.openai.body import WireModel
-from transom_cluster.openai.chat_types import ChatMessage
+from transom_cluster.openai.chat_types import MAX_MESSAGES, ChatMessage
 from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.errors import RequestError
@@ -71,7 +71,7 @@ class TokenizeRequest(WireModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None  # default: true for a prompt; the template's business for messages
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

@@ -14,6 +14,8 @@ from transom_worker import errors
 from transom_worker.contract import ErrorInfo
 
 RETRY_AFTER_S = 1.0
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 200
 HIDDEN_MESSAGE = "The server failed on this request; its log has the reason. It is safe to send the request again."
 
 _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
@@ -43,12 +45,17 @@ class WireError:
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        """OpenAI's error object. What a client sent is quoted briefly at most."""
+        message, param = _cut(self.message, MAX_MESSAGE_CHARS), self.param and _cut(self.param, MAX_PARAM_CHARS)
+        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
     def dumps(self) -> bytes:
         """The body as JSON."""
         return json.dumps(self.body).encode()
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class HttpError(Exception):
@@ -102,6 +109,16 @@ def body_too_large(max_body_bytes: int) -> HttpError:
             type="invalid_request_error",
             code="request_body_too_large",
         )
+    )
+
+
+def headers_too_large(max_header_bytes: int) -> WireError:
+    """431; the limit is in the message."""
+    return WireError(
+        status=431,
+        message=f"The request's headers are larger than {max_header_bytes:,} bytes; send less, or raise --max-header-bytes.",
+        type="invalid_request_error",
+        code="request_headers_too_large",
     )
 
 

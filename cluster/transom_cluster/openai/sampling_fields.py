@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from transom_cluster.openai.body import WireModel
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError
+
+MAX_STOP_CHARS = 1024
+MAX_TOKEN_ENTRIES = 1024  # every one costs something at every token
+MAX_NUMBER = 2**31 - 1
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(WireModel):
@@ -29,20 +35,20 @@ class SamplingFields(WireModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, float] | None = None
+    stop: StopString | list[StopString] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_TOKEN_ENTRIES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    top_k: int | None = None
+    top_k: int | None = Field(None, le=MAX_NUMBER)
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_TOKEN_ENTRIES)
+    min_tokens: int | None = Field(None, le=MAX_NUMBER)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: int | None = None
+    priority: int | None = Field(None, ge=-MAX_NUMBER, le=MAX_NUMBER)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transom_cluster.openai.prompts import Prompt, check_vocabulary
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.errors import PromptTooLong
+from transom_worker.errors import PromptTooLong, RequestError
+
+MAX_PROMPT_TOKENS = (
+    2**21
+)  # of all sequences that one request makes; a single one may be longer where the model takes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ def build_requests(
     params: SamplingParams,
     limits: ModelLimits,
     *,
+    arrival_s: float,
+    deadline_s: float | None = None,
     engine_seed: int | None = None,
     priority: int | None = None,
     cache_salt: str | None = None,
@@ -36,12 +41,12 @@ def build_requests(
     A missing seed is resolved here: the engine's configured one, else a random one per prompt.
 
     Raises:
-        RequestError: a token id outside the vocabulary.
+        RequestError: a token id outside the vocabulary, or more prompt tokens than one request may bring.
         PromptTooLong: a prompt, or prompt and answer together, exceed the model's length.
     """
     single = params.single()
-    arrival_s = time.time()
     _check_params(params, limits)
+    _check_total(prompts, params.n, limits.max_model_len, param=prompt_param)
     requests = []
     for p, prompt in enumerate(prompts):
         check_vocabulary(prompt.token_ids, limits.vocab_size, param=prompt_param)
@@ -56,6 +61,7 @@ def build_requests(
                     seed=seed,
                     choice_index=choice,
                     arrival_s=arrival_s,
+                    deadline_s=deadline_s,
                     priority=priority or 0,
                     cache_salt=cache_salt,
                     turn_boundaries=prompt.turn_boundaries,
@@ -73,6 +79,17 @@ def _resolve_seed(given: int | None, configured: int | None) -> int:
 def _check_params(params: SamplingParams, limits: ModelLimits) -> None:
     check_vocabulary(params.stop_token_ids, limits.vocab_size, param="stop_token_ids")
     check_vocabulary(tuple(params.logit_bias), limits.vocab_size, param="logit_bias")
+
+
+def _check_total(prompts: Sequence[Prompt], num_choices: int, max_model_len: int, *, param: str) -> None:
+    num_tokens = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
+    most = max(MAX_PROMPT_TOKENS, max_model_len)
+    if num_tokens > most:
+        raise RequestError(
+            f"The prompts have {num_tokens:,} tokens in all, counted once for each of {num_choices} choices; "
+            f"at most {most:,} are allowed in one request.",
+            param=param,
+        )
 
 
 def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, param: str) -> None:

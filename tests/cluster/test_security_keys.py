@@ -1,0 +1,163 @@
+"""API keys: which routes want one, where keys come from, and clients that share nothing through the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from stub_worker import StubWorker
+
+from conftest import make_router, running_api
+from transom_cluster.api_keys import LOOK_AGAIN_S, ApiKeys, read_key_file
+from transom_cluster.ingress import build_api
+from transom_worker.config import ServerConfig
+from transom_worker.errors import ConfigError
+from transom_worker.kvcache.hashing import chain_root
+
+KEYS = ("first", "second", "dritter Schlüssel")
+OPEN = {"/health"}  # as in docs/security.md
+
+
+def bearer(key: str) -> dict[bytes, bytes]:
+    return {b"authorization": f"Bearer {key}".encode()}
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def refused(response: httpx.Response) -> bool:
+    if response.status_code != 401:
+        return False
+    if response.request.method != "HEAD":
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+    return True
+
+
+async def test_every_route_wants_a_key_but_those_documented():
+    async with running_api(api_keys=KEYS) as api:
+        routes = build_api(make_router(StubWorker())).routes
+        assert len(routes) >= 12
+        for route in routes:
+            path = route.path.replace("{model_id:path}", "stub")
+            for method in (*route.methods, "OPTIONS", "TRACE"):
+                response = await api.client.request(method, path)
+                assert refused(response) == (path not in OPEN), (method, path, response.status_code)
+        for path in ("/v1/nothing", "/health/", "//health", "/health/../v1/models", "/HEALTH", "/health%2f"):
+            assert refused(await api.client.post(path, json={"prompt": "x"})), path
+        assert api.worker.submitted == []
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    ["", "Bearer", "Bearer ", "Bearer wrong", "Basic first", "first", "é", "Bearer first second", "Bearer FIRST"],
+)
+async def test_what_is_no_key(authorization):
+    async with running_api(api_keys=KEYS) as api:
+        headers = {b"authorization": authorization.encode()}
+        assert refused(await api.client.get("/v1/models", headers=headers))
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+@pytest.mark.parametrize("key", KEYS)
+async def test_any_of_the_keys_opens(key, scheme):
+    async with running_api(api_keys=KEYS) as api:
+        for path in ("/v1/models", "/metrics", "/version", "/docs", "/openapi.json"):
+            headers = {b"authorization": f"{scheme} {key}".encode()}
+            assert (await api.client.get(path, headers=headers)).status_code == 200
+
+
+async def test_a_key_file_opens_too(tmp_path):
+    path = key_file(tmp_path, "# ours\n\n  from a file \n")
+    async with running_api(api_keys=("given",), api_key_file=str(path)) as api:
+        for key in ("given", "from a file"):
+            assert (await api.client.get("/v1/models", headers=bearer(key))).status_code == 200
+        for key in ("# ours", "ours"):
+            assert refused(await api.client.get("/v1/models", headers=bearer(key)))
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [("key\n", 0o604, "chmod 600"), ("# none\n\n", 0o600, "has no key"), ("\udcff", 0o600, "not UTF-8")],
+)
+def test_what_is_no_key_file(tmp_path, text, mode, said):
+    path = tmp_path / "keys"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=said):
+        read_key_file(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key_file(str(tmp_path / "missing"))
+
+
+def test_a_server_with_a_broken_key_file_does_not_start(tmp_path):
+    config = ServerConfig(served_model_name="m", api_key_file=str(tmp_path / "missing"))
+    with pytest.raises(ConfigError):
+        ApiKeys.of(config)
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path):
+    now_s = 0.0
+    path = key_file(tmp_path, "old\n")
+    keys = ApiKeys((), str(path), clock=lambda: now_s)
+    assert keys.client(b"old")
+    path.write_text("new\nnewer\n")
+    assert keys.client(b"new") is None  # not looked at for every request
+    now_s += LOOK_AGAIN_S
+    assert keys.client(b"new")
+    assert keys.client(b"old") is None
+    for breaking in (lambda: path.write_text(""), lambda: path.chmod(0o644), path.unlink):
+        breaking()
+        now_s += LOOK_AGAIN_S
+        assert keys.client(b"new")
+        assert keys.client(b"") is None
+    key_file(tmp_path, "back\n")
+    now_s += LOOK_AGAIN_S
+    assert keys.client(b"back")
+    assert keys.client(b"new") is None
+
+
+def test_every_key_is_compared_by_a_digest_of_the_same_length(monkeypatch):
+    compared = []
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    keys = ApiKeys(("a", "b" * 100, "c"))
+    for presented in (b"a", b"b" * 100, b"x" * 5000):
+        compared.clear()
+        keys.client(presented)
+        assert len(compared) == 3
+        assert {len(digest) for pair in compared for digest in pair} == {32}
+
+
+async def salts_of(api, key: str, **body) -> list[str | None]:
+    api.worker.submitted.clear()
+    fields = {"prompt": "hi", "max_tokens": 1, **body}
+    assert (await api.client.post("/v1/completions", json=fields, headers=bearer(key))).status_code == 200
+    messages = [{"role": "user", "content": "hi"}]
+    fields = {"messages": messages, "max_tokens": 1, **body}
+    assert (await api.client.post("/v1/chat/completions", json=fields, headers=bearer(key))).status_code == 200
+    return [request.cache_salt for request in api.worker.submitted]
+
+
+async def test_salts_are_the_clients_own_on_request():
+    async with running_api(api_keys=("a", "b"), salt_by_key=True) as api:
+        first, again = await salts_of(api, "a")
+        assert first == again
+        salts = {first, *await salts_of(api, "b")}
+        salts |= {*await salts_of(api, "a", cache_salt="x"), *await salts_of(api, "b", cache_salt="x")}
+        forged = await salts_of(api, "b", cache_salt=first)  # another's salt is no way to another's cache
+        salts |= set(forged)
+        assert len(salts) == 5
+        assert len({chain_root(16, cache_salt=salt) for salt in salts}) == 5
+        assert not any(salt.startswith(("a", "b:")) and len(salt) < 10 for salt in salts)
+
+
+@pytest.mark.parametrize("config", [{}, {"api_keys": ("a",)}], ids=["no keys", "keys"])
+async def test_salts_are_the_requests_own_otherwise(config):
+    async with running_api(**config) as api:
+        assert await salts_of(api, "a") == [None, None]
+        assert await salts_of(api, "a", cache_salt="x") == ["x", "x"]
