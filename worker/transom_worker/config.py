@@ -217,7 +217,9 @@ class Settings(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
-    api_key_file: str | None = Field(None, description="A file with one such key a line; lines with # in front do not count.")
+    api_key_file: str | None = Field(
+        None, description="A file with one such key a line; lines with # in front do not count."
+    )
     salt_by_key: bool = Field(
         False, description="Clients with different API keys share no cached prefixes, so that none can time another's."
     )
