@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from transom_cluster.start_checks import check_api_keys
 from transom_cluster.worker_client import ServeWorkerClient
-from transom_worker.config import Settings
+from transom_cluster.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
+from transom_worker.config import EngineConfig, Settings
 from transom_worker.errors import ConfigError
 
 OUTSIDE_THE_APP = {
@@ -22,13 +24,13 @@ OUTSIDE_THE_APP = {
     "port": "http_options.port",
     "haproxy": "RAY_SERVE_ENABLE_HA_PROXY=1 and RAY_SERVE_THROUGHPUT_OPTIMIZED=1 in Ray's environment",
 }
-ROUTER_CPUS = 0.25
 MAX_ONGOING_REQUESTS = (
     10_000  # admission is the worker's business (max_waiting); Serve's default of 5 would queue unseen
 )
-HEALTH_CHECK_PERIOD_S = 2.0
+HEALTH_CHECK_PERIOD_S = 1.0  # how long a dead replica goes unseen by Serve's controller
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that is importing or tokenising a huge prompt is not dead
-GRACEFUL_SHUTDOWN_S = 5.0
+WORKER_DRAIN_S = 60.0  # what still runs then goes on at another worker
+ROUTER_DRAIN_S = 300.0  # its clients' connections cannot go elsewhere
 
 
 @serve.ingress()
@@ -47,7 +49,7 @@ class Router:
         from transom_worker.tokenizer import Tokenizer
 
         core = RouterCore(
-            worker=ServeWorkerClient(self._worker),
+            worker=ServeWorkerClient(self._worker, ""),
             tokenizer=Tokenizer.load(resolve_model(self._settings.model)),
             config=self._settings.server_config(),
             router_id=serve.get_replica_context().replica_id.unique_id,
@@ -60,10 +62,16 @@ class Worker:
     """Becomes `transom_worker.replica.WorkerReplica` in the replica's process, so that no other process imports torch."""
 
     def __new__(cls) -> Any:
-        """An instance that Serve then initialises with the deployment's arguments."""
+        """An instance that Serve then initialises with the deployment's arguments; it knows its id, a new one at each start."""
         from transom_worker.replica import WorkerReplica
 
-        return WorkerReplica.__new__(WorkerReplica)
+        worker_id = serve.get_replica_context().replica_id.unique_id
+
+        class ThisWorker(WorkerReplica):
+            def __init__(self, config: EngineConfig, model_name: str) -> None:
+                super().__init__(config, model_name, worker_id)
+
+        return ThisWorker.__new__(ThisWorker)
 
 
 def build_app(settings: Mapping[str, Any]) -> serve.Application:
@@ -77,24 +85,40 @@ def build_app(settings: Mapping[str, Any]) -> serve.Application:
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
     checked = Settings.parse(**settings)
     check_api_keys(checked)
-    worker = _worker_deployment(checked).bind(
-        checked.engine_config(), model_name=checked.server_config().served_model_name
+    resources = worker_resources(checked, Machines.now())
+    worker = _worker_deployment(checked, resources).bind(
+        _engine_config(checked, resources), model_name=checked.server_config().served_model_name
     )
-    router = serve.deployment(
-        Router,
-        name="Router",
-        ray_actor_options={"num_cpus": ROUTER_CPUS},
-        **_serve_options(),
-    )
-    return router.bind(dict(settings), worker)
+    return _router_deployment(checked).bind(dict(settings), worker)
 
 
-def _worker_deployment(settings: Settings) -> Any:
+def _engine_config(settings: Settings, resources: WorkerResources) -> EngineConfig:
+    config = settings.engine_config()
+    return replace(config, ranks=replace(config.ranks, launcher="ray"), num_threads=resources.num_threads)
+
+
+def _worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
     return serve.deployment(
         Worker,
         name="Worker",
         num_replicas=settings.replicas,
-        ray_actor_options=worker_resources(settings),
+        ray_actor_options=resources.actor_options,
+        request_router_config=RequestRouterConfig(
+            request_router_class="transom_cluster.replica_router.ReplicaRequestRouter"
+        ),
+        graceful_shutdown_timeout_s=WORKER_DRAIN_S,
+        **({"placement_group_bundles": resources.bundles} if resources.bundles else {}),
+        **_serve_options(),
+    )
+
+
+def _router_deployment(settings: Settings) -> Any:
+    return serve.deployment(
+        Router,
+        name="Router",
+        num_replicas=settings.router_replicas,
+        ray_actor_options={"num_cpus": ROUTER_CPUS},
+        graceful_shutdown_timeout_s=max(ROUTER_DRAIN_S, settings.request_timeout_s or 0),
         **_serve_options(),
     )
 
@@ -105,32 +129,5 @@ def _serve_options() -> dict[str, Any]:
         "max_constructor_retry_count": 1,  # a wrong checkpoint does not get better by trying again
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
-        "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_S,
         "graceful_shutdown_wait_loop_s": 0.1,
     }
-
-
-def worker_resources(settings: Settings) -> dict[str, Any]:
-    """Ray's options for the worker's actor: a GPU, or nearly all cores with their OpenMP threads."""
-    num_cores = len(os.sched_getaffinity(0))
-    num_threads = settings.num_threads or num_cores
-    on_gpu = settings.device == "cuda" or (settings.device == "auto" and _cluster_has_gpu())
-    options: dict[str, Any] = {
-        "num_cpus": 1
-        if on_gpu
-        else max(0.5, min(num_threads, num_cores) - 2 * ROUTER_CPUS),  # what is not there is never granted
-        "runtime_env": {
-            "env_vars": {
-                # Ray would set the thread count to num_cpus, and spinning threads starve the router on small machines.
-                "OMP_NUM_THREADS": str(num_threads),
-                "OMP_WAIT_POLICY": "PASSIVE",
-            }
-        },
-    }
-    return {**options, "num_gpus": 1} if on_gpu else options
-
-
-def _cluster_has_gpu() -> bool:
-    import ray
-
-    return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1)

@@ -48,13 +48,20 @@ class WorkerDirectory(Protocol):
         """The present workers by id, at once and again at every change. One that is missing takes no new requests (it is gone, or
         drains); its client works as long as it lives."""
 
+    def wake(self) -> None:
+        """A request waits and there is no worker: one is started where all were scaled away. Returns at once."""
+
 
 class ServeWorkerClient:
-    """A worker deployment behind a Ray Serve handle."""
+    """One replica of a worker deployment, behind a Ray Serve handle.
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._streaming = handle.options(stream=True)
+    It holds `replica`, Serve's own object for it, so that calls reach a worker that drains; see `ReplicaRequestRouter`.
+    """
+
+    def __init__(self, handle: Any, worker_id: str, replica: object = None) -> None:
+        self._handle = handle.options(session_id=worker_id)
+        self._streaming = self._handle.options(stream=True)
+        self._replica = replica
 
     async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
         """See `WorkerClient`. Ending the iteration cancels the call at the worker."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import yaml
 
+from transom_cluster.worker_resources import Machines, worker_resources
 from transom_worker.config import Settings
 from transom_worker.errors import ConfigError
 
@@ -30,7 +31,7 @@ def test_the_shipped_yaml_is_valid_and_builds():
 
 
 def test_every_commented_setting_of_the_yaml_exists():
-    commented = [line.split("# ", 1)[1] for line in YAML.read_text().splitlines() if line.startswith("      # ")]
+    commented = re.findall(r"^ +# ([a-z_]+: .*)$", YAML.read_text(), flags=re.MULTILINE)
     assert len(commented) >= 5
     Settings.parse(model="smollm2", **yaml.safe_load("\n".join(commented)))
 
@@ -51,19 +52,19 @@ def test_settings_of_the_proxies_are_not_ignored_in_silence(name):
         app.build_app({"model": "smollm2", name: 1})
 
 
-def test_a_cpu_worker_leaves_room_for_the_router_and_names_its_threads(monkeypatch):
-    monkeypatch.setattr(app, "_cluster_has_gpu", lambda: False)
-    options = app.worker_resources(Settings.parse(model="m"))
-    cores = len(os.sched_getaffinity(0))
-    assert options["num_cpus"] + app.ROUTER_CPUS <= cores
-    assert "num_gpus" not in options
-    assert options["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "PASSIVE"}
-    assert app.worker_resources(Settings.parse(model="m", num_threads=1))["num_cpus"] == 0.5
-    assert app.worker_resources(Settings.parse(model="m", num_threads=10 * cores))["num_cpus"] <= cores
+def test_a_worker_is_told_its_threads_and_that_ray_starts_its_ranks():
+    settings = Settings.parse(model="m", tensor_parallel_size=2, num_threads=3)
+    resources = worker_resources(settings, Machines(node_cpus=(8.0,), num_gpus=0))
+    config = app._engine_config(settings, resources)
+    assert (config.num_threads, config.ranks.size, config.ranks.launcher) == (3, 2, "ray")
+    worker = app._worker_deployment(settings, resources)
+    assert worker.ray_actor_options["num_cpus"] == resources.bundles[0]["CPU"]
+    assert worker._replica_config.placement_group_bundles == resources.bundles
 
 
-@pytest.mark.parametrize(("device", "in_cluster"), [("cuda", False), ("auto", True)])
-def test_a_gpu_worker_asks_for_a_gpu(monkeypatch, device, in_cluster):
-    monkeypatch.setattr(app, "_cluster_has_gpu", lambda: in_cluster)
-    options = app.worker_resources(Settings.parse(model="m", device=device))
-    assert (options["num_gpus"], options["num_cpus"]) == (1, 1)
+def test_routers_and_workers_come_in_the_numbers_asked_for():
+    settings = Settings.parse(model="m", replicas=3, router_replicas=2, request_timeout_s=1000)
+    assert app._router_deployment(settings).num_replicas == 2
+    assert app._router_deployment(settings)._deployment_config.graceful_shutdown_timeout_s == 1000
+    workers = app._worker_deployment(settings, worker_resources(settings, Machines(node_cpus=(8.0,), num_gpus=0)))
+    assert workers.num_replicas == 3

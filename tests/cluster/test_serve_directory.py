@@ -1,0 +1,114 @@
+"""Which workers there are, and calls that go to the one they name: Serve's hooks, without Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, of pydantic
+    from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+    from ray.serve.request_router import PendingRequest
+
+    from transom_cluster.replica_router import ReplicaRequestRouter
+
+from transom_cluster.serve_directory import ServeWorkerDirectory, presence_of
+from transom_worker.errors import WorkerLost
+
+
+class Replica:
+    """Stands for Serve's RunningReplica."""
+
+    def __init__(self, deployment: DeploymentID, name: str) -> None:
+        self.replica_id = ReplicaID(name, deployment)
+        self.max_ongoing_requests = 10
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+class Handle:
+    """Stands for Serve's DeploymentHandle; `options` say what a client would call with."""
+
+    def __init__(self, deployment: DeploymentID, **options: object) -> None:
+        self.deployment_name, self.app_name = deployment.name, deployment.app_name
+        self.given = options
+
+    def options(self, **options: object) -> Handle:
+        return Handle(DeploymentID(self.deployment_name, self.app_name), **{**self.given, **options})
+
+
+@pytest.fixture
+def deployment(request: pytest.FixtureRequest) -> DeploymentID:
+    return DeploymentID(request.node.name, "app")
+
+
+@pytest.fixture
+async def router(deployment: DeploymentID) -> ReplicaRequestRouter:
+    router = ReplicaRequestRouter(deployment_id=deployment, handle_source=DeploymentHandleSource.REPLICA)
+    router.initialize_state()
+    return router
+
+
+def call(worker_id: str) -> PendingRequest:
+    metadata = RequestMetadata(request_id="r", internal_request_id=f"i{worker_id}", session_id=worker_id)
+    return PendingRequest(args=[], kwargs={}, metadata=metadata)
+
+
+async def test_calls_go_to_the_replica_they_name(router: ReplicaRequestRouter, deployment: DeploymentID) -> None:
+    one, two = Replica(deployment, "one"), Replica(deployment, "two")
+    router.update_replicas([one, two])  # type: ignore[list-item]
+    assert await router._choose_replica_for_request(call("two")) is two
+    assert await router._choose_replica_for_request(call("one")) is one
+    assert await router._choose_replica_for_request(call("")) in (one, two)
+    with pytest.raises(WorkerLost, match="three"):
+        await router._choose_replica_for_request(call("three"))
+
+
+async def test_a_draining_replica_is_reached_as_long_as_it_is_held(
+    router: ReplicaRequestRouter, deployment: DeploymentID
+) -> None:
+    one, two = Replica(deployment, "one"), Replica(deployment, "two")
+    router.update_replicas([one, two])  # type: ignore[list-item]
+    router.update_replicas([two])  # type: ignore[list-item]
+    await asyncio.sleep(0)  # Serve's own look at the queues of new replicas
+    assert await router._choose_replica_for_request(call("one")) is one
+    with pytest.raises(WorkerLost):  # it did not take the call, and no other may have it
+        await router._choose_replica_for_request(call("one"), is_retry=True)
+    router.on_replica_actor_died(one.replica_id)
+    with pytest.raises(WorkerLost):
+        await router._choose_replica_for_request(call("one"))
+    assert list(presence_of(deployment.name, "app").replicas) == ["two"]
+
+
+async def test_a_call_that_names_nobody_waits_for_the_first(
+    router: ReplicaRequestRouter, deployment: DeploymentID
+) -> None:
+    waiting = asyncio.create_task(router._choose_replica_for_request(call("")))
+    await asyncio.sleep(0)
+    one = Replica(deployment, "one")
+    router.update_replicas([one])  # type: ignore[list-item]
+    assert await asyncio.wait_for(waiting, 10) is one
+
+
+async def test_the_directory_tells_every_change_and_keeps_clients(deployment: DeploymentID) -> None:
+    presence = presence_of(deployment.name, "app")
+    changes: AsyncGenerator[Mapping[str, Any], None] = ServeWorkerDirectory(Handle(deployment)).changes()
+    assert await anext(changes) == {}
+    one, two = Replica(deployment, "one"), Replica(deployment, "two")
+    await asyncio.to_thread(presence.publish, {"one": one})
+    first = await asyncio.wait_for(anext(changes), 10)
+    assert first["one"]._handle.given == {"session_id": "one"}
+    presence.publish({"one": one})  # nothing new: not told
+    presence.publish({"one": one, "two": two})
+    second = await asyncio.wait_for(anext(changes), 10)
+    assert second["one"] is first["one"]
+    assert list(second) == ["one", "two"]
+    presence.publish({"two": two})
+    assert list(await asyncio.wait_for(anext(changes), 10)) == ["two"]
+    await changes.aclose()
+    presence.publish({})  # nobody listens

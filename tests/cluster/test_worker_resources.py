@@ -1,0 +1,88 @@
+"""What Ray is asked for a worker: never more than there is, on laptops least of all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from transom_cluster.worker_resources import (
+    ROUTER_CPUS,
+    Machines,
+    WorkerResources,
+    check_gpus,
+    gpus_of,
+    worker_resources,
+)
+from transom_worker.config import Settings
+
+LAPTOP = Machines(node_cpus=(2.0,), num_gpus=0)
+
+
+def of(machines: Machines, **settings: object) -> WorkerResources:
+    return worker_resources(Settings.parse(model="m", **settings), machines)
+
+
+def cpus(resources: WorkerResources) -> float:
+    bundles = resources.bundles or [{"CPU": resources.actor_options["num_cpus"]}]
+    return math.fsum(bundle["CPU"] for bundle in bundles)
+
+
+@pytest.mark.parametrize("cores", [1.0, 2.0, 4.0, 64.0])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("threads", [None, 1, 1000])
+def test_all_workers_one_more_and_the_routers_fit(cores, replicas, ranks, threads):
+    machines = Machines(node_cpus=(cores,), num_gpus=0)
+    resources = of(machines, replicas=replicas, tensor_parallel_size=ranks, num_threads=threads)
+    assert cpus(resources) > 0
+    assert (replicas + 1) * cpus(resources) + ROUTER_CPUS <= cores
+    if resources.bundles:
+        assert len(resources.bundles) == ranks + 1
+        assert min(bundle["CPU"] for bundle in resources.bundles) > 0
+        assert resources.actor_options["num_cpus"] == resources.bundles[0]["CPU"]
+
+
+def test_threads_are_dealt_out():
+    assert of(LAPTOP).num_threads == 2
+    assert of(LAPTOP, replicas=2).num_threads == 1
+    assert of(LAPTOP, replicas=2, tensor_parallel_size=2).num_threads == 1
+    assert of(LAPTOP, max_replicas=2).num_threads == 1
+    several = Machines(node_cpus=(16.0, 16.0, 16.0), num_gpus=0)
+    assert of(several, replicas=3).num_threads == 16
+    assert of(several, replicas=4, tensor_parallel_size=2).num_threads == 4
+    given = of(LAPTOP, num_threads=1)
+    assert given.num_threads == 1
+    assert given.actor_options["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@pytest.mark.parametrize(("device", "num_gpus"), [("cuda", 0), ("auto", 1)])
+def test_a_gpu_for_each_rank(device, num_gpus):
+    machines = Machines(node_cpus=(16.0,), num_gpus=num_gpus)
+    alone = of(machines, device=device)
+    assert alone.bundles is None
+    assert (alone.actor_options["num_gpus"], alone.actor_options["num_cpus"]) == (1, 1)
+    several = of(machines, device=device, tensor_parallel_size=3)
+    assert several.bundles == [{"CPU": 1}, *[{"CPU": 1, "GPU": 1}] * 3]
+    assert "num_gpus" not in several.actor_options
+
+
+def test_more_gpus_than_there_are_is_refused_with_the_numbers():
+    def problem(num_gpus: int, **settings: object) -> str | None:
+        return check_gpus(Settings.parse(model="m", **settings), num_gpus)
+
+    assert problem(0) is None
+    assert problem(1) is None
+    assert problem(1, device="cpu", replicas=9) is None
+    assert problem(8, replicas=2, tensor_parallel_size=4) is None
+    assert "needs 1 GPUs and this machine has 0" in (problem(0, device="cuda") or "")
+    message = problem(4, max_replicas=3, tensor_parallel_size=2) or ""
+    assert "--max-replicas 3 with --tensor-parallel-size 2 needs 6 GPUs and this machine has 4" in message
+
+
+def test_gpus_are_counted_by_their_device_files():
+    files = ["null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"]
+    assert gpus_of(files, None) == 2
+    assert gpus_of(files, "1") == 1
+    assert gpus_of(files, "") == 0
+    assert gpus_of([], "0,1") == 0
