@@ -18,7 +18,7 @@ from transom_worker.models.architecture import read_architecture, runnable
 from transom_worker.models.deepseek_v4.names import published_name
 from transom_worker.models.registry import build_model
 from transom_worker.weights import Weights, load_weights
-from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
+from transom_worker.weights.checkpoint import WHOLE, Part, check_shape
 
 LENGTHS = (127, 128, 129, 300)
 NUM_TOKENS = 8
@@ -98,12 +98,12 @@ class OneChanged:
         self._weights, self._name, self._tensor = weights, name, tensor
         self.names = tuple(other for other in weights.names if other != name or tensor is not None)
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         if name != self._name:
-            return self._weights(name, shape=shape, rows=rows)
+            return self._weights(name, shape=shape, part=part)
         if self._tensor is None:
             raise ModelError(f"no {name}")
-        return check_shape(self._tensor, shape, name=name, file="there")[rows]
+        return check_shape(self._tensor, shape, name=name, file="there")[part]
 
 
 @pytest.mark.parametrize("published", [False, True])

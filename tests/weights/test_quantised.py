@@ -87,16 +87,19 @@ def test_4_bit_matrices_are_transformers() -> None:
     scales = torch.randint(110, 140, (10, 3), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, scales.view(torch.uint8), torch.float32)
     assert torch.equal(dequantise_blocks(values, scales, (128, 128)), theirs)
+    odd = (slice(3, 8), slice(31, 70))
+    assert torch.equal(dequantise_blocks(values, scales, (128, 128), odd), theirs[odd])
 
 
+@pytest.mark.parametrize("columns", [slice(None), slice(0, 1), slice(31, 65), slice(89, 90)], ids=str)
 @pytest.mark.parametrize("rows", [slice(None), slice(0, 1), slice(15, 34), slice(39, 40)], ids=str)
-def test_blocks_cut_off_at_the_edges(rows: slice) -> None:
-    """40 rows and 90 columns in blocks of 16 and 32; any rows alone are those of the whole."""
+def test_blocks_cut_off_at_the_edges(rows: slice, columns: slice) -> None:
+    """40 rows and 90 columns in blocks of 16 and 32; any part alone is that of the whole."""
     values, scales = torch.randn(40, 90).to(torch.float8_e4m3fn), torch.rand(3, 3)
     wanted = torch.tensor(
         [[float(values[i, j]) * float(scales[i // 16, j // 32]) for j in range(90)] for i in range(40)]
     )
-    torch.testing.assert_close(dequantise_blocks(values, scales, (16, 32), rows), wanted[rows])
+    torch.testing.assert_close(dequantise_blocks(values, scales, (16, 32), (rows, columns)), wanted[rows, columns])
 
 
 def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None:
@@ -105,8 +108,10 @@ def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None
     assert weights.names == (NAME, "model.norm.weight")
     wanted = convert_moe_packed_tensors(tensors[f"{NAME}_blocks"], tensors[f"{NAME}_scales"])
     assert torch.equal(weights(NAME, shape=(EXPERTS, IN, OUT)), wanted)
-    assert torch.equal(weights(NAME, shape=(EXPERTS, IN, OUT), rows=slice(1, 2)), wanted[1:2])
-    assert torch.equal(weights("model.norm.weight", rows=slice(1, 3)), torch.ones(2))
+    assert torch.equal(weights(NAME, shape=(EXPERTS, IN, OUT), part=(slice(1, 2),)), wanted[1:2])
+    odd = (slice(1, 2), slice(5, 33), slice(1, 4))
+    assert torch.equal(weights(NAME, shape=(EXPERTS, IN, OUT), part=odd), wanted[odd])
+    assert torch.equal(weights("model.norm.weight", part=(slice(1, 3),)), torch.ones(2))
     weights.close()
 
 

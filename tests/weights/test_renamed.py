@@ -33,7 +33,7 @@ def open_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> Weights:
 def test_a_decoder_is_found_under_each_name(tmp_path: Path, norm: str, head: str) -> None:
     tensors = {norm: torch.arange(4.0), head: torch.ones(2, 4), "vision_model.patch_embedding.weight": torch.zeros(3)}
     weights = open_weights(tmp_path, tensors)
-    assert torch.equal(weights(NORM, shape=(4,), rows=slice(1, 3)), torch.tensor([1.0, 2.0]))
+    assert torch.equal(weights(NORM, shape=(4,), part=(slice(1, 3),)), torch.tensor([1.0, 2.0]))
     assert weights(HEAD).shape == (2, 4)
     with pytest.raises(ModelError, match=r"no tensor '.*layers\.9\.input_layernorm\.weight'"):
         weights("model.layers.9.input_layernorm.weight")

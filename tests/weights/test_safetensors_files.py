@@ -133,7 +133,7 @@ def test_rows_are_read_without_the_rest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     before = resident_bytes()
     weights = load_weights(resolve_model(str(tmp_path)))
-    part = weights(NORM, shape=(rows, columns), rows=slice(1 << 20, (1 << 20) + 4096))
+    part = weights(NORM, shape=(rows, columns), part=(slice(1 << 20, (1 << 20) + 4096),))
     assert part.clone().shape == (4096, columns)
     assert weights(NORM)[:4096, 100:200].clone().shape == (4096, 100)
     assert resident_bytes() - before < 100 << 20

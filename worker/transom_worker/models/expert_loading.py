@@ -55,7 +55,7 @@ def experts_by_stack(
         return one("down_proj_bias", (experts, hidden_size), expert)
 
     def one(name: str, shape: tuple[int, ...], expert: int) -> torch.Tensor:
-        return load.weights(load.prefix + name, shape=shape, rows=slice(expert, expert + 1))[0]
+        return load.weights(load.prefix + name, shape=shape, part=(slice(expert, expert + 1),))[0]
 
     return ExpertWeights(
         gate_up=_stack(load, gate_up, (experts, 2 * inner, hidden_size)),

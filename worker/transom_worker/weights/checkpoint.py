@@ -9,7 +9,9 @@ import torch
 from transom_worker.errors import ModelError
 from transom_worker.model_files import ModelFiles
 
-ALL_ROWS = slice(None)
+Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
+ALL = slice(None)
+WHOLE: Part = ()
 
 
 class Weights(Protocol):
@@ -25,11 +27,11 @@ class Weights(Protocol):
         """Names in the files of the tensors that nobody has asked for."""
         ...
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """One tensor on the CPU, in the checkpoint's dtype (dequantised ones in float32 or bfloat16), or some of its rows.
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """One tensor on the CPU, in the checkpoint's dtype (dequantised ones in float32 or bfloat16), or a part of it.
 
-        `rows` are those of the first axis: experts, or a rank's share. `shape` is the whole tensor's. A tensor that is not
-        quantised is a map of its file, so that parts of it in any direction can be taken without reading the rest.
+        Nothing else is read: a tensor that is not quantised is a map of its file, of a quantised one the blocks that hold the
+        part are dequantised. `shape` is the whole tensor's.
 
         Raises:
             ModelError: missing, cut off, of an unknown number format, or not of `shape` where one is given; names file and
@@ -56,7 +58,7 @@ def load_weights(files: ModelFiles) -> Weights:
 
     if files.is_gguf:
         family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))
-        return with_experts(GgufWeights(files), family, num_experts=experts, file=files.path)
+        return with_experts(GgufWeights(files), family, num_experts=experts)
     plain = SafetensorsWeights(files.path)
     config = files.config.get("quantization_config")
     return text_decoder(plain if config is None else open_quantised(plain, config))

@@ -13,13 +13,12 @@ import torch
 from transom_worker.errors import ModelError
 from transom_worker.gguf_header import GgufTensor, read_gguf_header
 from transom_worker.model_files import ModelFiles
-from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
+from transom_worker.weights.checkpoint import ALL, WHOLE, Part, check_shape
 from transom_worker.weights.gguf_names import NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PAIRS_SIDE_BY_SIDE, PARAMETERS
 
 _PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # The package dequantises 16 rows at a time; longer rows (whole quantisation blocks) make fewer, larger numpy calls.
 _ROW_BYTES = 1 << 17
-_MATRIX = 2  # dimensions; a stack of all experts has more
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,21 +46,19 @@ class GgufWeights:
         """Unknown names are refused when the file is opened, so that none is left to tell of."""
         return ()
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """One tensor in float32, or some of a stack's matrices; a matrix is dequantised as a whole. See `Weights`."""
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """One tensor in float32, or a part of it; see `Weights`."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._path} has no tensor {name!r}; the checkpoint is incomplete or of another family.")
         check_shape(torch.empty(tensor.shape, device="meta"), shape, name=name, file=self._path)
-        if len(tensor.shape) > _MATRIX:
-            return torch.from_numpy(self._dequantise(tensor, rows))
-        values = self._dequantise(tensor)
         heads = _PERMUTED.get(name.split(".")[-2])
         if heads and self._family in PAIRS_SIDE_BY_SIDE:
-            values = _half_split(values, self._config[heads])
+            return torch.from_numpy(self._whole_heads(tensor, self._config[heads], part))
+        values = self._dequantise(tensor, part)
         if self._family in NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values -= 1.0
-        return torch.from_numpy(values)[rows]
+        return torch.from_numpy(values)
 
     def close(self) -> None:
         """Drop the map; tensors that were read stay valid."""
@@ -87,23 +84,33 @@ class GgufWeights:
             raise ModelError(f"{self._path}: tensor {tensor.name!r} has rows that are no whole blocks; it is broken.")
         return math.prod(tensor.shape) // int(block) * int(size)
 
-    def _dequantise(self, tensor: GgufTensor, rows: slice = ALL_ROWS) -> Floats:
-        """Of a stack, `rows` are matrices, each of whole quantisation blocks."""
+    def _whole_heads(self, tensor: GgufTensor, num_heads: int, part: Part) -> Floats:
+        """The part of a tensor whose rows are put in order head by head."""
+        rows, *columns = part or (ALL,)
+        start, stop, _ = rows.indices(tensor.shape[0])
+        width = tensor.shape[0] // num_heads
+        first, end = start // width, -(-stop // width)
+        values = _half_split(self._dequantise(tensor, (slice(first * width, end * width), *columns)), end - first)
+        return values[start - first * width : stop - first * width]
+
+    def _dequantise(self, tensor: GgufTensor, part: Part) -> Floats:
+        """Reads the quantisation blocks that hold the part; every row is of whole ones."""
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         raw = self._data[tensor.offset : tensor.offset + self._num_bytes(tensor)]
-        shape = tensor.shape
-        if rows != ALL_ROWS:
-            raw = raw.reshape(shape[0], -1)[rows]
-            shape = (raw.shape[0], *shape[1:])
-            raw = raw.reshape(-1)
+        *leading, columns = (*part, *[ALL] * (len(tensor.shape) - len(part)))
+        start, stop, _ = columns.indices(tensor.shape[-1])
+        first = start // length
+        chosen = raw.reshape(*tensor.shape[:-1], -1, num_bytes)[(*leading, slice(first, -(-stop // length)))]
         try:
-            values = gguf.dequantize(_long_rows(raw, gguf.GGML_QUANT_SIZES[kind][1]), kind)
+            values = gguf.dequantize(_long_rows(chosen.reshape(-1), num_bytes), kind)
         except NotImplementedError:
             raise ModelError(
                 f"{self._path}: tensor {tensor.name!r} has type {kind.name}, which cannot be read."
             ) from None
         # F32 comes back as a view of the file: copy, so that the tensor is writable memory of its own
-        return np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32).reshape(shape)
+        own = np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32)
+        return own.reshape(*chosen.shape[:-2], -1)[..., start - first * length : stop - first * length]
 
 
 def _long_rows(raw: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.uint8]:

@@ -15,8 +15,8 @@ _GROUP = 32  # columns with one MXFP4 scale
 _EXPONENT_BIAS = 127
 
 
-def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """`blocks` [..., G, 16] and `scales` [..., G], both of bytes, as bfloat16 [..., 32 G]; exact.
+def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
+    """`columns` of `blocks` [..., G, 16] and `scales` [..., G], both of bytes, as bfloat16 [..., 32 G]; exact.
 
     Raises:
         ValueError: other dtypes, or shapes that do not belong together.
@@ -27,13 +27,15 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
         raise ValueError(
             f"blocks {list(blocks.shape)} need scales {list(blocks.shape[:-1])} and 16 bytes each, not {list(scales.shape)}"
         )
-    return (_unpack_fp4(blocks) * _factors(scales)[..., None]).flatten(-2)
+    groups, inside = _covering(columns, _GROUP * scales.shape[-1], _GROUP)
+    blocks, scales = blocks[..., groups, :], scales[..., groups]
+    return (_unpack_fp4(blocks) * _factors(scales)[..., None]).flatten(-2)[..., inside]
 
 
 def dequantise_blocks(
-    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], rows: slice = slice(None)
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], part: tuple[slice, ...] = ()
 ) -> torch.Tensor:
-    """`rows` of `values` [M, N], each times its block's factor in `scales` [M / block, N / block], rounded up; in float32.
+    """`part` (rows, columns) of `values` [M, N], each times its block's factor in `scales` [M / block, N / block]; in float32.
 
     int8 `values` are pairs of 4-bit numbers, [M, N / 2], whose scales are those of MXFP4.
 
@@ -50,10 +52,21 @@ def dequantise_blocks(
         raise ValueError(
             f"values [{num_rows}, {num_columns}] in blocks of {list(block)} need scales {list(wanted)}, not {list(scales.shape)}"
         )
+    rows, columns = (*part, *[slice(None)] * (2 - len(part)))
+    blocks, inside = _covering(columns, num_columns, block[1])
     block_of_row = torch.arange(num_rows)[rows] // block[0]
-    factors = _factors(scales)[block_of_row].repeat_interleave(block[1], dim=1)[:, :num_columns]
-    chosen = values[rows]
-    return (_unpack_fp4(chosen.view(torch.uint8)) if values.dtype == torch.int8 else chosen).float() * factors.float()
+    factors = _factors(scales[:, blocks])[block_of_row].repeat_interleave(block[1], dim=1)[:, inside].float()
+    if values.dtype != torch.int8:
+        return values[rows, columns].float() * factors
+    pairs, inside = _covering(columns, num_columns, 2)
+    return _unpack_fp4(values[rows, pairs].view(torch.uint8))[:, inside].float() * factors
+
+
+def _covering(columns: slice, num_columns: int, block: int) -> tuple[slice, slice]:
+    """The blocks that hold some of `num_columns`, and where these lie among the columns of such blocks."""
+    start, stop, _ = columns.indices(num_columns)
+    first = start // block
+    return slice(first, -(-stop // block)), slice(start - first * block, stop - first * block)
 
 
 def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:

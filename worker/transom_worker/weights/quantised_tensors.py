@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from transom_worker.errors import ModelError
-from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
+from transom_worker.weights.checkpoint import ALL, WHOLE, Part, check_shape
 from transom_worker.weights.quantised import dequantise_blocks, dequantise_mxfp4
 from transom_worker.weights.safetensors_files import SafetensorsWeights
 
@@ -61,19 +61,20 @@ class QuantisedWeights:
         """See `Weights`."""
         return self._plain.unread
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """One tensor; see `Weights`."""
         if name in self._packed:
-            return self._experts(name, shape, rows)
+            return self._experts(name, shape, part)
         if name in self._scale_of:
-            return self._matrix(name, shape, rows)
-        return self._plain(name, shape=shape, rows=rows)
+            return self._matrix(name, shape, part)
+        return self._plain(name, shape=shape, part=part)
 
     def close(self) -> None:
         """Close the files."""
         self._plain.close()
 
-    def _experts(self, name: str, shape: tuple[int, ...] | None, rows: slice) -> torch.Tensor:
+    def _experts(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
+        experts_part, into, out = (*part, *[ALL] * (3 - len(part)))
         file = self._plain.file_of(f"{name}_blocks")
         blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
         if shape is not None:
@@ -82,17 +83,17 @@ class QuantisedWeights:
             check_shape(blocks, packed, name=f"{name}_blocks", file=file)
             check_shape(scales, packed[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
         try:
-            return dequantise_mxfp4(blocks[rows], scales[rows]).transpose(-1, -2)
-        except ValueError as error:
+            return dequantise_mxfp4(blocks[experts_part, out], scales[experts_part, out], into).transpose(-1, -2)
+        except (ValueError, IndexError) as error:
             raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
 
-    def _matrix(self, name: str, shape: tuple[int, ...] | None, rows: slice) -> torch.Tensor:
+    def _matrix(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
         file, values = self._plain.file_of(name), self._plain.read(name)
         halves = 2 if values.dtype == torch.int8 else 1
         if shape is not None:
             check_shape(values, (*shape[:-1], shape[-1] // halves), name=name, file=file)
         try:
-            return dequantise_blocks(values, self._plain.read(self._scale_of[name]), self._block, rows)
+            return dequantise_blocks(values, self._plain.read(self._scale_of[name]), self._block, part)
         except ValueError as error:
             raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from transom_worker.weights.checkpoint import ALL_ROWS, Weights
+from transom_worker.weights.checkpoint import WHOLE, Part, Weights
 
 # What a model asks for begins -> what it begins with in checkpoints of models that also see or hear, old ones and new ones.
 _DECODERS = (
@@ -32,9 +32,9 @@ class RenamedWeights:
         """See `Weights`."""
         return self._weights.unread
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """One tensor; see `Weights`."""
-        return self._weights(self._rename(name), shape=shape, rows=rows)
+        return self._weights(self._rename(name), shape=shape, part=part)
 
     def close(self) -> None:
         """Close the files."""

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from transom_worker.errors import ModelError
 from transom_worker.model_files import read_json
-from transom_worker.weights.checkpoint import ALL_ROWS, check_shape
+from transom_worker.weights.checkpoint import WHOLE, Part, check_shape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -35,7 +35,7 @@ class SafetensorsWeights:
         """See `Weights`."""
         return tuple(name for name in self.names if name not in self._read)
 
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """One tensor; see `Weights`."""
         tensor = self.read(name)
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
@@ -43,7 +43,7 @@ class SafetensorsWeights:
                 f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and neither config.json "
                 "(quantization_config) nor a scale beside it says what that means; give the unquantised checkpoint."
             )
-        return check_shape(tensor, shape, name=name, file=self.file_of(name))[rows]
+        return check_shape(tensor, shape, name=name, file=self.file_of(name))[part]
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor as the file has it, whatever its number format.
