@@ -1,0 +1,198 @@
+"""What a router learns from workers' messages and from its own placements, and what follows for the next request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from transom_cluster.routing.metrics import RoutingMetrics
+from transom_cluster.routing.placer import Placed, Placer
+from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+
+WORKERS = ("a", "b", "c")
+PROMPT = tuple(range(1000, 3000))
+HIT = 1984  # of PROMPT: whole blocks, and a token left to compute
+
+
+def info(worker: str, block_size: int = 16) -> WorkerInfo:
+    group = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=block_size)
+    shape = CacheShape(groups=(group,), block_size=block_size, window_repair=True, enable_prefix_caching=True)
+    return WorkerInfo(worker=worker, max_model_len=8192, vocab_size=5000, cache=shape)
+
+
+def whole(*prompts: tuple[int, ...], version: int = 1, block_size: int = 16, salt: str | None = None) -> KvUpdate:
+    digests: list[bytes] = []
+    for prompt in prompts:
+        chain: list[bytes] = []
+        extend_chain(chain, chain_root(block_size, cache_salt=salt), prompt, block_size)
+        digests += chain
+    return KvUpdate(after=version, version=version, runs=(KvRun("added", 0, tuple(digests)),), whole=True)
+
+
+def load(**fields: object) -> WorkerLoad:
+    return WorkerLoad(**({"max_num_seqs": 16} | fields))  # type: ignore[arg-type]
+
+
+def placer(policy: str = "kv", *, cached: dict[str, KvUpdate] | None = None, **options: object) -> Placer:
+    made = Placer(policy, **options)  # type: ignore[arg-type]
+    for name in WORKERS:
+        made.add_worker(name, info(name))
+        assert made.update(name, WorkerMessage(kv=(cached or {}).get(name, whole()), load=load()))
+    return made
+
+
+def request(name: str, prompt: tuple[int, ...] = PROMPT, **fields: object) -> Request:
+    params = fields.pop("params", SamplingParams())
+    return Request(request_id=name, prompt_token_ids=prompt, params=params, seed=0, **fields)  # type: ignore[arg-type]
+
+
+def usage(num_cached_tokens: int) -> Usage:
+    return Usage(num_prompt_tokens=1, num_output_tokens=1, num_cached_tokens=num_cached_tokens)
+
+
+def others(count: int) -> list[tuple[int, ...]]:
+    """Prompts without a common block."""
+    return [tuple(range(at, at + 512)) for at in range(3000, 3000 + count * 600, 600)]
+
+
+def test_a_request_goes_where_its_prompt_is_cached_and_is_told_what_will_be_found() -> None:
+    made = placer(cached={"b": whole(PROMPT, version=7)})
+    assert made.place(request("r"), WORKERS) == Placed(worker_id="b", predicted_tokens=HIT, index_version=7)
+    assert made.first_event("r", usage(HIT - 64)) == 64
+    assert made.first_event("r", usage(HIT)) is None  # once
+    assert made.first_event("unknown", usage(0)) is None
+
+
+def test_resumed_tokens_are_tokens_but_not_the_prompts() -> None:
+    resumed = tuple(range(100))
+    made = placer(cached={"b": whole(PROMPT + resumed)})
+    placed = made.place(request("r", resumed_output_ids=resumed), WORKERS)
+    assert (placed.worker_id, placed.predicted_tokens) == ("b", len(PROMPT))
+    assert made._placements["r"].num_to_compute == 4
+
+
+def test_log_probabilities_of_the_prompt_read_no_cache_and_salts_have_their_own() -> None:
+    made = placer(cached={"b": whole(PROMPT)})
+    assert made.place(request("r", params=SamplingParams(prompt_logprobs=1)), WORKERS).predicted_tokens == 0
+    assert made.place(request("s", cache_salt="tenant"), WORKERS).predicted_tokens == 0
+    salted = placer(cached={"c": whole(PROMPT, salt="tenant")})
+    assert salted.place(request("s", cache_salt="tenant"), WORKERS).worker_id == "c"
+
+
+def test_workers_of_other_block_sizes_are_searched_with_their_own_hashes() -> None:
+    made = placer(cached={"a": whole(PROMPT[:800])})
+    made.add_worker("d", info("d", block_size=64))
+    made.update("d", WorkerMessage(kv=whole(PROMPT, block_size=64), load=load()))
+    placed = made.place(request("r"), (*WORKERS, "d"))
+    assert (placed.worker_id, placed.predicted_tokens) == ("d", 31 * 64)
+
+
+def test_only_those_asked_for_are_chosen() -> None:
+    made = placer(cached={"b": whole(PROMPT)})
+    assert {made.place(request(f"r{i}"), ("a", "c")).worker_id for i in range(20)} == {"a", "c"}
+
+
+@pytest.mark.parametrize("policy", ["kv", "least_tokens", "round_robin"])
+def test_a_burst_without_hits_spreads_before_any_load_is_reported(policy: str) -> None:
+    made = placer(policy)
+    counts = Counter(made.place(request(f"r{i}", prompt), WORKERS).worker_id for i, prompt in enumerate(others(12)))
+    assert counts == dict.fromkeys(WORKERS, 4)
+
+
+def test_requests_one_at_a_time_spread_over_idle_workers() -> None:
+    made, counts = placer(), Counter[str]()
+    for i in range(300):
+        counts[made.place(request(f"r{i}"), WORKERS).worker_id] += 1
+        made.ended(f"r{i}")
+    assert all(70 <= counts[name] <= 130 for name in WORKERS)
+
+
+def test_answers_that_run_weigh_too() -> None:
+    made, counts = placer(), Counter[str]()
+    for i, prompt in enumerate(others(9)):
+        counts[made.place(request(f"r{i}", prompt), WORKERS).worker_id] += 1
+        made.first_event(f"r{i}", usage(0))
+    assert counts == dict.fromkeys(WORKERS, 3)
+
+
+def test_a_hot_prefix_spreads_to_a_second_worker_when_the_first_is_swamped() -> None:
+    made = placer(cached={"a": whole(PROMPT)})
+    prompts = [PROMPT + tuple(range(100 * i, 100 * i + 100)) for i in range(40)]
+    order = [made.place(request(f"r{i}", prompt), WORKERS).worker_id for i, prompt in enumerate(prompts)]
+    assert order[:10] == ["a"] * 10
+    assert set(order) > {"a"}
+
+
+def test_what_other_routers_sent_counts_and_what_this_one_sent_is_not_counted_twice() -> None:
+    made = placer()
+    worker = made._workers["a"]
+    for i in range(2):
+        assert made.place(request(f"r{i}"), ("a",)).worker_id == "a"
+    assert worker.candidate(0).queue_tokens == 4000
+    made.update("a", WorkerMessage(load=load(num_waiting=2, waiting_tokens=4000)))
+    assert worker.candidate(0).queue_tokens == 4000
+    made.update("a", WorkerMessage(load=load(num_waiting=5, waiting_tokens=9000)))
+    assert worker.candidate(0).queue_tokens == 9000
+    made.update("a", WorkerMessage(load=load(num_running=2, waiting_tokens=1500)))  # the others have left
+    assert worker.candidate(0).queue_tokens == 1500
+    assert worker.candidate(0).num_requests == 2
+    for i in range(2):
+        made.first_event(f"r{i}", usage(0))
+    assert worker.candidate(0).queue_tokens == 1500
+    made.update("a", WorkerMessage(load=load(num_running=2)))
+    assert worker.candidate(0).queue_tokens == 0
+
+
+def test_a_report_that_was_written_before_a_request_arrived_does_not_hide_it() -> None:
+    made = placer()
+    made.place(request("r"), ("a",))
+    made.update("a", WorkerMessage(load=load()))
+    assert made._workers["a"].candidate(0).queue_tokens == len(PROMPT)
+    made.update("a", WorkerMessage(load=load()))  # it was served, and its first event is on its way
+    assert made._workers["a"].candidate(0).queue_tokens == 0
+
+
+def test_requests_end_move_and_go_with_their_worker() -> None:
+    made = placer(cached={"a": whole(PROMPT)})
+    assert made.place(request("r"), WORKERS).worker_id == "a"
+    made.remove_worker("a")
+    made.remove_worker("a")
+    assert made.update("a", WorkerMessage(load=load()))
+    assert made.place(request("r"), ("b",)).worker_id == "b"
+    assert made.place(request("r"), ("c",)).worker_id == "c"
+    assert [len(made._workers[name].placements) for name in "bc"] == [0, 1]
+    made.add_worker("c", info("c"))
+    assert not made._placements
+    made.ended("r")
+    made.ended("unknown")
+
+
+def test_a_gap_asks_for_a_resync() -> None:
+    registry = CollectorRegistry()
+    made = placer(cached={"a": whole(PROMPT)}, metrics=RoutingMetrics(registry, "front"))
+    assert not made.update("a", WorkerMessage(kv=KvUpdate(after=5, version=6, runs=())))
+    assert made.place(request("r"), ("a",)) == Placed(worker_id="a", predicted_tokens=0, index_version=0)
+    assert made.update("a", WorkerMessage(kv=whole(PROMPT, version=6)))
+    assert made.place(request("r"), ("a",)).predicted_tokens == HIT
+    assert registry.get_sample_value("transom_router_resyncs_total", {"router": "front", "worker": "a"}) == 1
+
+
+def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -> None:
+    registry = CollectorRegistry()
+    made = placer(cached={"a": whole(PROMPT, version=3)}, metrics=RoutingMetrics(registry, "front"))
+    made.place(request("r"), WORKERS)
+    made.first_event("r", usage(HIT - 100))
+    value = registry.get_sample_value
+    assert value("transom_router_placements_total", {"router": "front", "policy": "kv", "worker": "a"}) == 1
+    assert value("transom_router_predicted_hit_tokens_total", {"router": "front"}) == HIT
+    assert value("transom_router_actual_hit_tokens_total", {"router": "front"}) == HIT - 100
+    assert value("transom_router_hit_error_tokens_sum", {"router": "front"}) == 100
+    assert value("transom_router_mirror_blocks", {"router": "front", "worker": "a"}) == 125
+    assert value("transom_router_mirror_version", {"router": "front", "worker": "a"}) == 3
+    made.remove_worker("a")
+    assert 'worker="a"' not in generate_latest(registry).decode()

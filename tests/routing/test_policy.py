@@ -1,0 +1,175 @@
+"""Where requests go, by what is known of each worker."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transom_cluster.routing.policy import (
+    POLICIES,
+    Candidate,
+    Chance,
+    expected_cost_s,
+    kv,
+    least_tokens,
+    power_of_two,
+    pressure,
+    round_robin,
+)
+
+LENGTH = 2_000
+
+
+def candidate(worker_id: str, **changes: object) -> Candidate:
+    fields: dict[str, object] = {"num_to_compute": LENGTH, "max_num_seqs": 16} | changes
+    return Candidate(worker_id=worker_id, **fields)  # type: ignore[arg-type]
+
+
+def chances(count: int, seed: int = 0) -> list[Chance]:
+    rng = random.Random(seed)
+    return [Chance(turn=turn, draw=rng.random()) for turn in range(count)]
+
+
+def chosen(candidates: list[Candidate]) -> str:
+    """What kv chooses, whatever the lot."""
+    names = {kv(candidates, chance).worker_id for chance in chances(50)}
+    assert len(names) == 1
+    return names.pop()
+
+
+def test_kv_goes_where_the_prompt_is_cached() -> None:
+    assert chosen([candidate("a"), candidate("b", num_to_compute=100), candidate("c")]) == "b"
+
+
+def test_kv_goes_elsewhere_when_the_queue_costs_more_than_the_hit_saves() -> None:
+    hot = candidate("a", num_to_compute=100, queue_tokens=1_000)
+    assert chosen([hot, candidate("b")]) == "a"
+    assert chosen([replace(hot, queue_tokens=3_000), candidate("b")]) == "b"
+
+
+def test_kv_goes_elsewhere_when_there_is_no_seat_or_no_room() -> None:
+    hot = candidate("a", num_to_compute=100)
+    assert chosen([replace(hot, num_requests=8), candidate("b", num_requests=8)]) == "a"
+    assert chosen([replace(hot, num_requests=24), candidate("b", num_requests=8)]) == "b"
+    assert chosen([replace(hot, used_share=0.5), candidate("b", used_share=0.5)]) == "a"
+    assert chosen([replace(hot, used_share=0.98), candidate("b", used_share=0.5)]) == "b"
+
+
+def test_pressure_grows_smoothly() -> None:
+    by_seat = [pressure(candidate("a", num_requests=n)) for n in range(64)]
+    by_room = [pressure(candidate("a", used_share=n / 100)) for n in range(101)]
+    for values in (by_seat, by_room):
+        steps = [after - before for before, after in pairwise(values)]
+        assert all(0 < step < 0.1 for step in steps)
+        assert steps == sorted(steps)
+    assert by_seat[0] < 0.01
+    assert by_seat[15] < 0.1
+    assert by_room[50] < 0.02
+    assert by_room[100] >= 1
+
+
+def test_kv_prefers_a_machine_that_is_faster_by_far_but_not_by_a_little() -> None:
+    fast = candidate("b", prefill_tokens_per_s=50_000, num_to_compute=4_000)
+    assert chosen([candidate("a", prefill_tokens_per_s=5_000), fast]) == "b"
+    similar = [candidate(name, prefill_tokens_per_s=rate) for name, rate in (("a", 900), ("b", 1000), ("c", 1200))]
+    counts = Counter(kv(similar, chance).worker_id for chance in chances(300))
+    assert set(counts) == {"a", "b", "c"}
+    assert chosen([replace(similar[0], num_to_compute=100), *similar[1:]]) == "a"
+
+
+def test_a_worker_without_a_measured_rate_counts_as_the_typical_one() -> None:
+    known = candidate("a", prefill_tokens_per_s=800)
+    assert chosen([known, candidate("b", num_to_compute=1_900)]) == "b"
+    assert chosen([known, candidate("b", num_to_compute=2_100)]) == "a"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_idle_workers_share_requests_without_hits(policy: str) -> None:
+    candidates = [candidate(name) for name in "abcd"]
+    counts = Counter(POLICIES[policy](candidates, chance).worker_id for chance in chances(400))  # type: ignore[index]
+    assert all(70 <= counts[name] <= 130 for name in "abcd")
+
+
+def test_least_tokens_looks_at_queues_alone() -> None:
+    candidates = [
+        candidate("a", num_to_compute=0, queue_tokens=900),
+        candidate("b", queue_tokens=100),
+        candidate("c", queue_tokens=100, num_requests=3),
+    ]
+    assert {least_tokens(candidates, chance).worker_id for chance in chances(50)} == {"b"}
+
+
+def test_round_robin_takes_turns() -> None:
+    candidates = [candidate(name, queue_tokens=ord(name)) for name in "abc"]
+    assert [round_robin(candidates, chance).worker_id for chance in chances(7)] == list("abcabca")
+
+
+def test_power_of_two_never_takes_the_busiest_and_compares_every_pair() -> None:
+    candidates = [candidate(name, num_requests=count) for name, count in (("a", 1), ("b", 2), ("c", 3), ("d", 4))]
+    counts = Counter(power_of_two(candidates, chance).worker_id for chance in chances(600))
+    assert counts["d"] == 0
+    assert 250 <= counts["a"] <= 350  # in half of the pairs
+    assert 150 <= counts["b"] <= 250
+    assert 60 <= counts["c"] <= 140
+
+
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        worker_id=st.just(""),
+        num_to_compute=st.integers(0, 10**6),
+        queue_tokens=st.integers(0, 10**7),
+        num_requests=st.integers(0, 2000),
+        max_num_seqs=st.integers(1, 1024),
+        used_share=st.floats(0, 1),
+        prefill_tokens_per_s=st.just(0.0) | st.floats(1, 10**6),
+        decode_step_s=st.just(0.0) | st.floats(1e-4, 10),
+    ),
+    min_size=1,
+    max_size=8,
+).map(lambda found: [replace(one, worker_id=str(at)) for at, one in enumerate(found)])
+CHANCES = st.builds(Chance, turn=st.integers(0, 10**9), draw=st.floats(0, 1, exclude_max=True))
+
+
+@given(CANDIDATES, CHANCES, st.sampled_from(sorted(POLICIES)))
+def test_the_chosen_worker_is_among_those_given(candidates: list[Candidate], chance: Chance, policy: str) -> None:
+    assert POLICIES[policy](candidates, chance) in candidates  # type: ignore[index]
+
+
+@given(
+    CANDIDATES,
+    st.sampled_from(("num_to_compute", "queue_tokens", "num_requests")),
+    st.integers(0, 10**6),
+    st.floats(1, 10**6),
+    st.floats(1e-4, 10),
+)
+def test_a_cost_never_falls_when_tokens_or_queue_grow(
+    candidates: list[Candidate], field: str, more: int, rate: float, step_s: float
+) -> None:
+    before = candidates[0]
+    after = replace(before, **{field: getattr(before, field) + more})
+    assert expected_cost_s(after, rate, step_s) >= expected_cost_s(before, rate, step_s) >= 0
+    fuller = replace(before, used_share=min(1.0, before.used_share + more / 10**6))
+    assert expected_cost_s(fuller, rate, step_s) >= expected_cost_s(before, rate, step_s)
+
+
+@given(CANDIDATES, CHANCES)
+def test_kv_never_leaves_a_worker_that_is_better_in_every_way(candidates: list[Candidate], chance: Chance) -> None:
+    taken = kv(candidates, chance)
+    better = [
+        one
+        for one in candidates
+        if one.num_to_compute < taken.num_to_compute
+        and one.queue_tokens < taken.queue_tokens
+        and one.num_requests <= taken.num_requests
+        and one.max_num_seqs >= taken.max_num_seqs
+        and one.used_share <= taken.used_share
+        and one.prefill_tokens_per_s == taken.prefill_tokens_per_s
+    ]
+    assert not better
