@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from transom_cluster.start_checks import check_api_keys
-from transom_cluster.worker_client import ServeWorkerClient
+from transom_cluster.serve_directory import ServeWorkerDirectory
 from transom_cluster.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
 from transom_worker.config import EngineConfig, Settings
 from transom_worker.errors import ConfigError
@@ -31,6 +31,7 @@ HEALTH_CHECK_PERIOD_S = 1.0  # how long a dead replica goes unseen by Serve's co
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that is importing or tokenising a huge prompt is not dead
 WORKER_DRAIN_S = 60.0  # what still runs then goes on at another worker
 ROUTER_DRAIN_S = 300.0  # its clients' connections cannot go elsewhere
+ONE_MORE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
 
 
 @serve.ingress()
@@ -42,14 +43,14 @@ class Router:
         self._worker = worker
 
     def __serve_build_asgi_app__(self) -> Any:  # Serve's name for it
-        """The FastAPI app; Serve runs its lifespan, which opens the event stream to the worker."""
+        """The FastAPI app; Serve runs its lifespan, which opens an event stream to each worker."""
         from transom_cluster.ingress import build_api
         from transom_cluster.router import Router as RouterCore
         from transom_worker.model_files import resolve_model
         from transom_worker.tokenizer import Tokenizer
 
         core = RouterCore(
-            worker=ServeWorkerClient(self._worker, ""),
+            workers=ServeWorkerDirectory(self._worker),
             tokenizer=Tokenizer.load(resolve_model(self._settings.model)),
             config=self._settings.server_config(),
             router_id=serve.get_replica_context().replica_id.unique_id,
@@ -107,6 +108,7 @@ def _worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
             request_router_class="transom_cluster.replica_router.ReplicaRequestRouter"
         ),
         graceful_shutdown_timeout_s=WORKER_DRAIN_S,
+        max_surge_percent=ONE_MORE_PERCENT if resources.has_room_for_one_more else 0,
         **({"placement_group_bundles": resources.bundles} if resources.bundles else {}),
         **_serve_options(),
     )
@@ -118,6 +120,7 @@ def _router_deployment(settings: Settings) -> Any:
         name="Router",
         num_replicas=settings.router_replicas,
         ray_actor_options={"num_cpus": ROUTER_CPUS},
+        max_surge_percent=ONE_MORE_PERCENT,
         graceful_shutdown_timeout_s=max(ROUTER_DRAIN_S, settings.request_timeout_s or 0),
         **_serve_options(),
     )

@@ -41,6 +41,11 @@ class WorkerResources:
     bundles: list[dict[str, float]] | None
     num_threads: int
 
+    @property
+    def has_room_for_one_more(self) -> bool:
+        """Whether a worker can start beside all others: cores are shares, GPUs may all be in use."""
+        return not any("GPU" in bundle or "num_gpus" in bundle for bundle in [self.actor_options, *(self.bundles or ())])
+
 
 def worker_resources(settings: Settings, machines: Machines) -> WorkerResources:
     """GPUs where there are some, one a rank; else cores and their OpenMP threads, shared by all workers and ranks.

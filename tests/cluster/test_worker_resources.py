@@ -62,9 +62,12 @@ def test_a_gpu_for_each_rank(device, num_gpus):
     alone = of(machines, device=device)
     assert alone.bundles is None
     assert (alone.actor_options["num_gpus"], alone.actor_options["num_cpus"]) == (1, 1)
+    assert not alone.has_room_for_one_more
     several = of(machines, device=device, tensor_parallel_size=3)
     assert several.bundles == [{"CPU": 1}, *[{"CPU": 1, "GPU": 1}] * 3]
     assert "num_gpus" not in several.actor_options
+    assert not several.has_room_for_one_more
+    assert of(LAPTOP, tensor_parallel_size=3).has_room_for_one_more
 
 
 def test_more_gpus_than_there_are_is_refused_with_the_numbers():
