@@ -10,6 +10,7 @@ import heapq
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from transom_worker.config import EngineConfig
@@ -63,7 +64,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._answers or self._ready or self._sizes or self.is_restarting)
+        return bool(self._answers or self._ready or self._sizes or self.is_restarting or self._executor.lost)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -173,6 +174,10 @@ class Engine:
         """What ended the engine, if anything did."""
         return self._dead
 
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on any thread, when a rank ends by itself: there is work then."""
+        self._executor.on_lost(callback)
+
     def shutdown(self) -> None:
         """Free the executor's memory and processes; idempotent."""
         self._executor.shutdown()
@@ -180,6 +185,7 @@ class Engine:
     def _step(self, events: list[OutputEvent]) -> None:
         """One step; its events are added one by one, so that none is lost when a later one fails."""
         begin_s = time.perf_counter()
+        self._executor.check()
         while len(self._sizes) < self.config.scheduler.steps_in_flight:
             plan = self._scheduler.schedule()
             if plan is None:
@@ -251,6 +257,7 @@ class Engine:
 
     def _drop_in_flight(self) -> None:
         """A step was interrupted: forget all plans in flight, with the requests that they computed."""
+        self._executor.drop_in_flight()
         self._sizes.clear()
         for request_id in self._scheduler.fail_in_flight():
             if running := self._answers.pop(request_id, None):

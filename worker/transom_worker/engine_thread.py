@@ -34,6 +34,7 @@ class EngineThread:
         self._stopping = False
         self._load_at_s = 0.0
         self._ended = False  # from here on nobody but the caller of `_post` empties the inbox
+        engine.on_lost(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
         self._thread.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transom_worker.config import EngineConfig
@@ -58,6 +59,23 @@ class Executor(ABC):
     def receive(self) -> StepResult:
         """Wait for the oldest plan's result. Raises StepFailed."""
 
+    @abstractmethod
+    def drop_in_flight(self) -> None:
+        """Forget every unanswered plan: its result will not be asked for."""
+
+    @property
+    @abstractmethod
+    def lost(self) -> bool:
+        """Whether a rank has ended by itself, which `check` raises; from any thread."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises RankLost when a rank has ended by itself."""
+
+    @abstractmethod
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on any thread, when `lost` becomes true."""
+
     def restart(self) -> ExecutorInfo:
         """Start again after RankLost: every rank anew, with an empty arena of the same layout.
 
@@ -72,7 +90,17 @@ class Executor(ABC):
 
 
 def create_executor(config: EngineConfig) -> Executor:
-    """The executor for a config: one rank in this process. torch is imported here, not with this module."""
-    from transom_worker.execution.local_executor import LocalExecutor
+    """The executor for a config: one rank in this process, or several in theirs. What it needs is imported here."""
+    if config.ranks.size == 1:
+        from transom_worker.execution.local_executor import LocalExecutor
 
-    return LocalExecutor(config)
+        return LocalExecutor(config)
+    from transom_worker.execution.ranks_executor import RanksExecutor
+
+    if config.ranks.launcher == "ray":
+        from transom_worker.execution.rank_actors import RankActors
+
+        return RanksExecutor(config, RankActors)
+    from transom_worker.execution.rank_processes import RankProcesses
+
+    return RanksExecutor(config, RankProcesses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import StepFailed
@@ -45,12 +46,29 @@ class LocalExecutor(Executor):
         try:
             return self._runner.execute(plan)
         except BaseException as error:
-            for dropped in (plan, *self._plans):
-                self._runner.abandon(dropped)
-            self._plans.clear()
+            self._runner.abandon(plan)
+            self.drop_in_flight()
             if not isinstance(error, Exception):  # an interrupt is for whoever runs the engine
                 raise
             raise StepFailed(f"Step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+
+    def drop_in_flight(self) -> None:
+        """Forget the waiting plans."""
+        for plan in self._plans:
+            assert self._runner is not None
+            self._runner.abandon(plan)
+        self._plans.clear()
+
+    @property
+    def lost(self) -> bool:
+        """Never: the one rank ends with this process."""
+        return False
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """`callback` is never called."""
 
     def shutdown(self) -> None:
         """Free the model, the slab and the waiting plans; idempotent."""

@@ -14,10 +14,12 @@ import torch
 
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
+from transom_worker.execution.load_progress import CountedWeights, OnProgress
 from transom_worker.model_files import ModelFiles, resolve_model
 from transom_worker.models.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_worker.models.model import Model
 from transom_worker.models.registry import build_model
+from transom_worker.models.sharding import check_size
 from transom_worker.parallel import Parallel
 from transom_worker.weights import load_weights
 
@@ -40,16 +42,22 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(config: ModelConfig, parallel: Parallel = ONE_RANK) -> LoadedModel:
+def load_model(
+    config: ModelConfig, parallel: Parallel = ONE_RANK, on_progress: OnProgress | None = None
+) -> LoadedModel:
     """Resolve a model and load a rank's part of it.
 
     Raises:
-        ModelError: its files are missing, broken or of an unknown family.  ConfigError: the device is not there.
+        ModelError: its files are missing, broken or of an unknown family.  ConfigError: the device is not there, or
+            the model cannot be shared by so many ranks.
     """
     files = resolve_model(config.model)
     architecture = model_architecture(files, config)
+    check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
     weights = load_weights(files)
+    if on_progress is not None:
+        weights = CountedWeights(weights, on_progress)
     try:
         model = build_model(
             architecture,

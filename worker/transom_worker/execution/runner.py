@@ -18,13 +18,14 @@ from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
 from transom_worker.execution.dry_run import dry_run, worst_counts
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
+from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
 from transom_worker.execution.sequences import SequenceStore
 from transom_worker.execution.slab import allocate_slab
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.models.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
-from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache
+from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_shares
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sampler import Sampled, Sampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
@@ -48,6 +49,7 @@ class ModelRunner:
         loaded: LoadedModel | None = None,
         *,
         ranks_on_host: int = 1,
+        on_progress: OnProgress | None = None,
     ) -> None:
         """`loaded` replaces the model that the config names. Ranks on one host share its cores and memory.
 
@@ -56,9 +58,10 @@ class ModelRunner:
         """
         set_threads(config.num_threads, ranks_on_host=ranks_on_host)
         self._config, self._parallel, self._ranks_on_host = config, parallel, ranks_on_host
-        self._loaded = loaded or load_model(config.model, parallel)
+        self._loaded = loaded or load_model(config.model, parallel, on_progress)
         self._model = self._loaded.model
         self._max_model_len = choose_max_model_len(config.model.max_model_len, self._loaded.architecture)
+        self.in_forward = False  # of the last step: whether it came to what ranks do together
 
     def pool_bytes(self) -> int:
         """Bytes of the KV pool that this rank has room for.
@@ -83,7 +86,7 @@ class ModelRunner:
             ConfigError: a pool that is too small for the model, or larger than the memory.
         """
         self._plan = self._plan_cache(pool_bytes)
-        self._layout = self._plan.layout
+        self._layout = rank_layout(self._plan.layout, self._groups_of(self._parallel.rank))
         self._groups = tuple(group.spec for group in self._layout.groups)
         self._slab = self._allocate_slab()
         self._builder = self._make_builder(self._layout, self._slab)
@@ -122,6 +125,7 @@ class ModelRunner:
             raise StepFailed(
                 f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
             )
+        self.in_forward = False
         times = [time.perf_counter()]
         self._apply(plan)
         prepared_s = time.perf_counter()
@@ -132,6 +136,7 @@ class ModelRunner:
         if plan.seq_ids:
             batch = self._builder.build(plan, self._store)
             times.append(time.perf_counter())
+            self.in_forward = True
             logits_RV = self._model.forward(batch)
             times.append(time.perf_counter())
             self._sample(plan, logits_RV, result)
@@ -213,12 +218,13 @@ class ModelRunner:
             block_size=self._config.cache.block_size,
             dtype=self._loaded.dtype,
             tensor_parallel_size=self._parallel.size,
+            rank=rank,
             hybrid=self._config.model.hybrid_kv_cache,
         )
 
     def _plan_cache(self, pool_bytes: int) -> CachePlan:
         scheduler = self._config.scheduler
-        return plan_cache(
+        plan = plan_cache(
             self._groups_of(0),
             memory_bytes=pool_bytes,
             block_size=self._config.cache.block_size,
@@ -228,6 +234,7 @@ class ModelRunner:
             tensor_parallel_size=self._parallel.size,
             steps_in_flight=scheduler.steps_in_flight,
         )
+        return with_shares(plan, self._loaded.architecture)
 
     def _allocate_slab(self) -> torch.Tensor:
         try:

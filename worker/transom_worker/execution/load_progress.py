@@ -1,0 +1,48 @@
+"""How far loading has come, told now and then: weights that count what is asked of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from transom_worker.weights import Weights
+from transom_worker.weights.checkpoint import WHOLE, Part
+
+OnProgress = Callable[[float, int], None]
+
+PERIOD_S = 1.0
+
+
+class CountedWeights:
+    """A checkpoint that calls `on_progress` at most once a second: the share of its tensors that were read, and their bytes."""
+
+    def __init__(self, weights: Weights, on_progress: OnProgress) -> None:
+        self._weights, self._on_progress = weights, on_progress
+        self._num_tensors = max(1, len(weights.names))
+        self._num_bytes = 0
+        self._told_s = time.monotonic()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As the checkpoint has them."""
+        return self._weights.names
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """As the checkpoint has them."""
+        return self._weights.unread
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """One tensor, or a part of it, as the checkpoint reads it."""
+        tensor = self._weights(name, shape=shape, part=part)
+        self._num_bytes += tensor.nbytes
+        if time.monotonic() - self._told_s > PERIOD_S:
+            self._told_s = time.monotonic()
+            self._on_progress(1 - len(self._weights.unread) / self._num_tensors, self._num_bytes)
+        return tensor
+
+    def close(self) -> None:
+        """Close the files."""
+        self._weights.close()

@@ -1,0 +1,118 @@
+"""Ranks as Ray actors, placed by the placement group that this process runs in: bundle i + 1 for rank i, bundle 0 is its own.
+
+Without such a group one is made, and removed with the ranks. Ray ends the actors when this process ends, however that comes about.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import get_current_placement_group, get_node_ip_address
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from transom_worker.errors import ConfigError
+from transom_worker.execution.rank_launcher import Launcher, OnEnd
+from transom_worker.execution.rank_messages import RankSetup
+
+PLACEMENT_TIMEOUT_S = 120.0
+KILL_TIMEOUT_S = 10.0
+LOOK_PERIOD_S = 0.5  # between looks at whether anybody still wants to know; an end is seen at once
+
+
+class RankActor:
+    """One rank's process."""
+
+    def live(self, setup: RankSetup) -> None:
+        """The whole life of a rank; returns when it cannot go on, and has told the executor why."""
+        from transom_worker.execution.rank_process import run_rank
+        from transom_worker.logs import show_logs
+
+        show_logs()
+        run_rank(setup, ip=get_node_ip_address())
+
+
+class RankActors(Launcher):
+    """One actor a rank, each with the resources of its bundle."""
+
+    def __init__(self) -> None:
+        self._actors: list[Any] = []
+        self._lives: list[Any] = []
+        self._own_group: PlacementGroup | None = None
+        self._killed = threading.Event()
+
+    @property
+    def ip(self) -> str | None:
+        """Ranks may be on other nodes."""
+        return str(get_node_ip_address())
+
+    def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
+        """Start every rank's actor. Raises ConfigError where the cluster has no room for all of them."""
+        group, first_bundle = self._placement(setups)
+        for setup in setups:
+            self._actors.append(_create(group, first_bundle + setup.rank))
+        self._lives = [actor.live.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
+        threading.Thread(target=self._watch, args=(on_end,), name="transom-ranks", daemon=True).start()
+
+    def kill(self) -> None:
+        """End all actors and wait until they are gone."""
+        self._killed.set()
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._lives:
+            ray.wait(self._lives, num_returns=len(self._lives), timeout=KILL_TIMEOUT_S)
+        if self._own_group is not None:
+            remove_placement_group(self._own_group)
+        self._actors, self._own_group = [], None
+
+    def _placement(self, setups: Sequence[RankSetup]) -> tuple[PlacementGroup, int]:
+        """The group, and the bundle of the first rank."""
+        current = get_current_placement_group()
+        if current is not None:
+            if current.bundle_count != len(setups) + 1:
+                raise ConfigError(
+                    f"The worker's placement group has {current.bundle_count} bundles; {len(setups)} ranks need "
+                    f"{len(setups) + 1}, of which the first is the worker's own."
+                )
+            return current, 1
+        on_gpu = setups[0].config.model.device == "cuda"
+        bundle = {"CPU": 1.0, "GPU": 1.0} if on_gpu else {"CPU": 1.0}
+        self._own_group = placement_group([bundle] * len(setups), strategy="PACK")
+        if not self._own_group.wait(PLACEMENT_TIMEOUT_S):
+            raise ConfigError(
+                f"The cluster has no room for {len(setups)} ranks of {bundle}; give a smaller --tensor-parallel-size."
+            )
+        return self._own_group, 0
+
+    def _watch(self, on_end: OnEnd) -> None:
+        running = {life: rank for rank, life in enumerate(self._lives)}
+        while running and not self._killed.is_set():
+            ended, _ = ray.wait(list(running), timeout=LOOK_PERIOD_S)
+            for life in ended:
+                rank = running.pop(life)
+                if not self._killed.is_set():
+                    on_end(rank, _how_it_ended(life))
+
+
+def _create(group: PlacementGroup, bundle: int) -> Any:
+    resources = group.bundle_specs[bundle]
+    options = {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "max_restarts": 0,
+        "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+    }
+    return ray.remote(RankActor).options(**options).remote()
+
+
+def _how_it_ended(life: Any) -> str:
+    try:
+        ray.get(life)
+    except RayError as error:
+        return f"its actor ended: {' '.join(str(error).split())}"
+    return "it ended"

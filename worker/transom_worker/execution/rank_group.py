@@ -1,0 +1,100 @@
+"""The ranks of one start, as their executor sees them: their processes, the channel to them, and what goes wrong first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transom_worker.config import EngineConfig
+from transom_worker.errors import RankLost, TransomError
+from transom_worker.execution.rank_channel import ExecutorChannel
+from transom_worker.execution.rank_launcher import Launcher
+from transom_worker.execution.rank_messages import Failed, RankSetup
+
+LAST_WORDS_S = 0.03  # a lost rank shows in several ways at once; whoever knows the cause may say so until then
+
+
+class RankGroup:
+    """Running ranks. One thread uses it; `on_lost` is called on another one when a process ends."""
+
+    def __init__(self, config: EngineConfig, launcher: Launcher, on_lost: Callable[[], None]) -> None:
+        """Starts the processes.
+
+        Raises:
+            RankLost: one cannot be started.  ConfigError: there is not room for all of them.
+        """
+        self.size = config.ranks.size
+        self._launcher, self._on_lost = launcher, on_lost
+        self._ended: str | None = None  # the first rank that ended, and how
+        self._channel = ExecutorChannel(launcher.ip)
+        channel = self._channel
+        setups = [
+            RankSetup(
+                config=config, rank=rank, size=self.size, endpoint=channel.endpoint, server_key=channel.server_key
+            )
+            for rank in range(self.size)
+        ]
+        try:
+            launcher.launch(setups, self._rank_ended)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank's process has ended; from any thread."""
+        return self._ended is not None
+
+    def send(self, rank: int, message: object) -> None:
+        """Hand a message to one rank."""
+        self._channel.send(rank, message)
+
+    def send_all(self, message: object) -> None:
+        """Hand one message to all ranks."""
+        self._channel.send_all(self.size, message)
+
+    def receive(self, deadline_s: float) -> tuple[int, Any]:
+        """The next message and who sent it; a failed step is one of them. `deadline_s` is of the monotonic clock.
+
+        Raises:
+            RankLost: a rank ended, lost its peers, or the time is over.
+            TransomError: a rank could not start, for a reason of its own.
+        """
+        while True:
+            found = self._channel.receive(deadline_s - time.monotonic())
+            if found is not None:
+                if isinstance(found[1], Failed) and found[1].step_id is None:
+                    raise self._cause(self._error(*found))
+                return found
+            self.raise_lost()
+            if time.monotonic() > deadline_s:
+                raise RankLost("The ranks did not answer in time: one of them hangs.")
+
+    def raise_lost(self) -> None:
+        """Raises RankLost, or what the rank itself said, if a rank's process has ended."""
+        if self._ended is not None:
+            raise self._cause(RankLost(self._ended))
+
+    def close(self) -> None:
+        """End all processes at once and close the channel; idempotent."""
+        self._launcher.kill()
+        self._channel.close()
+
+    def _rank_ended(self, rank: int, how: str) -> None:
+        self._ended = self._ended or f"Rank {rank} of {self.size}: {how}"
+        self._channel.wake()
+        self._on_lost()
+
+    def _cause(self, error: TransomError) -> TransomError:
+        """The error, or what another rank knows better: that a peer left says less than why it did."""
+        until_s = time.monotonic() + LAST_WORDS_S
+        while isinstance(error, RankLost) and (left_s := until_s - time.monotonic()) > 0:
+            found = self._channel.receive(left_s)
+            if found is not None and isinstance(found[1], Failed):
+                error = self._error(*found)
+        return error
+
+    def _error(self, rank: int, failed: Failed) -> TransomError:
+        error = failed.error.error()
+        return type(error)(f"Rank {rank} of {self.size}: {error}")

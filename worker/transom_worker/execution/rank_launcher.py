@@ -1,0 +1,33 @@
+"""Who starts the processes of a worker's ranks, notices when one ends, and ends all of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from transom_worker.execution.rank_messages import RankSetup
+
+OnEnd = Callable[[int, str], None]
+
+
+class Launcher(ABC):
+    """The processes of one start. A launcher launches once; to start ranks again there is another one."""
+
+    @property
+    @abstractmethod
+    def ip(self) -> str | None:
+        """This process's address as ranks reach it over the network; None where all of them are on this host."""
+
+    @abstractmethod
+    def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
+        """Start every rank's process.
+
+        `on_end` is called on a thread of the launcher's when a process ends that `kill` did not, with its rank and how it ended.
+
+        Raises:
+            RankLost: a process cannot be started.  ConfigError: there is not room for all of them.
+        """
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End all processes at once, whatever they do, and wait until they are gone; idempotent."""

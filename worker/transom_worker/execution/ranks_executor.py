@@ -1,0 +1,159 @@
+"""Several ranks, each a process of its own: plans go to all of them, results come from the first.
+
+All ranks run the same plans in the same order, one after another, so that with two steps in flight the next plan lies ready when
+a step ends. Whatever happens to one rank happens to all: they are ended, and started again together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from transom_worker.config import EngineConfig
+from transom_worker.errors import RankLost, StepFailed, TransomError
+from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.rank_group import RankGroup
+from transom_worker.execution.rank_launcher import Launcher
+from transom_worker.execution.rank_messages import Done, Failed, Step
+from transom_worker.execution.rank_start import start_ranks
+from transom_worker.scheduling.step import StepPlan, StepResult
+
+START_TIMEOUT_S = 600.0  # without a word from any rank
+FAILURE_TIMEOUT_S = 1.0  # within which a step that failed on one rank has failed on all, if it is the same failure
+
+
+class RanksExecutor(Executor):
+    """Owns the ranks of one worker. `make_launcher` gives a launcher for each start."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_launcher: Callable[[], Launcher],
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self._config, self._make_launcher, self._start_timeout_s = config, make_launcher, start_timeout_s
+        self._group: RankGroup | None = None
+        self._pool_bytes: int | None = None
+        self._on_lost: Callable[[], None] = lambda: None
+        self._forget_steps()
+
+    def start(self) -> ExecutorInfo:
+        """Start all ranks, load, agree on an arena.
+
+        Raises:
+            ConfigError, ModelError: settings or checkpoint are wrong; names the rank.  RankLost: a rank died or hung.
+        """
+        self._forget_steps()
+        group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
+        try:
+            info, self._pool_bytes = start_ranks(group, timeout_s=self._start_timeout_s, pool_bytes=self._pool_bytes)
+        except BaseException:
+            group.close()
+            raise
+        self._group = group
+        return info
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send one plan to all ranks. Raises RankLost."""
+        self.check()
+        assert self._group is not None
+        self._group.send_all(Step(self._epoch, plan))
+        self._in_flight.append((plan.step_id, time.monotonic()))
+
+    def receive(self) -> StepResult:
+        """Wait for the oldest plan's result. Raises StepFailed, and RankLost when a rank died, hung or went its own way."""
+        if not self._in_flight:
+            raise StepFailed("A result was asked for, but no plan is waiting.")
+        try:
+            return self._receive()
+        except RankLost:
+            self._close()
+            raise
+
+    def check(self) -> None:
+        """Raises RankLost when a rank has ended since it was last heard of."""
+        if self._group is None:
+            raise RankLost("The ranks are not running.")
+        if self._group.lost:
+            try:
+                self._group.raise_lost()
+            finally:
+                self._close()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has ended by itself; from any thread."""
+        group = self._group
+        return group is not None and group.lost
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on another thread, when `lost` becomes true."""
+        self._on_lost = callback
+
+    def drop_in_flight(self) -> None:
+        """Ranks run what they have been sent; their results are thrown away."""
+        self._in_flight.clear()
+
+    def restart(self) -> ExecutorInfo:
+        """Start all ranks again, with the pool that they had. Raises RankLost."""
+        self._close()
+        try:
+            return self.start()
+        except RankLost:
+            raise
+        except TransomError as error:
+            raise RankLost(f"The ranks cannot be started again: {error}") from error
+
+    def shutdown(self) -> None:
+        """End all ranks; idempotent."""
+        self._close()
+
+    def _receive(self) -> StepResult:
+        assert self._group is not None
+        while True:
+            rank, message = self._group.receive(self._deadline_s())
+            if isinstance(message, Done):
+                if self._in_flight and message.result.step_id == self._in_flight[0][0]:
+                    self._in_flight.popleft()
+                    self._answered_s = time.monotonic()
+                    return message.result
+            else:
+                self._failed(rank, message)
+
+    def _deadline_s(self) -> float:
+        """When the oldest step is too late; a step that failed on some ranks must soon have failed on the others."""
+        if self._failures:
+            return self._failed_s + FAILURE_TIMEOUT_S
+        return max(self._in_flight[0][1], self._answered_s) + self._config.ranks.step_timeout_s
+
+    def _failed(self, rank: int, failed: Failed) -> None:
+        """A step that failed on every rank before they did anything together leaves them as they were."""
+        assert self._group is not None
+        error = failed.error.error()
+        if not failed.before_forward:
+            raise RankLost(f"Step {failed.step_id} failed on rank {rank} of {self._group.size}: {error}")
+        if not self._failures:
+            self._failed_s = time.monotonic()
+        self._failures.add(rank)
+        if len(self._failures) < self._group.size:
+            return
+        self._failures.clear()
+        self._epoch += 1
+        if self._in_flight:
+            self._in_flight.clear()
+            raise StepFailed(f"Step {failed.step_id} failed: {error}")
+
+    def _forget_steps(self) -> None:
+        self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were submitted
+        self._answered_s = 0.0
+        self._epoch = 0  # steps that have failed
+        self._failures: set[int] = set()  # ranks on which the step that fails now has failed
+        self._failed_s = 0.0
+
+    def _close(self) -> None:
+        self._in_flight.clear()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
