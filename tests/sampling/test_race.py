@@ -28,7 +28,20 @@ def test_winner_equals_that_of_all_the_noise(
     logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
     logits.masked_fill_(torch.rand(logits.shape, generator=generator) < banned, -torch.inf)
     scores = logits + gumbel(keys(num_rows, seed), torch.arange(vocab_size))
-    assert noisy_argmax(logits, keys(num_rows, seed)).tolist() == scores.max(-1).indices.tolist()
+    best = scores.max(-1)
+    found_scores, found_ids = noisy_argmax(logits, keys(num_rows, seed))
+    assert found_ids.tolist() == best.indices.tolist()
+    assert torch.equal(found_scores, best.values)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), first=st.integers(0, 300), width=st.integers(1, 300))
+def test_a_slice_has_the_scores_that_the_whole_has_there(seed: int, first: int, width: int) -> None:
+    logits = torch.randn(4, first + width, generator=torch.Generator().manual_seed(seed)) * 3
+    scores = (logits + gumbel(keys(4, seed), torch.arange(first + width)))[:, first:].max(-1)
+    found_scores, found_ids = noisy_argmax(logits[:, first:], keys(4, seed), first_id=first)
+    assert torch.equal(found_ids, scores.indices + first)
+    assert torch.equal(found_scores, scores.values)
 
 
 def test_a_block_minimum_is_the_least_of_its_ids() -> None:

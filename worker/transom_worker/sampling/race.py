@@ -17,17 +17,25 @@ from transom_worker.sampling.row_ops import at_least, first_argmax, packed_colum
 SLACK = 1e-9  # rounding of two logarithms
 
 
-def noisy_argmax(logits_NV: torch.Tensor, keys_N1: torch.Tensor) -> torch.Tensor:
-    """argmax over V of `logits_NV` + gumbel(`keys_N1`, id), int64 [N]; the lowest id of equals."""
+def noisy_argmax(
+    logits_NV: torch.Tensor, keys_N1: torch.Tensor, *, first_id: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's best `logits_NV` + gumbel(`keys_N1`, id), float64 [N], and its id, int64 [N]; the lowest id of equals.
+
+    Column v is id `first_id` + v: a slice of the vocabulary has the scores that the whole has there.
+    """
     num_rows, vocab_size = logits_NV.shape
-    missing = -vocab_size % BLOCK
-    padded_NV = functional.pad(logits_NV, (0, missing), value=-torch.inf) if missing else logits_NV
+    before, first_block = first_id % BLOCK, first_id // BLOCK
+    after = -(before + vocab_size) % BLOCK
+    padded_NV = functional.pad(logits_NV, (before, after), value=-torch.inf) if before or after else logits_NV
     blocks_NB64 = padded_NV.reshape(num_rows, -1, BLOCK)
-    minimum_NB, place_NB = block_minimum(keys_N1, torch.arange(blocks_NB64.shape[1], device=logits_NV.device))
+    blocks = torch.arange(first_block, first_block + blocks_NB64.shape[1], device=logits_NV.device)
+    minimum_NB, place_NB = block_minimum(keys_N1, blocks)
     noise_NB = minimum_NB.log().neg_()
     best_NB = blocks_NB64.amax(-1) + noise_NB
-    row_C, block_C = at_least(best_NB, _surely_reached(logits_NV, blocks_NB64, keys_N1, noise_NB, place_NB) - SLACK)
-    token_ids_C64 = block_C[:, None] * BLOCK + torch.arange(BLOCK, device=logits_NV.device)
+    reached_N1 = _surely_reached(logits_NV, blocks_NB64, keys_N1, noise_NB, place_NB, first_id)
+    row_C, block_C = at_least(best_NB, reached_N1 - SLACK)
+    token_ids_C64 = blocks[block_C, None] * BLOCK + torch.arange(BLOCK, device=logits_NV.device)
     noise_C64 = gumbel_within(
         keys_N1[row_C], token_ids_C64, minimum_NB[row_C, block_C, None], place_NB[row_C, block_C, None]
     )
@@ -35,9 +43,10 @@ def noisy_argmax(logits_NV: torch.Tensor, keys_N1: torch.Tensor) -> torch.Tensor
     column_C, width = packed_columns(row_C, num_rows)
     score_NW = score_C.new_full((num_rows, width), -torch.inf)
     score_NW[row_C, column_C] = score_C
-    winner_NW = torch.zeros(score_NW.shape, dtype=torch.int64, device=logits_NV.device)
-    winner_NW[row_C, column_C] = block_C * BLOCK + place_C
-    return winner_NW.gather(1, first_argmax(score_NW)[:, None])[:, 0]
+    winner_NW = torch.full(score_NW.shape, first_id, device=logits_NV.device)
+    winner_NW[row_C, column_C] = blocks[block_C] * BLOCK + place_C
+    best_N1 = first_argmax(score_NW)[:, None]
+    return score_NW.gather(1, best_N1)[:, 0], winner_NW.gather(1, best_N1)[:, 0]
 
 
 def _surely_reached(
@@ -46,9 +55,10 @@ def _surely_reached(
     keys_N1: torch.Tensor,
     noise_NB: torch.Tensor,
     place_NB: torch.Tensor,
+    first_id: int,
 ) -> torch.Tensor:
     """A score that each row's winner reaches, [N, 1]."""
     likeliest_N1 = first_argmax(logits_NV)[:, None]
-    of_likeliest_N1 = logits_NV.gather(1, likeliest_N1) + gumbel(keys_N1, likeliest_N1)
+    of_likeliest_N1 = logits_NV.gather(1, likeliest_N1) + gumbel(keys_N1, likeliest_N1 + first_id)
     of_minima_NB = blocks_NB64.gather(-1, place_NB[..., None])[..., 0] + noise_NB
     return torch.maximum(of_likeliest_N1, of_minima_NB.amax(-1, keepdim=True))

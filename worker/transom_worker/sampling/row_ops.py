@@ -5,8 +5,17 @@ Legend: R rows, V columns, N set elements, C columns of the fullest row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+
+
+def take_rows(values_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Different rows, ascending; a view where they follow each other."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return values_RV[rows[0] : rows[-1] + 1]
+    return values_RV[torch.tensor(rows, device=values_RV.device)]
 
 
 def first_argmax(values_RV: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from transom_worker.sampling.filters import Filters, filter_logits
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.noise import gumbel
 from transom_worker.sampling.race import noisy_argmax
-from transom_worker.sampling.row_ops import first_argmax
+from transom_worker.sampling.row_ops import first_argmax, take_rows
 from transom_worker.sampling.sequence_state import SequenceState
+from transom_worker.sampling.tempering import noise_keys, tempered
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def _choose(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[in
     for rows, choose in ((greedy, None), (filtered, _filtered), (noisy, _unfiltered)):
         if not rows:
             continue
-        part = logits_SV if len(rows) == len(states) else logits_SV[torch.tensor(rows, device=logits_SV.device)]
+        part = take_rows(logits_SV, rows)
         tokens = choose(part, [states[row] for row in rows]) if choose else _most_likely(part)
         for row, token in zip(rows, tokens, strict=True):
             chosen[row] = token
@@ -103,25 +104,15 @@ def _filtered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[
         top_p=[state.params.top_p for state in states],
         min_p=[state.params.min_p for state in states],
     )
-    candidates = filter_logits(_tempered(logits_NV, states), filters)
-    noise_NC = gumbel(_keys(logits_NV, states), candidates.token_ids_RC)
+    candidates = filter_logits(tempered(logits_NV, states), filters)
+    noise_NC = gumbel(noise_keys(logits_NV, states), candidates.token_ids_RC)
     best_N1 = first_argmax(noise_NC.add_(candidates.logits_RC))[:, None]
     return candidates.token_ids_RC.gather(1, best_N1)[:, 0].tolist()
 
 
 def _unfiltered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    return noisy_argmax(_tempered(logits_NV, states), _keys(logits_NV, states)).tolist()
-
-
-def _tempered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    if all(state.params.temperature == 1.0 for state in states):
-        return logits_NV
-    temperatures = torch.tensor([state.params.temperature for state in states], dtype=logits_NV.dtype)
-    return logits_NV / temperatures.to(logits_NV.device)[:, None]
-
-
-def _keys(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    return torch.tensor([state.noise_key for state in states], dtype=torch.int64, device=logits_NV.device)[:, None]
+    _, token_ids_N = noisy_argmax(tempered(logits_NV, states), noise_keys(logits_NV, states))
+    return token_ids_N.tolist()
 
 
 def _logprobs(
@@ -131,8 +122,7 @@ def _logprobs(
     if not wanted:
         return []
     rows = [row for row, _ in wanted]
-    part = logits_SV if len(rows) == len(states) else logits_SV[torch.tensor(rows, device=logits_SV.device)]
-    found = token_logprobs(part, [chosen[row] for row in rows], [k for _, k in wanted])
+    found = token_logprobs(take_rows(logits_SV, rows), [chosen[row] for row in rows], [k for _, k in wanted])
     result: list[TokenLogprobs | None] = [None] * len(states)
     for row, logprobs in zip(rows, found, strict=True):
         result[row] = logprobs
