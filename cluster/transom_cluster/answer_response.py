@@ -11,10 +11,10 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from transom_cluster.answer import Answer
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.openai.errors import wire_error, wire_error_of
 from transom_cluster.openai.writers import Writer, data_line
-from transom_cluster.requests_in_flight import Answer
 from transom_cluster.router import Router
 from transom_worker.contract import OutputEvent, Request
 

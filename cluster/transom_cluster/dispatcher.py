@@ -1,145 +1,233 @@
-"""One worker's link: its long event stream, kept open, and the requests that live on it.
+"""One worker's link: its long event stream, kept open, and the attempts that live on it.
 
-When the stream breaks, every request on it ends with an error event and the stream is opened again, with growing pauses.
-Nothing here waits for a worker that is gone: without an open stream a submission is refused at once.
+When the stream breaks, everything on it is handed over as lost, and the stream is opened again, with growing pauses, until the
+link is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
+from transom_cluster.background import BackgroundTasks
 from transom_cluster.openai.to_contract import ModelLimits
-from transom_cluster.requests_in_flight import Answer, RequestsInFlight
+from transom_cluster.requests_in_flight import Flight, Progress, RequestsInFlight
 from transom_cluster.worker_client import WorkerClient
-from transom_worker.contract import ErrorInfo, WorkerInfo
-from transom_worker.errors import EngineDead
+from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.errors import WorkerLost
 
 logger = logging.getLogger("transom.router")
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+SUBMIT_GRACE_S = 0.5  # a submission that fails is mostly the first sign of a stream that breaks
 
-_LOST = "The worker that computed this answer was lost; send the request again."
-_NOT_READY = "The worker is not ready (starting, or being replaced); try again in a moment."
+Attempts = Sequence[tuple[Flight, Request]]
+
+
+class LinkBroken(Exception):
+    """The stream broke while a worker was asked; what was on it has been handed over as lost."""
+
+
+class LinkListener(Progress, Protocol):
+    """Who is told what happens on a link."""
+
+    def opened(self, link: WorkerLink) -> None:
+        """The link takes requests from now on."""
+
+    def told(self, link: WorkerLink, message: WorkerMessage) -> None:
+        """The worker says what changed of its index and load."""
+
+    def closed(self, link: WorkerLink) -> None:
+        """The stream has ended. `lost` follows."""
+
+    def lost(self, link: WorkerLink, flights: list[Flight], *, is_blamed: bool) -> None:
+        """These cannot go on here. `is_blamed`: the worker was lost, maybe by one of them."""
 
 
 class WorkerLink:
     """Keeps one worker's stream open and moves requests and events over it. Runs on one event loop."""
 
-    def __init__(self, client: WorkerClient, router_id: str) -> None:
+    def __init__(self, worker_id: str, client: WorkerClient, router_id: str, listener: LinkListener) -> None:
+        self.worker_id = worker_id
         self.client = client
-        self.in_flight = RequestsInFlight()
-        self.limits: ModelLimits | None = None  # known while the stream is open
+        self.in_flight = RequestsInFlight(listener)
         self.info: WorkerInfo | None = None  # the worker's last answer
+        self.load: WorkerLoad | None = None  # what it said last
+        self.is_open = False
+        self.is_draining = False
         self._router_id = router_id
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._submits: set[asyncio.Task[list[ErrorInfo | None]]] = set()
+        self._listener = listener
+        self._tasks = BackgroundTasks()
+        self._submits: set[asyncio.Task[Any]] = set()
+        self._submitting: set[str] = set()
+        self._withdrawn: set[str] = set()  # while they were being submitted
         self._reader: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()  # of the present stream
 
     @property
-    def is_open(self) -> bool:
-        """Whether requests can be submitted."""
-        return self.limits is not None
+    def takes_requests(self) -> bool:
+        """Whether new requests may be sent here."""
+        return self.is_open and not self.is_draining
+
+    @property
+    def state(self) -> Literal["open", "closed", "draining"]:
+        """For people and metrics."""
+        return "draining" if self.is_draining else "open" if self.is_open else "closed"
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What the worker's model can do, as it said last."""
+        if self.info is None:
+            return None
+        return ModelLimits(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
 
     def start(self) -> None:
         """Begin to keep the stream open."""
-        self._reader = asyncio.create_task(self._keep_open(), context=contextvars.Context())
+        self._reader = self._tasks.spawn(self._keep_open())
 
-    async def stop(self) -> None:
-        """Close the stream; what is still running ends with an error."""
-        tasks = [*self._tasks, *([self._reader] if self._reader is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def close(self) -> None:
+        """End the stream for good; what is still on it is handed over as lost, without blame."""
+        self.is_draining = True
+        await self._tasks.cancel()
 
-    async def submit(self, answer: Answer) -> None:
-        """Send the requests of `answer` to the worker; their events go there. All are admitted, or none.
+    async def drain(self, drain_s: float) -> int:
+        """Take nothing new, and wait until all has ended; what has not by then is handed over. Returns how many that were."""
+        self.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await self.in_flight.emptied()
+        flights = self.in_flight.take_all()
+        if flights:
+            request_ids = [flight.attempt.request_id for flight in flights]
+            self._listener.lost(self, flights, is_blamed=False)
+            await self._send_abort(request_ids)
+        return len(flights)
+
+    async def submit(self, attempts: Attempts) -> list[ErrorInfo | None]:
+        """Ask the worker to take attempts that are in `in_flight`: all or none; an entry for each as in `WorkerClient.submit`.
 
         Raises:
-            TransomError: a request was refused, or there is no worker.
+            LinkBroken: the link broke; `lost` was told.
         """
-        if not self.is_open:
-            raise EngineDead(_NOT_READY)
-        self.in_flight.add(answer)
-        task = self._spawn(self.client.submit(self._router_id, list(answer.requests)))
+        request_ids = {request.request_id for _, request in attempts}
+        task = self._tasks.spawn(self.client.submit(self._router_id, [request for _, request in attempts]))
         self._submits.add(task)
-        task.add_done_callback(self._submits.discard)
+        self._submitting |= request_ids
         try:
-            results = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():  # not we, but the link went away
-                raise EngineDead(_LOST) from None
-            task.add_done_callback(lambda _: self._spawn(self._send_abort(_ids(answer))))
-            raise
-        except Exception as error:
-            logger.warning("A submission failed: %r", error)
-            raise EngineDead(_NOT_READY) from error
-        for result in results:
-            if result is not None:
-                self.in_flight.remove(_ids(answer))
-                raise result.error()
+            return await self._outcome(task, list(request_ids))
+        finally:
+            self._submits.discard(task)
+            self._submitting -= request_ids
+            if withdrawn := self._withdrawn & request_ids:
+                self._withdrawn -= withdrawn
+                self._abort(list(withdrawn))
 
-    def abandon(self, answer: Answer) -> None:
-        """Abort what has not ended of `answer`; returns at once."""
-        unfinished = self.in_flight.remove(_ids(answer))
-        if unfinished and self.is_open:
-            self._spawn(self._send_abort(unfinished))
+    def withdraw(self, flights: Sequence[Flight]) -> None:
+        """Abort attempts, as soon as the worker has them; returns at once."""
+        request_ids = [flight.attempt.request_id for flight in flights]
+        known = {one for one in request_ids if self.in_flight.remove(one) is not None}
+        self._withdrawn |= known & self._submitting
+        if now := [one for one in request_ids if one in known - self._submitting]:
+            self._abort(now)
+
+    def resync(self) -> None:
+        """Ask for the whole index again; returns at once."""
+        self._tasks.spawn(self._ask_resync())
+
+    async def _outcome(
+        self, task: asyncio.Task[list[ErrorInfo | None]], request_ids: list[str]
+    ) -> list[ErrorInfo | None]:
+        stream_ended = self._ended
+        await asyncio.wait((task,))
+        if task.cancelled():
+            raise LinkBroken
+        if (error := task.exception()) is None:
+            return task.result()
+        logger.warning("A submission to worker %s failed: %r", self.worker_id, error)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stream_ended.wait(), SUBMIT_GRACE_S)
+            raise LinkBroken
+        self._abort(request_ids)  # it may have taken them
+        return [ErrorInfo.of(WorkerLost("The worker did not answer."))] * len(request_ids)
 
     async def _keep_open(self) -> None:
         pause_s = FIRST_PAUSE_S
         lost: list[str] = []
-        while True:
+        while not self.is_draining:
             error: Exception | None = None
             try:
                 await self._read(lost)
             except Exception as caught:
                 error = caught
             finally:
-                was_open, self.limits = self.is_open, None
-                lost = [*([] if was_open else lost), *self._fail_all()]
+                was_open = self.is_open
+                lost = [*([] if was_open else lost), *self._lose()]
             if was_open:
-                logger.warning("The event stream of a worker broke (%d requests): %r", len(lost), error)
+                logger.warning(
+                    "The event stream of worker %s broke (%d requests): %r", self.worker_id, len(lost), error
+                )
                 pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _read(self, lost: list[str]) -> None:
-        """Open the stream and read it until it ends. `lost` are requests that the worker may still compute for nobody."""
+        """Open the stream and read it until it ends. `lost` are attempts that the worker may still compute for nobody."""
         async with contextlib.aclosing(self.client.open_stream(self._router_id)) as stream:
             async for message in stream:
-                if self.limits is None:
+                if not self.is_open:
                     await self._opened(lost)
-                self.in_flight.dispatch(message.events)
+                self._take(message)
 
     async def _opened(self, lost: list[str]) -> None:
-        self.info = info = await self.client.info()
+        self.info = await self.client.info()
         if lost:
             await self.client.abort(self._router_id, lost)
-        self.limits = ModelLimits(max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        self._ended = asyncio.Event()
+        self.is_open = True
+        self._listener.opened(self)
 
-    def _fail_all(self) -> list[str]:
+    def _take(self, message: WorkerMessage) -> None:
+        if message.load is not None:
+            self.load = message.load
+        if message.kv is not None or message.load is not None:
+            self._listener.told(self, message)
+        lost, torn = self.in_flight.dispatch(message.events)
+        if torn:
+            logger.warning("Output of %d requests is missing between worker %s and here.", len(torn), self.worker_id)
+            self._abort([flight.attempt.request_id for flight in torn])
+            self._listener.lost(self, torn, is_blamed=False)
+        if lost:
+            self._listener.lost(self, lost, is_blamed=not self.is_draining)
+
+    def _lose(self) -> list[str]:
+        """The stream has ended: hand over what was on it; returns the attempts' ids."""
         for submit in list(self._submits):
             submit.cancel()
-        return self.in_flight.fail_all(EngineDead(_LOST))
+        self._ended.set()
+        flights = self.in_flight.take_all()
+        request_ids = [flight.attempt.request_id for flight in flights]
+        if self.is_open:
+            self.is_open = False
+            self._listener.closed(self)
+            self._listener.lost(self, flights, is_blamed=not self.is_draining)
+        return request_ids
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if self.is_open:
+            self._tasks.spawn(self._send_abort(request_ids))
 
     async def _send_abort(self, request_ids: list[str]) -> None:
         try:
             await self.client.abort(self._router_id, request_ids)
         except Exception as error:  # a worker that is gone computes nothing
-            logger.info("An abort did not reach its worker: %r", error)
+            logger.info("An abort did not reach worker %s: %r", self.worker_id, error)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task outside the caller's context, so that Serve does not cancel it with the caller's HTTP request."""
-        task = asyncio.create_task(coroutine, context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-def _ids(answer: Answer) -> list[str]:
-    return [request.request_id for request in answer.requests]
+    async def _ask_resync(self) -> None:
+        try:
+            await self.client.resync(self._router_id)
+        except Exception as error:  # its stream breaks as well then
+            logger.info("Worker %s was not asked for its index: %r", self.worker_id, error)

@@ -22,7 +22,7 @@ from transom_cluster.middleware import AnswerBugs, CountRequests, LimitBody, Lim
 from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
 from transom_cluster.openai_routes import OpenAiRoutes, add_body_schemas
 from transom_cluster.router import Router
-from transom_cluster.worker_client import describe_worker
+from transom_cluster.worker_pool import describe_link
 from transom_worker.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
@@ -62,7 +62,7 @@ def _add_server_routes(api: FastAPI, router: Router) -> None:
     name = router.config.served_model_name
 
     def model_card() -> dict[str, Any]:
-        limits = router.link.limits
+        limits = router.known_limits
         return {
             "id": name,
             "object": "model",
@@ -76,12 +76,11 @@ def _add_server_routes(api: FastAPI, router: Router) -> None:
     @api.get("/", summary="What is here")
     async def index() -> dict[str, Any]:
         paths = sorted(path for path in api.openapi()["paths"] if path != "/")
-        worker = {} if router.link.info is None else describe_worker(router.link.info)
         return {
             "name": "transom",
             "version": __version__,
             "model": name,
-            "worker": worker,
+            "workers": [describe_link(link) for link in router.links.values()],
             "paths": paths,
             "docs": "/docs",
         }
@@ -90,7 +89,8 @@ def _add_server_routes(api: FastAPI, router: Router) -> None:
     async def health() -> Response:
         if router.is_ready:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "the worker is not ready"}, status_code=503, headers={"retry-after": "1"})
+        status = "this router is being stopped" if router.is_draining else "no worker is ready"
+        return JSONResponse({"status": status}, status_code=503, headers={"retry-after": "1"})
 
     @api.get("/version", summary="The server's version")
     async def version() -> dict[str, str]:

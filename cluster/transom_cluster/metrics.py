@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from transom_cluster.routing.metrics import RoutingMetrics
@@ -57,6 +59,48 @@ class RouterMetrics:
             ("router",),
             registry=self.registry,
         ).labels(router)
+        self._failovers = Counter(
+            "transom_router_failovers",
+            "Requests whose worker was lost, by outcome: resumed elsewhere, gave_up, or stopped as poison.",
+            ("router", "outcome"),
+            registry=self.registry,
+        )
+        self._drains = Counter(
+            "transom_router_drains",
+            "Workers that disappeared, by outcome: finished what ran there, or moved what had not ended in time.",
+            ("router", "outcome"),
+            registry=self.registry,
+        )
+        self._waiting_requests = Gauge(
+            "transom_router_waiting_requests",
+            "Requests that no worker has.",
+            ("router",),
+            registry=self.registry,
+        ).labels(router)
+        self._workers = Gauge(
+            "transom_router_workers",
+            "Workers by state: open, closed (starting or lost), draining.",
+            ("router", "state"),
+            registry=self.registry,
+        )
+        for outcome in ("resumed", "gave_up", "poison"):
+            self._failovers.labels(router, outcome)
+        for outcome in ("finished", "moved"):
+            self._drains.labels(router, outcome)
+
+    def failover(self, outcome: str) -> None:
+        """A request whose worker was lost has gone on (resumed) or not."""
+        self._failovers.labels(self._router, outcome).inc()
+
+    def drained(self, *, num_moved: int) -> None:
+        """A worker that disappeared has nothing to do any more."""
+        self._drains.labels(self._router, "moved" if num_moved else "finished").inc()
+
+    def watch(self, num_waiting: Callable[[], int], num_workers: Mapping[str, Callable[[], int]]) -> None:
+        """Where to look, at every scrape, for requests that wait and for workers by state."""
+        self._waiting_requests.set_function(num_waiting)
+        for state, count in num_workers.items():
+            self._workers.labels(self._router, state).set_function(count)
 
     def finished(self, endpoint: str, status: int, elapsed_s: float) -> None:
         """An HTTP request has ended."""

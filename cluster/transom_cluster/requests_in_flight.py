@@ -1,135 +1,182 @@
-"""Requests that wait for events: which HTTP answer each belongs to, and how far it is.
+"""Requests on their way through one or several workers: what of each has come so far, and what is new in an event.
 
-Runs on the event loop only. An HTTP request has one `Answer`, whatever its number of prompts and choices, so that it wakes once
-per engine step.
+Runs on the event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Protocol
 
-from transom_worker.contract import ErrorInfo, OutputEvent, Request
-from transom_worker.errors import StepFailed
+from transom_cluster.answer import Answer, error_event
+from transom_cluster.event_parts import without_first
+from transom_cluster.failover import LossRecord
+from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
+from transom_worker.errors import WorkerLost
 
 
-class Answer:
-    """The events of one HTTP request's choices, in order of arrival. `next` is for one reader.
+class Flight:
+    """One request until its last event. Each attempt at a worker has an id of its own, so that an earlier one's events drop.
 
-    `num_unfinished` counts choices whose last event `next` has not returned yet.
+    `token_ids` is all output so far, `num_new_tokens` what of it the present attempt brought.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-        self.num_unfinished = len(requests)
-        self._events: list[tuple[int, OutputEvent]] = []
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, index: int, event: OutputEvent) -> None:
-        """Add an event of choice `index` and wake the reader."""
-        self._events.append((index, event))
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def next(self) -> list[tuple[int, OutputEvent]]:
-        """All events since the last call, at least one; waits for it. A slow reader gets many at once."""
-        while not self._events:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        events, self._events = self._events, []
-        self.num_unfinished -= sum(event.finish_reason is not None for _, event in events)
-        return events
-
-
-class _Place:
-    """Where one request's events go, and what has gone there: output tokens and characters."""
-
-    __slots__ = ("answer", "index", "num_chars", "num_tokens")
-
-    def __init__(self, answer: Answer, index: int, num_tokens: int) -> None:
+    def __init__(self, answer: Answer, index: int, request: Request) -> None:
         self.answer = answer
         self.index = index
-        self.num_tokens = num_tokens
-        self.num_chars: int | None = None  # unknown until the first event: a resumed request starts in mid-text
+        self.request = request
+        self.token_ids = list(request.resumed_output_ids)
+        self.attempt = request
+        self.awaits_reply = False  # the attempt was sent, and the worker has not said that it took it
+        self.num_new_tokens = 0
+        self.worker_id: str | None = None  # who has the attempt
+        self.has_ended = False
+        self.is_admitted = False
+        self.is_resuming = False  # lost, and not yet taken by another worker
+        self.record = LossRecord()
+        self.refusals: dict[str, ErrorInfo] = {}  # by workers that need not be asked again just now
+        self.wait_until_s = 0.0
+        self.began_s: float | None = None  # when the attempt brought its first token
+        self.timer: asyncio.TimerHandle | None = None
+        self._num_attempts = 0
+        self._num_chars: int | None = None  # unknown until the first event: a resumed request starts in mid-text
+        self._usage: Usage | None = None
 
-    def take(self, event: OutputEvent) -> OutputEvent | None:
-        """The part of the event that is new, or None.
+    def begin_attempt(self) -> Request:
+        """What the next worker gets: the request, and all that has come of its answer."""
+        if self._num_attempts:
+            self.attempt = self._resumed()
+        self._num_attempts += 1
+        self.num_new_tokens = 0
+        self.awaits_reply = True
+        self.began_s = None
+        return self.attempt
 
-        Raises:
-            StepFailed: events in between are missing.
-        """
-        num_seen = self.num_tokens - event.position
+    def admit(self) -> None:
+        """A worker has taken the attempt."""
+        self.awaits_reply = False
+        if not self.is_admitted:
+            self.is_admitted = True
+            self.answer.admit()
+
+    def take(self, event: OutputEvent) -> bool:
+        """Pass on what is new of an event; False: output in between is missing, and nothing was taken."""
+        num_seen = len(self.token_ids) - event.position
         if num_seen < 0:
-            raise StepFailed(f"Output {self.num_tokens} to {event.position} of {event.request_id} was lost.")
-        num_chars = event.text_offset if self.num_chars is None else self.num_chars
+            return False
+        num_chars = event.text_offset if self._num_chars is None else self._num_chars
         num_seen_chars = num_chars - event.text_offset
-        if num_seen or num_seen_chars:
-            event = _without(event, num_seen, num_seen_chars)
-        self.num_tokens += len(event.token_ids)
-        self.num_chars = num_chars + len(event.text)
-        first = event.usage is not None or event.prompt_logprobs is not None
-        return event if event.token_ids or event.text or event.finish_reason or first else None
+        fresh = without_first(event, num_seen, num_seen_chars) if num_seen or num_seen_chars else event
+        if fresh.usage is not None:
+            fresh = self._with_usage(fresh, fresh.usage)
+        self.num_new_tokens += len(fresh.token_ids)
+        self.token_ids += fresh.token_ids
+        self._num_chars = num_chars + len(fresh.text)
+        first = fresh.usage is not None or fresh.prompt_logprobs is not None
+        if fresh.finish_reason is not None:
+            self.end()
+        if fresh.token_ids or fresh.text or fresh.finish_reason or first:
+            self.answer.put(self.index, fresh)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        self.end()
+        self.answer.fail(self.index, error_event(self.request.request_id, len(self.token_ids), error), error)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self.has_ended = True
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def _resumed(self) -> Request:
+        request, params = self.request, self.request.params
+        if self.token_ids and params.prompt_logprobs is not None:  # they came with the first token
+            params = replace(params, prompt_logprobs=None)
+        return replace(
+            request,
+            request_id=f"{request.request_id}+{self._num_attempts}",
+            params=params,
+            resumed_output_ids=tuple(self.token_ids),
+        )
+
+    def _with_usage(self, event: OutputEvent, usage: Usage) -> OutputEvent:
+        """A resumed request may find its own prompt in a cache: what counts is what the first worker found."""
+        if self._usage is None:
+            self._usage = usage
+        if usage.num_cached_tokens == self._usage.num_cached_tokens:
+            return event
+        return replace(event, usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
+
+
+class Progress(Protocol):
+    """Who is told of every event that was taken."""
+
+    def advanced(self, flight: Flight, event: OutputEvent) -> None:
+        """An event has come; it may be the last."""
 
 
 class RequestsInFlight:
-    """Routes events to answers and drops what was seen before."""
+    """The attempts that one worker has, by request id."""
 
-    def __init__(self) -> None:
-        self._places: dict[str, _Place] = {}
+    def __init__(self, listener: Progress) -> None:
+        self._listener = listener
+        self._flights: dict[str, Flight] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._flights)
 
-    def add(self, answer: Answer) -> None:
-        """Expect events for every request of `answer`."""
-        for index, request in enumerate(answer.requests):
-            self._places[request.request_id] = _Place(answer, index, len(request.resumed_output_ids))
+    def add(self, flight: Flight) -> None:
+        """Expect events of a flight's attempt."""
+        self._flights[flight.attempt.request_id] = flight
+        self._empty.clear()
 
-    def remove(self, request_ids: Iterable[str]) -> list[str]:
-        """Expect no more events for these; returns those that had not ended."""
-        return [request_id for request_id in request_ids if self._places.pop(request_id, None) is not None]
+    def has(self, request_id: str) -> bool:
+        """Whether events of this attempt are expected."""
+        return request_id in self._flights
 
-    def dispatch(self, events: Iterable[OutputEvent]) -> None:
-        """Hand one step's events to their answers. Events of unknown (aborted) requests are dropped."""
+    def remove(self, request_id: str) -> Flight | None:
+        """Expect no more of an attempt; None where nothing was expected."""
+        flight = self._flights.pop(request_id, None)
+        if not self._flights:
+            self._empty.set()
+        return flight
+
+    def take_all(self) -> list[Flight]:
+        """Expect nothing any more; returns what was expected."""
+        flights = list(self._flights.values())
+        self._flights.clear()
+        self._empty.set()
+        return flights
+
+    async def emptied(self) -> None:
+        """Wait until nothing is expected."""
+        await self._empty.wait()
+
+    def dispatch(self, events: Iterable[OutputEvent]) -> tuple[list[Flight], list[Flight]]:
+        """Hand one step's events to their answers; those of unknown (withdrawn) attempts are dropped.
+
+        Returns flights that the worker has lost, and flights of which output is missing; none of them is expected any more.
+        """
+        lost: list[Flight] = []
+        torn: list[Flight] = []
         for event in events:
-            place = self._places.get(event.request_id)
-            if place is None:
+            flight = self._flights.get(event.request_id)
+            if flight is None:
                 continue
-            try:
-                fresh = place.take(event)
-            except StepFailed as error:
-                self._fail(event.request_id, ErrorInfo.of(error))
-                continue
-            if fresh is None:
-                continue
-            if fresh.finish_reason is not None:
-                del self._places[event.request_id]
-            place.answer.put(place.index, fresh)
-
-    def fail_all(self, error: Exception) -> list[str]:
-        """End every request with an error event; returns their ids."""
-        request_ids = list(self._places)
-        for request_id in request_ids:
-            self._fail(request_id, ErrorInfo.of(error))
-        return request_ids
-
-    def _fail(self, request_id: str, error: ErrorInfo) -> None:
-        place = self._places.pop(request_id)
-        event = OutputEvent(request_id=request_id, position=place.num_tokens, finish_reason="error", error=error)
-        place.answer.put(place.index, event)
-
-
-def _without(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:
-    """The event without its first tokens and characters."""
-    num_tokens = min(num_tokens, len(event.token_ids))
-    num_chars = max(0, num_chars)
-    return replace(
-        event,
-        position=event.position + num_tokens,
-        token_ids=event.token_ids[num_tokens:],
-        text=event.text[num_chars:],
-        text_offset=event.text_offset + min(num_chars, len(event.text)),
-        logprobs=None if event.logprobs is None else event.logprobs[num_tokens:],
-        prompt_logprobs=None if num_tokens else event.prompt_logprobs,
-    )
+            if event.error is not None and isinstance(event.error.error(), WorkerLost):
+                self.remove(event.request_id)
+                lost.append(flight)
+            elif flight.take(event):
+                if flight.has_ended:
+                    self.remove(event.request_id)
+                self._listener.advanced(flight, event)
+            else:
+                self.remove(event.request_id)
+                torn.append(flight)
+        return lost, torn

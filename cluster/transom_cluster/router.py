@@ -2,59 +2,105 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Sequence
 
+from transom_cluster.answer import Answer
 from transom_cluster.dispatcher import WorkerLink
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.openai.errors import unknown_model
 from transom_cluster.openai.to_contract import ModelLimits
-from transom_cluster.requests_in_flight import Answer
-from transom_cluster.worker_client import WorkerClient
+from transom_cluster.requests_in_flight import Flight
+from transom_cluster.routing.placer import Placer
+from transom_cluster.waiting_room import WaitingRoom
+from transom_cluster.worker_client import WorkerClient, WorkerDirectory
+from transom_cluster.worker_pool import WorkerPool
 from transom_worker.config import ServerConfig
 from transom_worker.contract import Request
-from transom_worker.errors import EngineDead
+from transom_worker.errors import EngineDead, WorkerLost
 from transom_worker.tokenizer import Tokenizer
+
+DRAIN_S = 30.0
+
+_STOPPING = "This router is being stopped; send the request again."
+_NOT_READY = "The worker is not ready (starting, or being replaced); try again in a moment."
 
 
 class Router:
-    """What the routes work with. `start` and `stop` run on the event loop that serves."""
+    """What the routes work with. `start` and `stop` run on the event loop that serves.
+
+    `drain_s` is how long running answers go on at a worker that disappears, and at a router that stops.
+    """
 
     def __init__(
         self,
         *,
-        worker: WorkerClient,
+        workers: WorkerDirectory,
         tokenizer: Tokenizer,
         config: ServerConfig,
         router_id: str,
         engine_seed: int | None = None,
+        drain_s: float = DRAIN_S,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.engine_seed = engine_seed
         self.metrics = RouterMetrics(router_id)
-        self.link = WorkerLink(worker, router_id)
+        self.links: dict[str, WorkerLink] = {}
+        self.is_draining = False
+        placer = Placer(config.routing_policy, metrics=self.metrics.routing)
+        self._drain_s = drain_s
+        self._room = WaitingRoom(self.links, placer, config.failover, self.metrics, wake_workers=workers.wake)
+        self._pool = WorkerPool(
+            workers, router_id, links=self.links, listener=self._room, metrics=self.metrics, drain_s=drain_s
+        )
+        self._answers: dict[Answer, list[Flight]] = {}
+        self._idle = asyncio.Event()
+        self._limits: ModelLimits | None = None
+        states = ("open", "closed", "draining")
+        self.metrics.watch(
+            lambda: self.num_waiting, {state: functools.partial(self._num_workers, state) for state in states}
+        )
 
     @property
     def clients(self) -> list[WorkerClient]:
         """All workers, for metrics."""
-        return [self.link.client]
+        return [link.client for link in self.links.values()]
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker's stream is open."""
-        return self.link.is_open
+        """Whether requests are taken: a worker's stream is open, and the router is not being stopped."""
+        return not self.is_draining and any(link.takes_requests for link in self.links.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no worker has."""
+        return len(self._room)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that workers have."""
+        return sum(len(link.in_flight) for link in self.links.values())
 
     @property
     def limits(self) -> ModelLimits:
-        """The served model's limits.
+        """The served model's limits; those of the last worker while there is none.
 
         Raises:
-            EngineDead: no worker is ready.
+            EngineDead: no worker was ready so far.
         """
-        if self.link.limits is None:
-            raise EngineDead("The worker is not ready (starting, or being replaced); try again in a moment.")
-        return self.link.limits
+        if (known := self.known_limits) is None:
+            raise EngineDead(_NOT_READY)
+        return known
+
+    @property
+    def known_limits(self) -> ModelLimits | None:
+        """The same; None while no worker was ready."""
+        known = [link.limits for link in self.links.values() if link.takes_requests and link.limits is not None]
+        self._limits = min(known, key=lambda limits: limits.max_model_len, default=self._limits)
+        return self._limits
 
     def check_model(self, name: str | None) -> None:
         """Raise HttpError (404) unless `name` is served here; None means the served one."""
@@ -62,12 +108,30 @@ class Router:
             raise unknown_model(name, self.config.served_model_name)
 
     def start(self) -> None:
-        """Connect to the worker."""
-        self.link.start()
+        """Connect to the workers."""
+        self._pool.start()
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; `/health` says so. What runs goes on."""
+        self.is_draining = True
 
     async def stop(self) -> None:
-        """Disconnect."""
-        await self.link.stop()
+        """Give running answers `drain_s`, end the others with an error, and disconnect."""
+        self.begin_drain()
+        if self._answers:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), self._drain_s)
+        for flights in self._answers.values():
+            left = [flight for flight in flights if not flight.has_ended]
+            self._room.withdraw(left)
+            for flight in left:
+                flight.fail(WorkerLost(_STOPPING))
+        await self._room.stop()
+        await self._pool.stop()
+
+    def _num_workers(self, state: str) -> int:
+        return sum(link.state == state for link in self.links.values())
 
     @contextlib.asynccontextmanager
     async def answer(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:
@@ -76,9 +140,16 @@ class Router:
         Raises:
             TransomError: a request was refused.
         """
+        if self.is_draining:
+            raise WorkerLost(_STOPPING)
         answer = Answer(requests)
+        flights = self._answers[answer] = [Flight(answer, index, request) for index, request in enumerate(requests)]
         try:
-            await self.link.submit(answer)
+            self._room.enter(flights)
+            await answer.admitted()
             yield answer
         finally:
-            self.link.abandon(answer)
+            self._room.withdraw(flights)
+            del self._answers[answer]
+            if not self._answers:
+                self._idle.set()

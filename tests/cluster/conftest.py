@@ -6,30 +6,37 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from stub_worker import ByteTokenizer, StubWorker
+from stub_worker import ByteTokenizer, StubDirectory, StubWorker
 
 from transom_cluster.ingress import build_api
 from transom_cluster.router import Router
-from transom_worker.config import ServerConfig
+from transom_worker.config import FailoverConfig, ServerConfig
 
 
-def make_router(worker: StubWorker, **config: Any) -> Router:
-    values = {"served_model_name": "stub", **config}
-    return Router(worker=worker, tokenizer=ByteTokenizer(), config=ServerConfig(**values), router_id="r0")
+def make_router(*workers: StubWorker, directory: StubDirectory | None = None, **config: Any) -> Router:
+    values = {"served_model_name": "stub", "failover": FailoverConfig(wait_s=0.05), **config}
+    return Router(
+        workers=directory or StubDirectory(*workers),
+        tokenizer=ByteTokenizer(),
+        config=ServerConfig(**values),
+        router_id="r0",
+        drain_s=0.05,
+    )
 
 
 @dataclass
 class Api:
-    """The API in the test's own event loop, without sockets."""
+    """The API in the test's own event loop, without sockets. `worker` is the first of `workers`."""
 
-    worker: StubWorker
+    workers: tuple[StubWorker, ...]
+    directory: StubDirectory
     router: Router
     client: httpx.AsyncClient = field(repr=False)
 
@@ -40,22 +47,32 @@ class Api:
         messages = [{"role": "user", "content": "hi"}]
         return await self.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, **body})
 
+    @property
+    def worker(self) -> StubWorker:
+        return self.workers[0]
+
 
 @contextlib.asynccontextmanager
-async def running_api(worker: StubWorker | None = None, **config: Any) -> AsyncIterator[Api]:
-    worker = worker or StubWorker()
-    router = make_router(worker, **config)
-    app = build_api(router)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]:
+    workers = workers or (StubWorker(),)
+    directory = StubDirectory(*workers)
+    router = make_router(directory=directory, **config)
+    transport = httpx.ASGITransport(app=build_api(router), raise_app_exceptions=False)
     router.start()
     try:
-        async with asyncio.timeout(10):
-            while worker.can_open and not router.is_ready:
-                await asyncio.sleep(0)
+        num_open = sum(worker.can_open for worker in workers)
+        await until(lambda: sum(link.is_open for link in router.links.values()) == num_open)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            yield Api(worker, router, client)
+            yield Api(workers, directory, router, client)
     finally:
         await router.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the event loop run until `condition` holds."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from transom_worker.contract import (
     WorkerLoad,
     WorkerMessage,
 )
+from transom_worker.errors import Overloaded
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 
@@ -69,7 +70,11 @@ class ByteTokenizer:
 
 @dataclass
 class StubWorker:
-    """Plays the worker's side of `WorkerClient`. `paused` holds events back; `die` breaks the stream."""
+    """Plays the worker's side of `WorkerClient`.
+
+    `die` breaks the stream, which can be opened again; `kill` ends the worker for good. A request whose prompt has the byte
+    `poison` kills it when it would bring its output `poison_at`.
+    """
 
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -79,9 +84,15 @@ class StubWorker:
     num_streams: int = 0
     can_open: bool = True
     metrics: str | None = METRICS
-    max_events: int | None = None  # of each request; then silence
+    max_events: int | None = None  # of each attempt; then silence
+    num_cached: int = 3
+    max_running: int | None = None  # more are refused as Overloaded
+    poison: int | None = None
+    poison_at: int = 0
     worker: str = "w0"
     num_resyncs: int = 0
+    is_dead: bool = False
+    load: WorkerLoad = field(default_factory=lambda: WorkerLoad(max_num_seqs=1000))
 
     def __post_init__(self) -> None:
         self._queue: asyncio.Queue[WorkerMessage | Exception] | None = None
@@ -92,18 +103,25 @@ class StubWorker:
         if not self.can_open:
             raise ConnectionError("no worker")
         self.num_streams += 1
-        self._queue = asyncio.Queue()
-        yield WorkerMessage(kv=KvUpdate(after=0, version=0, runs=(), whole=True), load=WorkerLoad())
-        while not isinstance(item := await self._queue.get(), Exception):
-            yield item
-        raise item
+        queue = self._queue = asyncio.Queue()
+        yield WorkerMessage(kv=KvUpdate(after=0, version=0, runs=(), whole=True), load=self.load)
+        try:
+            while not isinstance(item := await queue.get(), Exception):
+                yield item
+            raise item
+        finally:
+            if queue is self._queue:
+                self._cancel_all()
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
-        if self.submit_failure is not None:
-            raise self.submit_failure
+        if self.submit_failure is not None or self.is_dead:
+            raise self.submit_failure or ConnectionError("no worker")
         self.submitted += requests
         if self.admission_error is not None:
             return [self.admission_error, *[None] * (len(requests) - 1)]
+        if self.max_running is not None and (room := self.max_running - len(self._running)) < len(requests):
+            full = ErrorInfo.of(Overloaded("full", retry_after_s=2.5))
+            return [None if i < room else full for i in range(len(requests))]
         for request in requests:
             self._running[request.request_id] = asyncio.create_task(self._generate(request))
         self._notify()
@@ -134,10 +152,23 @@ class StubWorker:
         self._queue.put_nowait(WorkerMessage(events=events))
 
     def die(self) -> None:
-        for task in self._running.values():
-            task.cancel()
+        self._cancel_all()
         assert self._queue is not None
         self._queue.put_nowait(ConnectionError("the worker died"))
+
+    def kill(self) -> None:
+        self.is_dead, self.can_open = True, False
+        if self._queue is not None:
+            self.die()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def _cancel_all(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        self._running.clear()
 
     async def until(self, condition: Any) -> None:
         """Wait until something that this worker was told makes `condition` true."""
@@ -150,10 +181,19 @@ class StubWorker:
         self.changed.set()
 
     async def _generate(self, request: Request) -> None:
-        params = request.params
-        count = min(params.max_tokens or 26, 26)
-        for position in range(count):
-            if self.max_events is not None and position == self.max_events:
+        try:
+            await self._run(request)
+        finally:
+            self._running.pop(request.request_id, None)
+
+    async def _run(self, request: Request) -> None:
+        begin = len(request.resumed_output_ids)
+        count = min(request.params.max_tokens or 26, 26)
+        for position in range(begin, count):
+            if self.max_events is not None and position - begin == self.max_events:
+                await asyncio.Event().wait()
+            if self.poison in request.prompt_token_ids and position == self.poison_at:
+                self.kill()
                 return
             self.push(self._event(request, position, is_last=position == count - 1))
             await asyncio.sleep(0)
@@ -161,10 +201,15 @@ class StubWorker:
     def _event(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
         if self.step_error is not None and position == 1 and request.choice_index == 0:
             return OutputEvent(request_id=request.request_id, position=1, finish_reason="error", error=self.step_error)
+        begin = len(request.resumed_output_ids)
         token_id, params = ord("a") + position, request.params
-        usage = Usage(num_prompt_tokens=request.num_prompt_tokens, num_output_tokens=position + 1, num_cached_tokens=3)
+        usage = Usage(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=position + 1,
+            num_cached_tokens=self.num_cached,
+        )
         prompt_logprobs = None
-        if position == 0 and params.prompt_logprobs is not None:
+        if position == begin and params.prompt_logprobs is not None:
             ids = request.prompt_token_ids[1:]
             prompt_logprobs = (None, *(logprobs_of(i, params.prompt_logprobs) for i in ids))
         return OutputEvent(
@@ -176,8 +221,34 @@ class StubWorker:
             logprobs=None if params.logprobs is None else (logprobs_of(token_id, params.logprobs),),
             prompt_logprobs=prompt_logprobs,
             finish_reason="length" if is_last else None,
-            usage=usage if position == 0 or is_last else None,
+            usage=usage if position == begin or is_last else None,
         )
+
+
+class StubDirectory:
+    """Workers that come and go as the test says."""
+
+    def __init__(self, *workers: StubWorker) -> None:
+        self.workers = {worker.worker: worker for worker in workers}
+        self.num_wakes = 0
+        self._changed = asyncio.Event()
+
+    async def changes(self) -> AsyncGenerator[Mapping[str, StubWorker], None]:
+        while True:
+            self._changed.clear()
+            yield dict(self.workers)
+            await self._changed.wait()
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+
+    def add(self, worker: StubWorker) -> None:
+        self.workers[worker.worker] = worker
+        self._changed.set()
+
+    def remove(self, worker: StubWorker) -> None:
+        del self.workers[worker.worker]
+        self._changed.set()
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:

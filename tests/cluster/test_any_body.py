@@ -92,7 +92,7 @@ def post() -> Iterator[Any]:
         async def send(path: str, content: bytes) -> httpx.Response:
             async with asyncio.timeout(10):
                 response = await api.client.post(path, content=content)
-            assert len(api.router.link.in_flight) == 0
+            assert api.router.num_in_flight == 0
             return response
 
         yield lambda path, content: runner.run(send(path, content))

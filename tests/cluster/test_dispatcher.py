@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_worker import StubWorker
 
-from conftest import http_server, make_router, running_api
+from conftest import http_server, make_router, running_api, until
 from transom_cluster import dispatcher
+from transom_cluster.answer import MAX_BUFFERED, Answer
 from transom_cluster.ingress import build_api
-from transom_cluster.requests_in_flight import Answer, RequestsInFlight
+from transom_cluster.requests_in_flight import Flight, RequestsInFlight
+from transom_worker.config import FailoverConfig
 from transom_worker.contract import OutputEvent, Request, SamplingParams
-from transom_worker.errors import EngineDead
+from transom_worker.errors import WorkerLost
 
 TEXT = "the quick brown fox"
 
@@ -38,14 +40,32 @@ def event(start: int, stop: int, *, last: bool = False, request_id: str = "r") -
     )
 
 
+class Listener:
+    """Notes what a link or its requests in flight tell."""
+
+    def __init__(self):
+        self.events = []
+
+    def advanced(self, flight, event):
+        self.events.append(event)
+
+
+def flying(*requests: Request) -> tuple[RequestsInFlight, Answer]:
+    in_flight, answer = RequestsInFlight(Listener()), Answer(requests)
+    for index, one in enumerate(requests):
+        flight = Flight(answer, index, one)
+        flight.begin_attempt()
+        in_flight.add(flight)
+    return in_flight, answer
+
+
 positions = st.integers(0, len(TEXT) - 1)
 
 
 @given(st.lists(st.tuples(positions, positions)))
 def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
     """A resumed stream may repeat any part of what came before."""
-    in_flight, answer = RequestsInFlight(), Answer([request()])
-    in_flight.add(answer)
+    in_flight, answer = flying(request())
     end = 0
     for start, stop in [*map(sorted, ranges), (0, len(TEXT))]:
         start = min(start, end)
@@ -59,41 +79,56 @@ def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
 
 
 def test_a_resumed_request_goes_on_from_its_position():
-    in_flight, answer = RequestsInFlight(), Answer([request(resumed_output_ids=(0, 1, 2))])
-    in_flight.add(answer)
+    in_flight, answer = flying(request(resumed_output_ids=(0, 1, 2)))
     in_flight.dispatch([event(3, 5)])
     ((index, got),) = asyncio.run(answer.next())
     assert (index, got.token_ids, got.text) == (0, (3, 4), TEXT[3:5])
 
 
-def test_lost_events_end_the_request_with_an_error():
-    in_flight, answer = RequestsInFlight(), Answer([request()])
-    in_flight.add(answer)
-    in_flight.dispatch([event(0, 2), event(4, 5)])
-    *_, (_, last) = asyncio.run(answer.next())
-    assert last.finish_reason == "error"
-    assert last.error.kind == "StepFailed"
-    in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")])  # late ones: nobody waits
+def test_a_request_of_which_output_is_missing_is_handed_back():
+    in_flight, _ = flying(request())
+    lost, (torn,) = in_flight.dispatch([event(0, 2), event(4, 5)])
+    assert lost == []
+    assert torn.token_ids == [0, 1]
+    assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == ([], [])  # nobody waits
     assert len(in_flight) == 0
 
 
-async def test_a_worker_that_dies_ends_its_streams_with_an_error_event_and_comes_back(monkeypatch):
+def test_a_slow_reader_gets_everything_and_few_events():
+    in_flight, answer = flying(request("a"), request("b"))
+    count = 3 * MAX_BUFFERED
+    for i in range(count):
+        in_flight.dispatch(
+            replace(
+                event(0, 1, request_id=one), position=i, text_offset=i, finish_reason="stop" if i == count - 1 else None
+            )
+            for one in ("a", "b")
+        )
+    got = asyncio.run(answer.next())
+    assert len(got) <= MAX_BUFFERED + 2
+    for index in (0, 1):
+        assert sum(len(e.token_ids) for i, e in got if i == index) == count
+        assert "".join(e.text for i, e in got if i == index) == TEXT[0] * count
+        assert [e.finish_reason for i, e in got if i == index][-1] == "stop"
+    assert answer.num_unfinished == 0
+
+
+NO_FAILOVER = {"failover": FailoverConfig(max_resumes=0, wait_s=0.05)}
+
+
+async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_comes_back(monkeypatch):
     monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
-    async with running_api(StubWorker(max_events=2)) as api:
+    async with running_api(StubWorker(max_events=2), **NO_FAILOVER) as api:
         streaming = asyncio.create_task(api.complete(stream=True, max_tokens=5))
         whole = asyncio.create_task(api.complete(max_tokens=5, n=2))
-        await api.worker.until(lambda: len(api.worker.submitted) == 3)
-        while len(api.router.link.in_flight) < 3 or api.worker._queue.qsize():
-            await asyncio.sleep(0)
+        await until(lambda: len(api.worker.submitted) == 3 and not api.worker._queue.qsize())
         api.worker.die()
         response = await streaming
         assert "[DONE]" not in response.text
         error = json.loads(response.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
         assert error["code"] == "worker_unavailable"
         assert (await whole).status_code == 503
-        async with asyncio.timeout(5):
-            while not api.router.is_ready:
-                await asyncio.sleep(0)
+        await until(lambda: api.router.is_ready)
         assert api.worker.num_streams == 2
         assert len(set(api.worker.aborted)) == 3  # nobody waits for them, should the worker still live
         api.worker.max_events = None
@@ -102,7 +137,7 @@ async def test_a_worker_that_dies_ends_its_streams_with_an_error_event_and_comes
 
 async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_third_attempt(monkeypatch):
     monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
-    async with running_api(StubWorker(max_events=1)) as api:
+    async with running_api(StubWorker(max_events=1), **NO_FAILOVER) as api:
         waiting = asyncio.create_task(api.complete(max_tokens=5))
         await api.worker.until(lambda: len(api.worker.submitted) == 1)
         open_stream, attempts = api.worker.open_stream, []
@@ -124,7 +159,7 @@ async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_th
 
 async def test_a_submission_that_hangs_ends_when_the_link_breaks():
     worker = StubWorker()
-    async with running_api(worker) as api:
+    async with running_api(worker, **NO_FAILOVER) as api:
         never = asyncio.Event()
 
         async def hang(*_):
@@ -132,35 +167,34 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
 
         worker.submit = hang
         waiting = asyncio.create_task(api.complete())
-        while not len(api.router.link.in_flight):
-            await asyncio.sleep(0)
+        await until(lambda: api.router.num_in_flight)
         worker.die()
         async with asyncio.timeout(5):
             assert (await waiting).status_code == 503
 
 
-async def test_a_submission_that_fails_is_503():
+async def test_a_submission_that_fails_is_503(monkeypatch):
+    monkeypatch.setattr(dispatcher, "SUBMIT_GRACE_S", 0.01)
     async with running_api(StubWorker(submit_failure=ConnectionError("secret"))) as api:
         response = await api.complete()
         assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
         assert "secret" not in response.text
-        assert len(api.router.link.in_flight) == 0
+        assert api.router.num_in_flight == api.router.num_waiting == 0
 
 
 async def test_stopping_the_router_ends_what_runs():
-    worker = StubWorker(max_events=1)
-    router = make_router(worker)
+    router = make_router(StubWorker(max_events=1))
     router.start()
-    async with asyncio.timeout(5):
-        while not router.is_ready:
-            await asyncio.sleep(0)
-        async with router.answer([request()]) as answer:
-            await router.stop()
-            while answer.num_unfinished:
-                *_, (_, last) = await answer.next()
-        assert last.error.kind == "EngineDead"
-        with pytest.raises(EngineDead):
-            await router.link.submit(Answer([request("s")]))
+    await until(lambda: router.is_ready)
+    async with router.answer([request()]) as answer:
+        await router.stop()
+        while answer.num_unfinished:
+            *_, (_, last) = await answer.next()
+    assert last.error.kind == "WorkerLost"
+    with pytest.raises(WorkerLost):
+        async with router.answer([request("s")]):
+            pass
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -177,7 +211,7 @@ def test_a_client_that_leaves_aborts_its_requests(server, stream):
                 client.post("/v1/completions", json=body, timeout=0.3)
     server.call(server.worker.until(lambda: len(server.worker.aborted) >= before + 2))
     server.worker.max_events = None
-    assert len(server.router.link.in_flight) == 0
+    assert server.router.num_in_flight == 0
     ids = {r.request_id for r in server.worker.submitted[-2:]}
     assert set(server.worker.aborted[-2:]) == ids
 
@@ -207,8 +241,7 @@ async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
 
     async def slow_send(message):
         if message["type"] == "http.response.start":
-            while len(api.router.link.in_flight):
-                await asyncio.sleep(0)
+            await until(lambda: not api.router.num_in_flight)
         sent.append(message.get("body", b""))
 
     scope = {
@@ -231,8 +264,7 @@ def test_a_server_without_keys_or_limits_starts_and_ends():
 
 def test_text_that_trails_its_tokens_is_kept():
     """The detokeniser holds back text that may become part of a stop string or of a character."""
-    in_flight, answer = RequestsInFlight(), Answer([request()])
-    in_flight.add(answer)
+    in_flight, answer = flying(request())
     held = replace(event(0, 2), text="t")
     rest = replace(event(2, 3), text="he", text_offset=1)
     in_flight.dispatch([held, rest, rest])

@@ -11,6 +11,7 @@
     ├── RequestTimeout         the request's deadline passed                408
     ├── WorkerLost             this worker cannot go on; another one can    503
     │   └── EngineDead         its step loop has ended for good             503
+    ├── PoisonRequest          workers are lost wherever it runs            500
     └── StepFailed             a step raised; its requests cannot go on     500
         └── RankLost           a rank died or hung (within a worker)        500
 
@@ -77,6 +78,10 @@ class WorkerLost(TransomError):
 
 class EngineDead(WorkerLost):
     """The engine's step loop has ended; no request can be served by this worker any more."""
+
+
+class PoisonRequest(TransomError):
+    """One worker after the other was lost while it computed this request; it is not sent to another."""
 
 
 class StepFailed(TransomError):

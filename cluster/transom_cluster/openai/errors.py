@@ -27,6 +27,7 @@ _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.Overloaded: (503, "overloaded_error", "overloaded"),
     errors.RateLimited: (429, "rate_limit_error", "rate_limit_exceeded"),
     errors.WorkerLost: (503, "server_error", "worker_unavailable"),
+    errors.PoisonRequest: (500, "server_error", "poison_request"),
     errors.StepFailed: (500, "server_error", "step_failed"),
     Exception: (500, "server_error", "internal_error"),
 }
@@ -76,7 +77,7 @@ def wire_error(error: BaseException) -> WireError:
     if status in (429, 503):
         retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-    message = HIDDEN_MESSAGE if status == 500 else str(error)
+    message = HIDDEN_MESSAGE if status == 500 and kind is not errors.PoisonRequest else str(error)
     return WireError(
         status=status, message=message, type=type_, param=getattr(error, "param", None), code=code, headers=headers
     )

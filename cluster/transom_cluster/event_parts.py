@@ -1,0 +1,39 @@
+"""Output events cut and joined: a resumed stream repeats a part, a slow reader takes many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transom_worker.contract import OutputEvent, TokenLogprobs
+
+
+def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:
+    """The event without its first tokens and characters."""
+    num_tokens = min(num_tokens, len(event.token_ids))
+    num_chars = max(0, num_chars)
+    return replace(
+        event,
+        position=event.position + num_tokens,
+        token_ids=event.token_ids[num_tokens:],
+        text=event.text[num_chars:],
+        text_offset=event.text_offset + min(num_chars, len(event.text)),
+        logprobs=None if event.logprobs is None else event.logprobs[num_tokens:],
+        prompt_logprobs=None if num_tokens else event.prompt_logprobs,
+    )
+
+
+def joined(events: Sequence[OutputEvent]) -> OutputEvent:
+    """Consecutive events of one choice, none with an error, as one."""
+    first, last = events[0], events[-1]
+    usages = [event.usage for event in events if event.usage is not None]
+    logprobs: list[TokenLogprobs] = [one for event in events for one in event.logprobs or ()]
+    return replace(
+        first,
+        token_ids=tuple(token_id for event in events for token_id in event.token_ids),
+        text="".join(event.text for event in events),
+        logprobs=tuple(logprobs) or first.logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=usages[-1] if usages else None,
+    )

@@ -1,0 +1,78 @@
+"""Who goes on where when a worker is lost, and which request is to blame. Pure; the rule is told in docs/failover.md.
+
+Whatever may have run on a lost worker is a *suspect*: it goes on, but no two suspects on one worker, until it has brought
+`RELEASE_TOKENS` more tokens. So when a worker is lost with a suspect on it, that one is named; named after `max_lost_workers`
+losses in all it is stopped, and whoever else was blamed for the same losses is cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+RELEASE_TOKENS = 8  # more than the last steps before a loss whose events may be lost with the worker
+FORGET_S = 30.0  # a worker that ran a request for so long was not lost by what had happened to it before
+
+
+@dataclass(slots=True, eq=False)
+class Incident:
+    """A worker's loss, and who may have caused it."""
+
+    suspects: list[LossRecord]
+
+
+@dataclass(slots=True, eq=False)
+class LossRecord:
+    """What one request has gone through: how often it went on elsewhere, and the losses that it may have caused."""
+
+    num_resumes: int = 0
+    is_suspect: bool = False
+    incidents: list[Incident] = field(default_factory=list)
+
+    @property
+    def num_losses(self) -> int:
+        """Workers that may have been lost by this request."""
+        return len(self.incidents)
+
+    def release(self) -> None:
+        """It has shown that the same step does not lose a worker again."""
+        self.is_suspect = False
+
+    def forget(self) -> None:
+        """Whatever was lost before, this request was not the reason."""
+        for incident in self.incidents:
+            incident.suspects.remove(self)
+        self.incidents.clear()
+        self.is_suspect = False
+
+    def clear(self, incident: Incident) -> None:
+        """Somebody else caused that loss."""
+        self.incidents.remove(incident)
+        self.is_suspect = self.is_suspect and bool(self.incidents)
+
+
+def judge(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossRecord | None:
+    """A worker was lost with these on it: make suspects of whom that concerns; the one that must not be sent again, if any."""
+    blamed = [record for record in may_have_run if record.is_suspect] or list(may_have_run)
+    incident = Incident(blamed)
+    for record in blamed:
+        record.incidents.append(incident)
+        record.is_suspect = True
+    if len(blamed) != 1 or blamed[0].num_losses < max_lost_workers:
+        return None
+    culprit = blamed[0]
+    for shared in culprit.incidents:
+        for other in shared.suspects:
+            if other is not culprit:
+                other.clear(shared)
+        shared.suspects = [culprit]
+    return culprit
+
+
+def may_have_run(num_streaming: int, max_num_seqs: int | None) -> bool:
+    """Whether a request without a token may have been computed by a lost worker.
+
+    It merely waited if requests that had begun to stream took all places. Places that other routers' requests took are not
+    known, so that in doubt it may have run.
+    """
+    return max_num_seqs is None or num_streaming < max_num_seqs

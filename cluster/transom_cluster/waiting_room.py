@@ -1,0 +1,276 @@
+"""Requests that no worker has, new ones and those whose worker was lost: each goes to the best worker that may take it.
+
+It is told what happens on all links, so it decides where a lost request goes on (`failover` has the rule), and waits where nobody
+can take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from transom_cluster.background import BackgroundTasks
+from transom_cluster.dispatcher import Attempts, LinkBroken, WorkerLink
+from transom_cluster.failover import FORGET_S, RELEASE_TOKENS, judge, may_have_run
+from transom_cluster.metrics import RouterMetrics
+from transom_cluster.requests_in_flight import Flight
+from transom_cluster.routing.placer import Placer
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
+from transom_worker.errors import Overloaded, PoisonRequest, RequestTimeout, WorkerLost
+
+logger = logging.getLogger("transom.router")
+
+RETRY_S = 0.25  # after which workers that refused are asked again
+DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
+
+POISON = (
+    "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
+)
+GAVE_UP = "The worker that computed this answer was lost, for the {n}th time in a row; send the request again."
+NO_WORKER = "No worker could take the request for {s:.0f} s (starting, or being replaced); try again in a moment."
+LATE = "The request's deadline has passed."
+
+
+class WaitingRoom:
+    """Places requests among `links`, and again when they are lost. Runs on one event loop; implements `LinkListener`."""
+
+    def __init__(
+        self,
+        links: Mapping[str, WorkerLink],
+        placer: Placer,
+        config: FailoverConfig,
+        metrics: RouterMetrics,
+        *,
+        wake_workers: Callable[[], None],
+    ) -> None:
+        self._links = links
+        self._placer = placer
+        self._config = config
+        self._metrics = metrics
+        self._wake_workers = wake_workers
+        self._tasks = BackgroundTasks()
+        self._waiting: dict[Flight, None] = {}
+        self._examined: dict[str, Flight] = {}  # the suspect that each worker has
+        self._soon: asyncio.Handle | None = None
+        self._tick: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def enter(self, flights: Iterable[Flight]) -> None:
+        """Get these to workers, at once where one can take them."""
+        flights, until_s = list(flights), time.monotonic() + self._config.wait_s
+        for flight in flights:
+            flight.wait_until_s = until_s
+            deadline_s = flight.request.deadline_s
+            if flight.timer is None and deadline_s is not None:
+                delay_s = max(0.0, deadline_s - time.time()) + DEADLINE_GRACE_S
+                flight.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, flight)
+        self._place(flights)
+
+    def withdraw(self, answer_flights: Iterable[Flight]) -> None:
+        """Forget what has not ended of these and abort it, wherever it is; returns at once."""
+        by_worker: dict[str, list[Flight]] = {}
+        for flight in answer_flights:
+            if flight.has_ended:
+                continue
+            flight.end()
+            self._waiting.pop(flight, None)
+            if flight.worker_id is not None:
+                by_worker.setdefault(flight.worker_id, []).append(flight)
+        for worker_id, flights in by_worker.items():
+            for flight in flights:
+                self._left(flight)
+            if (link := self._links.get(worker_id)) is not None:
+                link.withdraw(flights)
+
+    async def stop(self) -> None:
+        """End what is being done; nothing may wait any more."""
+        for handle in (self._soon, self._tick):
+            if handle is not None:
+                handle.cancel()
+        await self._tasks.cancel()
+
+    def opened(self, link: WorkerLink) -> None:
+        """See `LinkListener`."""
+        assert link.info is not None
+        self._placer.add_worker(link.worker_id, link.info)
+        self._serve_soon()
+
+    def closed(self, link: WorkerLink) -> None:
+        """See `LinkListener`."""
+        self._placer.remove_worker(link.worker_id)
+
+    def told(self, link: WorkerLink, message: WorkerMessage) -> None:
+        """See `LinkListener`."""
+        if not self._placer.update(link.worker_id, message):
+            link.resync()
+
+    def advanced(self, flight: Flight, event: OutputEvent) -> None:
+        """See `LinkListener`."""
+        if flight.began_s is None:
+            flight.began_s = time.monotonic()
+            self._admitted(flight)
+        if event.usage is not None and event.token_ids:
+            self._placer.first_event(event.request_id, event.usage)
+        if flight.has_ended:
+            self._left(flight)
+        elif flight.record.is_suspect and flight.num_new_tokens >= RELEASE_TOKENS:
+            flight.record.release()
+            self._vacate(flight)
+
+    def lost(self, link: WorkerLink, flights: list[Flight], *, is_blamed: bool) -> None:
+        """See `LinkListener`."""
+        flights = [flight for flight in flights if not flight.has_ended]
+        culprit = self._culprit(link, flights) if is_blamed else None
+        going_on = []
+        for flight in flights:
+            self._left(flight)
+            if flight is culprit:
+                self._give_up(flight, "poison", PoisonRequest(POISON.format(n=flight.record.num_losses)))
+            elif is_blamed and flight.record.num_resumes >= self._config.max_resumes:
+                self._give_up(flight, "gave_up", WorkerLost(GAVE_UP.format(n=flight.record.num_resumes + 1)))
+            else:
+                flight.record.num_resumes += is_blamed
+                flight.is_resuming = True
+                flight.refusals.clear()
+                going_on.append(flight)
+        going_on.sort(key=lambda flight: not flight.token_ids)  # whose clients see them stand still
+        self.enter(going_on)
+        self._serve_soon()
+
+    def _culprit(self, link: WorkerLink, flights: Sequence[Flight]) -> Flight | None:
+        now_s = time.monotonic()
+        num_streaming = sum(flight.num_new_tokens > 0 for flight in flights)
+        all_ran = may_have_run(num_streaming, None if link.load is None else link.load.max_num_seqs)
+        records = {
+            flight.record: flight for flight in flights if all_ran or flight.num_new_tokens or flight.awaits_reply
+        }
+        for record, flight in records.items():
+            if flight.began_s is not None and now_s - flight.began_s > FORGET_S:
+                record.forget()
+        culprit = judge(list(records), max_lost_workers=self._config.max_lost_workers)
+        return None if culprit is None else records[culprit]
+
+    def _place(self, flights: Iterable[Flight]) -> None:
+        """Send each to the best worker that may take it; the others wait."""
+        groups: dict[str, list[tuple[Flight, Request]]] = {}
+        open_ids = [worker_id for worker_id, link in self._links.items() if link.takes_requests]
+        for flight in flights:
+            if flight.has_ended:
+                continue
+            willing = [worker_id for worker_id in open_ids if worker_id not in flight.refusals]
+            among = [one for one in willing if one not in self._examined] if flight.record.is_suspect else willing
+            if among:
+                self._waiting.pop(flight, None)
+                groups.setdefault(self._assign(flight, among), []).append((flight, flight.attempt))
+            else:
+                self._wait(flight, in_line=bool(willing), is_refused=bool(open_ids))
+        for worker_id, group in groups.items():
+            self._tasks.spawn(self._send(self._links[worker_id], group))
+        if self._waiting and not open_ids:
+            self._wake_workers()
+
+    def _assign(self, flight: Flight, among: list[str]) -> str:
+        attempt = flight.begin_attempt()
+        worker_id = self._placer.place(attempt, among).worker_id
+        flight.worker_id = worker_id
+        if flight.record.is_suspect:
+            self._examined[worker_id] = flight
+        self._links[worker_id].in_flight.add(flight)
+        return worker_id
+
+    def _wait(self, flight: Flight, *, in_line: bool, is_refused: bool) -> None:
+        """Nobody can take it now. A new request ends here if those who are there have too much to do."""
+        refusals = [info.error() for info in flight.refusals.values()]
+        full = next((error for error in refusals if isinstance(error, Overloaded)), None)
+        if full is not None and is_refused and not in_line and not flight.is_admitted:
+            self._waiting.pop(flight, None)
+            flight.fail(full)
+            return
+        if in_line:  # the line moves
+            flight.wait_until_s = time.monotonic() + self._config.wait_s
+        self._waiting[flight] = None
+        if self._tick is None:
+            self._tick = asyncio.get_running_loop().call_later(RETRY_S, self._on_tick)
+
+    async def _send(self, link: WorkerLink, group: Attempts) -> None:
+        group = [(flight, attempt) for flight, attempt in group if link.in_flight.has(attempt.request_id)]
+        if not group:
+            return
+        try:
+            results = await link.submit(group)
+        except LinkBroken:
+            return
+        again = []
+        for (flight, attempt), error in zip(group, results, strict=True):
+            if flight.attempt is not attempt or flight.has_ended:
+                continue
+            if not any(results):
+                self._admitted(flight)
+            elif link.in_flight.remove(attempt.request_id) is not None and self._refused(flight, link, error):
+                again.append(flight)
+        self._place(again)
+
+    def _admitted(self, flight: Flight) -> None:
+        if flight.is_resuming:
+            flight.is_resuming = False
+            self._metrics.failover("resumed")
+        flight.admit()
+
+    def _refused(self, flight: Flight, link: WorkerLink, error: ErrorInfo | None) -> bool:
+        """Whether to try again: with others where this worker is full or gone, here where another request was at fault."""
+        self._left(flight)
+        if error is None:
+            return True
+        if isinstance(error.error(), (Overloaded, WorkerLost)):
+            flight.refusals[link.worker_id] = error
+            return True
+        flight.fail(error.error())
+        return False
+
+    def _left(self, flight: Flight) -> None:
+        """A flight is no longer at its worker."""
+        self._placer.ended(flight.attempt.request_id)
+        self._vacate(flight)
+        flight.worker_id = None
+
+    def _vacate(self, flight: Flight) -> None:
+        """Its worker may take another suspect."""
+        if flight.worker_id is not None and self._examined.get(flight.worker_id) is flight:
+            del self._examined[flight.worker_id]
+            self._serve_soon()
+
+    def _give_up(self, flight: Flight, outcome: str, error: Exception) -> None:
+        logger.error(
+            "Request %s is given up (%s) after %d losses.", flight.request.request_id, outcome, flight.record.num_losses
+        )
+        self._metrics.failover(outcome)
+        flight.fail(error)
+
+    def _expire(self, flight: Flight) -> None:
+        if not flight.has_ended:
+            self.withdraw([flight])
+            flight.fail(RequestTimeout(LATE))
+
+    def _serve_soon(self) -> None:
+        if self._soon is None and self._waiting:
+            self._soon = asyncio.get_running_loop().call_soon(self._serve)
+
+    def _serve(self) -> None:
+        self._soon = None
+        self._place(list(self._waiting))
+
+    def _on_tick(self) -> None:
+        """Some have waited long enough; the others may ask again those who refused."""
+        self._tick = None
+        now_s = time.monotonic()
+        for flight in list(self._waiting):
+            flight.refusals.clear()
+            if now_s >= flight.wait_until_s:
+                del self._waiting[flight]
+                self._give_up(flight, "gave_up", WorkerLost(NO_WORKER.format(s=self._config.wait_s)))
+        self._place(list(self._waiting))

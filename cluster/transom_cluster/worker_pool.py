@@ -1,0 +1,111 @@
+"""The workers that there are: a link to each, opened when it appears and drained when it disappears."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from transom_cluster.background import BackgroundTasks
+from transom_cluster.dispatcher import LinkListener, WorkerLink
+from transom_cluster.metrics import RouterMetrics
+from transom_cluster.worker_client import WorkerClient, WorkerDirectory, describe_worker
+
+logger = logging.getLogger("transom.router")
+
+FOLLOW_AGAIN_S = 0.5
+
+
+class FixedWorkers:
+    """A directory of workers that never changes."""
+
+    def __init__(self, workers: Mapping[str, WorkerClient]) -> None:
+        self._workers = workers
+
+    async def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
+        """See `WorkerDirectory`."""
+        yield self._workers
+        await asyncio.Event().wait()
+
+    def wake(self) -> None:
+        """See `WorkerDirectory`."""
+
+
+def describe_link(link: WorkerLink) -> dict[str, Any]:
+    """A worker for people, as JSON values."""
+    return {
+        "id": link.worker_id,
+        "state": link.state,
+        "requests": len(link.in_flight),
+        "load": None if link.load is None else asdict(link.load),
+        **({} if link.info is None else describe_worker(link.info)),
+    }
+
+
+class WorkerPool:
+    """Keeps `links` as the directory says. A worker that disappears takes nothing new; what runs there for longer than `drain_s`
+    goes on elsewhere."""
+
+    def __init__(
+        self,
+        directory: WorkerDirectory,
+        router_id: str,
+        *,
+        links: dict[str, WorkerLink],
+        listener: LinkListener,
+        metrics: RouterMetrics,
+        drain_s: float,
+    ) -> None:
+        self._directory = directory
+        self._router_id = router_id
+        self._links = links
+        self._listener = listener
+        self._metrics = metrics
+        self._drain_s = drain_s
+        self._present: Mapping[str, WorkerClient] = {}
+        self._tasks = BackgroundTasks()
+
+    def start(self) -> None:
+        """Begin to follow the directory."""
+        self._tasks.spawn(self._follow())
+
+    async def stop(self) -> None:
+        """Close all links; what is on them is handed over."""
+        await self._tasks.cancel()
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        self._links.clear()
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for present in self._directory.changes():
+                    self._update(present)
+            except Exception as error:
+                logger.warning("The directory of workers failed: %r", error)
+            await asyncio.sleep(FOLLOW_AGAIN_S)
+
+    def _update(self, present: Mapping[str, WorkerClient]) -> None:
+        self._present = dict(present)
+        for worker_id, client in present.items():
+            if worker_id not in self._links:
+                self._add(worker_id, client)
+        for worker_id, link in self._links.items():
+            if worker_id not in present and not link.is_draining:
+                link.is_draining = True
+                self._tasks.spawn(self._drain(link))
+
+    def _add(self, worker_id: str, client: WorkerClient) -> None:
+        link = self._links[worker_id] = WorkerLink(worker_id, client, self._router_id, self._listener)
+        link.start()
+        logger.info("Worker %s has appeared.", worker_id)
+
+    async def _drain(self, link: WorkerLink) -> None:
+        logger.info("Worker %s has disappeared (%d requests).", link.worker_id, len(link.in_flight))
+        num_moved = await link.drain(self._drain_s)
+        self._metrics.drained(num_moved=num_moved)
+        await link.close()
+        del self._links[link.worker_id]
+        if (client := self._present.get(link.worker_id)) is not None:  # it was missing for a moment only
+            self._add(link.worker_id, client)
