@@ -12,8 +12,9 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from transom_cluster.start_checks import check_api_keys
+from transom_cluster.autoscaling.serve_adapter import serve_autoscaling
 from transom_cluster.serve_directory import ServeWorkerDirectory
+from transom_cluster.start_checks import check_api_keys
 from transom_cluster.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
 from transom_worker.config import EngineConfig, Settings
 from transom_worker.errors import ConfigError
@@ -102,7 +103,7 @@ def _worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
     return serve.deployment(
         Worker,
         name="Worker",
-        num_replicas=settings.replicas,
+        **_number_of_workers(settings),
         ray_actor_options=resources.actor_options,
         request_router_config=RequestRouterConfig(
             request_router_class="transom_cluster.replica_router.ReplicaRequestRouter"
@@ -112,6 +113,12 @@ def _worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
         **({"placement_group_bundles": resources.bundles} if resources.bundles else {}),
         **_serve_options(),
     )
+
+
+def _number_of_workers(settings: Settings) -> dict[str, Any]:
+    if (autoscaling := settings.autoscaling_config()) is None:
+        return {"num_replicas": settings.replicas}
+    return {"autoscaling_config": serve_autoscaling(autoscaling, initial_replicas=settings.replicas)}
 
 
 def _router_deployment(settings: Settings) -> Any:

@@ -58,7 +58,7 @@ class ServeWorkerClient:
     It holds `replica`, Serve's own object for it, so that calls reach a worker that drains; see `ReplicaRequestRouter`.
     """
 
-    def __init__(self, handle: Any, worker_id: str, replica: object = None) -> None:
+    def __init__(self, handle: Any, worker_id: str, replica: object) -> None:
         self._handle = handle.options(session_id=worker_id)
         self._streaming = self._handle.options(stream=True)
         self._replica = replica

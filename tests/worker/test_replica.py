@@ -111,6 +111,21 @@ async def test_admission_is_all_or_nothing(replica: WorkerReplica) -> None:
     await stream.aclose()
 
 
+async def test_the_autoscaler_sees_what_waits_and_what_runs(replica: WorkerReplica) -> None:
+    stream = replica.open_stream("r")
+    await anext(stream)
+    assert await replica.submit("r", [request(f"s{i}", max_tokens=400) for i in range(6)]) == [None] * 6
+    stats: dict[str, float] = {}
+    while stats.get("num_running", 0) < 4:
+        await anext(stream)
+        stats = await replica.record_autoscaling_stats()
+    assert all(isinstance(value, (int, float)) for value in stats.values())  # or Serve stops asking
+    assert (stats["num_waiting"], stats["max_num_seqs"]) == (2, 4)
+    assert stats["waiting_tokens"] > 0
+    assert 0 < stats["used_share"] <= 1
+    await stream.aclose()
+
+
 async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> None:
     (error,) = await replica.submit("nobody", [request("x")])
     assert error is not None

@@ -12,9 +12,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 
 from transom_worker.config import EngineConfig
-from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerMessage
+from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.engine import build_engine
 from transom_worker.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
@@ -35,6 +36,7 @@ class WorkerReplica:
         self._start_s = time.perf_counter() - begin_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = worker
+        self._load = WorkerLoad(max_num_seqs=config.scheduler.max_num_seqs)
         self._queues: dict[str, asyncio.Queue[WorkerMessage | None]] = {}
         self._routers: dict[str, str] = {}  # request id -> router id
         self._thread = EngineThread(self.engine, self._deliver)
@@ -120,6 +122,10 @@ class WorkerReplica:
             report=self.engine.report,
         )
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's name for it: what the autoscaler looks at, by the fields of `WorkerLoad`."""
+        return asdict(self._load)
+
     async def metrics_text(self) -> str:
         """This worker's page in Prometheus' text format."""
         return self.engine.metrics.text().decode()
@@ -139,6 +145,7 @@ class WorkerReplica:
 
     def _deliver(self, message: WorkerMessage) -> None:
         """Runs on the engine's thread: one wake-up of the event loop per step."""
+        self._load = message.load or self._load
         if self._loop is not None:
             _call_on(self._loop, self._dispatch, message)
 

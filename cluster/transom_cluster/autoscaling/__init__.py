@@ -1,0 +1,1 @@
+"""How many workers there should be: a pure policy on their load, and its place in Ray Serve's autoscaler."""
