@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -14,12 +15,14 @@ from tqdm import tqdm
 from transom_worker.config import Settings
 from transom_worker.contract import FinishReason, OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_worker.engine import Engine, build_engine
-from transom_worker.errors import RequestError, TransomError
+from transom_worker.errors import RequestError, TransomError, WorkerLost
 from transom_worker.logs import show_logs
 from transom_worker.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+
+MAX_RESUMES = 2  # of one answer, when ranks are lost; it may be what they are lost by
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,22 +181,26 @@ class LLM:
         targets = {f"{out.request_id}-{choice.index}": (out, choice) for out in outputs for choice in out.outputs}
         scheduler = self.engine.config.scheduler
         limit = scheduler.max_num_seqs + scheduler.max_waiting
-        waiting = iter(requests)
-        running: set[str] = set()
+        waiting = deque(requests)
+        running: dict[str, Request] = {}
+        resumes: Counter[str] = Counter()
         try:
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as bar:
-                while True:
-                    for request in itertools.islice(waiting, limit - len(running)):
+                while waiting or running:
+                    while waiting and len(running) < limit and not self.engine.is_restarting:
+                        request = waiting.popleft()
                         self.engine.add(request)
-                        running.add(request.request_id)
-                    if not running:
-                        return
+                        running[request.request_id] = request
                     for event in self.engine.step():
                         out, choice = targets[event.request_id]
-                        self._collect(event, out, choice)
                         if event.finish_reason is not None:
-                            running.discard(event.request_id)
+                            request = running.pop(event.request_id)
+                            if _lost_its_ranks(event) and resumes[event.request_id] < MAX_RESUMES:
+                                resumes[event.request_id] += 1
+                                waiting.append(replace(request, resumed_output_ids=tuple(choice.token_ids)))
+                                continue
                             bar.update()
+                        self._collect(event, out, choice)
         except BaseException:
             for request_id in running:
                 self.engine.abort(request_id)
@@ -216,6 +223,11 @@ class LLM:
     def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         token = self.engine.tokenizer.token
         return {e.token_id: Logprob(e.logprob, e.rank, token(e.token_id)) for e in (*entry.top, entry.chosen)}
+
+
+def _lost_its_ranks(event: OutputEvent) -> bool:
+    """Whether the answer can go on from where it is once all ranks run again."""
+    return event.error is not None and event.error.kind == WorkerLost.__name__
 
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "TransomError"]

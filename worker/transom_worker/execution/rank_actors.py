@@ -59,15 +59,18 @@ class RankActors(Launcher):
         threading.Thread(target=self._watch, args=(on_end,), name="transom-ranks", daemon=True).start()
 
     def kill(self) -> None:
-        """End all actors and wait until they are gone."""
+        """End all actors."""
         self._killed.set()
         for actor in self._actors:
             ray.kill(actor)
+
+    def close(self) -> None:
+        """Wait until they are gone; a placement group that was made for them goes too."""
         if self._lives:
             ray.wait(self._lives, num_returns=len(self._lives), timeout=KILL_TIMEOUT_S)
         if self._own_group is not None:
             remove_placement_group(self._own_group)
-        self._actors, self._own_group = [], None
+        self._actors, self._lives, self._own_group = [], [], None
 
     def _placement(self, setups: Sequence[RankSetup]) -> tuple[PlacementGroup, int]:
         """The group, and the bundle of the first rank."""

@@ -30,7 +30,7 @@ class ExecutorChannel:
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message to nobody is lost unseen
         self.server_key, secret = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -44,13 +44,13 @@ class ExecutorChannel:
 
     def send(self, rank: int, message: object) -> None:
         """Hand a message to one rank, which has spoken before; never waits."""
-        self._socket.send_multipart([_identity(rank), encode(message)])
+        self._send(rank, zmq.Frame(encode(message)))
 
     def send_all(self, size: int, message: object) -> None:
         """One message to all ranks, turned into bytes once."""
         frame = zmq.Frame(encode(message))
         for rank in range(size):
-            self._socket.send_multipart([_identity(rank), frame], copy=False)
+            self._send(rank, frame)
 
     def receive(self, timeout_s: float) -> tuple[int, Any] | None:
         """The next message and the rank it comes from; None when the time is over or somebody called `wake`."""
@@ -74,6 +74,13 @@ class ExecutorChannel:
         self._context.term()
         self._woken.close()
         self._waker.close()
+
+    def _send(self, rank: int, frame: zmq.Frame) -> None:
+        try:
+            self._socket.send_multipart([_identity(rank), frame], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # it has ended, which its launcher tells
+                raise
 
     def _bind(self, ip: str | None) -> str:
         if ip is None and sys.platform == "linux":

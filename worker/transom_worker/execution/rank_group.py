@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transom_worker.config import EngineConfig
-from transom_worker.errors import RankLost, TransomError
+from transom_worker.errors import RankLost
 from transom_worker.execution.rank_channel import ExecutorChannel
 from transom_worker.execution.rank_launcher import Launcher
 from transom_worker.execution.rank_messages import Failed, RankSetup
@@ -58,27 +58,31 @@ class RankGroup:
         """The next message and who sent it; a failed step is one of them. `deadline_s` is of the monotonic clock.
 
         Raises:
-            RankLost: a rank ended, lost its peers, or the time is over.
-            TransomError: a rank could not start, for a reason of its own.
+            RankLost: a rank ended, lost its peers, or the time is over. A rank's own reason to end is the error's cause.
         """
         while True:
             found = self._channel.receive(deadline_s - time.monotonic())
             if found is not None:
                 if isinstance(found[1], Failed) and found[1].step_id is None:
-                    raise self._cause(self._error(*found))
+                    raise self._lost_by(found)
                 return found
-            self.raise_lost()
+            self.check()
             if time.monotonic() > deadline_s:
                 raise RankLost("The ranks did not answer in time: one of them hangs.")
 
-    def raise_lost(self) -> None:
-        """Raises RankLost, or what the rank itself said, if a rank's process has ended."""
+    def check(self) -> None:
+        """Raises RankLost as `receive` does if a rank's process has ended."""
         if self._ended is not None:
-            raise self._cause(RankLost(self._ended))
+            raise self._lost_by(None)
+
+    def kill(self) -> None:
+        """End all processes at once. Only `close` is of use then."""
+        self._launcher.kill()
 
     def close(self) -> None:
-        """End all processes at once and close the channel; idempotent."""
+        """End all processes, wait until they are gone, and close the channel; idempotent."""
         self._launcher.kill()
+        self._launcher.close()
         self._channel.close()
 
     def _rank_ended(self, rank: int, how: str) -> None:
@@ -86,15 +90,22 @@ class RankGroup:
         self._channel.wake()
         self._on_lost()
 
-    def _cause(self, error: TransomError) -> TransomError:
-        """The error, or what another rank knows better: that a peer left says less than why it did."""
+    def _lost_by(self, found: tuple[int, Any] | None) -> RankLost:
+        """The error for the last words of a rank, or for its end without any; others may know better than that a peer left."""
         until_s = time.monotonic() + LAST_WORDS_S
-        while isinstance(error, RankLost) and (left_s := until_s - time.monotonic()) > 0:
-            found = self._channel.receive(left_s)
+        words: tuple[int, Failed] | None = None
+        while True:
             if found is not None and isinstance(found[1], Failed):
-                error = self._error(*found)
-        return error
-
-    def _error(self, rank: int, failed: Failed) -> TransomError:
-        error = failed.error.error()
-        return type(error)(f"Rank {rank} of {self.size}: {error}")
+                words = found
+                if found[1].error.kind != RankLost.__name__:
+                    break
+            if (left_s := until_s - time.monotonic()) <= 0:
+                break
+            found = self._channel.receive(left_s)
+        if words is None:
+            return RankLost(self._ended)
+        rank, failed = words
+        cause = failed.error.error()
+        lost = RankLost(f"Rank {rank} of {self.size}: {cause}")
+        lost.__cause__ = type(cause)(str(lost))
+        return lost

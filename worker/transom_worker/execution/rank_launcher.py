@@ -30,4 +30,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End all processes at once, whatever they do, and wait until they are gone; idempotent."""
+        """End all processes at once, whatever they do; idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until the killed processes are gone, and free what was taken for them; idempotent."""

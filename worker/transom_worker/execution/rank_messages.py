@@ -127,11 +127,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Start-up or a step raised. `before_forward`: the rank had not yet begun anything that ranks do together."""
+    """Start-up or a step raised. With a `step_id`, before the rank began anything that ranks do together: it goes on."""
 
     error: ErrorInfo
     step_id: int | None = None
-    before_forward: bool = False
 
 
 def encode(message: object) -> bytes:

@@ -11,7 +11,7 @@ import sys
 import threading
 
 from transom_worker.contract import ErrorInfo
-from transom_worker.errors import RankLost, StepFailed, TransomError
+from transom_worker.errors import StepFailed, TransomError
 from transom_worker.execution.model_loading import choose_device
 from transom_worker.execution.rank_channel import RankChannel
 from transom_worker.execution.rank_messages import (
@@ -119,14 +119,12 @@ class _Rank:
     def _execute(self, step: Step) -> None:
         try:
             result = self._runner.execute(step.plan)
-        except RankLost:
-            raise
         except Exception as error:
-            logger.exception("Rank %d: step %d failed.", self._setup.rank, step.plan.step_id)
+            if self._runner.in_forward:  # the others wait for this rank in the middle of a step
+                raise
             self._epoch += 1
             self._runner.abandon(step.plan)
-            failed = Failed(_described(error), step.plan.step_id, before_forward=not self._runner.in_forward)
-            self._channel.send(failed)
+            self._channel.send(Failed(_described(error), step.plan.step_id))
             return
         if self._setup.rank == 0:
             self._channel.send(Done(result))

@@ -48,9 +48,12 @@ class RankProcesses(Launcher):
             keeper.wait_until_started()
 
     def kill(self) -> None:
-        """End all processes and wait until they are gone."""
+        """End all processes."""
         for keeper in self._keepers:
             keeper.kill()
+
+    def close(self) -> None:
+        """Wait until they are gone."""
         for keeper in self._keepers:
             keeper.join(KILL_TIMEOUT_S)
         self._keepers = []

@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from transom_worker.config import EngineConfig
-from transom_worker.errors import RankLost, StepFailed, TransomError
+from transom_worker.errors import ConfigError, ModelError, RankLost, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.rank_group import RankGroup
 from transom_worker.execution.rank_launcher import Launcher
 from transom_worker.execution.rank_messages import Done, Failed, Step
 from transom_worker.execution.rank_start import start_ranks
 from transom_worker.scheduling.step import StepPlan, StepResult
+
+T = TypeVar("T")
 
 START_TIMEOUT_S = 600.0  # without a word from any rank
 FAILURE_TIMEOUT_S = 1.0  # within which a step that failed on one rank has failed on all, if it is the same failure
@@ -35,6 +38,7 @@ class RanksExecutor(Executor):
     ) -> None:
         self._config, self._make_launcher, self._start_timeout_s = config, make_launcher, start_timeout_s
         self._group: RankGroup | None = None
+        self._killed = False  # after a loss, until the next start
         self._pool_bytes: int | None = None
         self._on_lost: Callable[[], None] = lambda: None
         self._forget_steps()
@@ -45,15 +49,12 @@ class RanksExecutor(Executor):
         Raises:
             ConfigError, ModelError: settings or checkpoint are wrong; names the rank.  RankLost: a rank died or hung.
         """
-        self._forget_steps()
-        group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
         try:
-            info, self._pool_bytes = start_ranks(group, timeout_s=self._start_timeout_s, pool_bytes=self._pool_bytes)
-        except BaseException:
-            group.close()
+            return self._start()
+        except RankLost as error:
+            if isinstance(error.__cause__, ConfigError | ModelError):
+                raise error.__cause__ from None
             raise
-        self._group = group
-        return info
 
     def submit(self, plan: StepPlan) -> None:
         """Send one plan to all ranks. Raises RankLost."""
@@ -66,27 +67,19 @@ class RanksExecutor(Executor):
         """Wait for the oldest plan's result. Raises StepFailed, and RankLost when a rank died, hung or went its own way."""
         if not self._in_flight:
             raise StepFailed("A result was asked for, but no plan is waiting.")
-        try:
-            return self._receive()
-        except RankLost:
-            self._close()
-            raise
+        return self._kill_if_lost(self._receive)
 
     def check(self) -> None:
         """Raises RankLost when a rank has ended since it was last heard of."""
-        if self._group is None:
+        if self._group is None or self._killed:
             raise RankLost("The ranks are not running.")
-        if self._group.lost:
-            try:
-                self._group.raise_lost()
-            finally:
-                self._close()
+        self._kill_if_lost(self._group.check)
 
     @property
     def lost(self) -> bool:
         """Whether a rank has ended by itself; from any thread."""
         group = self._group
-        return group is not None and group.lost
+        return group is not None and group.lost and not self._killed
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, on another thread, when `lost` becomes true."""
@@ -99,16 +92,34 @@ class RanksExecutor(Executor):
     def restart(self) -> ExecutorInfo:
         """Start all ranks again, with the pool that they had. Raises RankLost."""
         self._close()
-        try:
-            return self.start()
-        except RankLost:
-            raise
-        except TransomError as error:
-            raise RankLost(f"The ranks cannot be started again: {error}") from error
+        return self._start()
 
     def shutdown(self) -> None:
         """End all ranks; idempotent."""
         self._close()
+
+    def _kill_if_lost(self, action: Callable[[], T]) -> T:
+        """What `action` gives; with one rank all of them go, at once. The next start waits until they are gone."""
+        try:
+            return action()
+        except RankLost:
+            self._killed = True
+            self._in_flight.clear()
+            if self._group is not None:
+                self._group.kill()
+            raise
+
+    def _start(self) -> ExecutorInfo:
+        self._forget_steps()
+        self._killed = False
+        group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
+        try:
+            info, self._pool_bytes = start_ranks(group, timeout_s=self._start_timeout_s, pool_bytes=self._pool_bytes)
+        except BaseException:
+            group.close()
+            raise
+        self._group = group
+        return info
 
     def _receive(self) -> StepResult:
         assert self._group is not None
@@ -131,9 +142,6 @@ class RanksExecutor(Executor):
     def _failed(self, rank: int, failed: Failed) -> None:
         """A step that failed on every rank before they did anything together leaves them as they were."""
         assert self._group is not None
-        error = failed.error.error()
-        if not failed.before_forward:
-            raise RankLost(f"Step {failed.step_id} failed on rank {rank} of {self._group.size}: {error}")
         if not self._failures:
             self._failed_s = time.monotonic()
         self._failures.add(rank)
@@ -143,7 +151,7 @@ class RanksExecutor(Executor):
         self._epoch += 1
         if self._in_flight:
             self._in_flight.clear()
-            raise StepFailed(f"Step {failed.step_id} failed: {error}")
+            raise StepFailed(f"Step {failed.step_id} failed: {failed.error.message}")
 
     def _forget_steps(self) -> None:
         self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were submitted
