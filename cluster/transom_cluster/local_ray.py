@@ -17,6 +17,7 @@ from typing import Any
 
 from transom_cluster.process_tree import children_of, end_processes, is_running, processes_below
 from transom_cluster.progress import Progress
+from transom_cluster.worker_resources import check_gpus
 from transom_worker.config import Settings
 
 logger = logging.getLogger("transom.cli")
@@ -68,7 +69,7 @@ class LocalRay:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with _as_start_failure("Ray"), _keeping_signal_handlers():
             self._start_ray()
-        self._check_device()
+        self._check_gpus()
         progress.stage("starting Serve")
         with _as_start_failure("Serve"):
             self._start_serve(given)
@@ -108,12 +109,12 @@ class LocalRay:
             _system_config={"prestart_worker_first_driver": False},
         )
 
-    def _check_device(self) -> None:
-        """A worker that asks for what is not there would wait for ever."""
+    def _check_gpus(self) -> None:
+        """Ray may find fewer than the device files promised; a worker that asks for what is not there would wait for ever."""
         import ray
 
-        if self._settings.device == "cuda" and ray.cluster_resources().get("GPU", 0) < 1:
-            raise StartFailed("--device cuda, but Ray finds no GPU on this machine; use --device auto or cpu.")
+        if problem := check_gpus(self._settings, int(ray.cluster_resources().get("GPU", 0))):
+            raise StartFailed(problem)
 
     def _start_serve(self, given: dict[str, Any]) -> None:
         from ray import serve

@@ -38,8 +38,8 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
             check_start(settings)
             cluster.start(given, progress)
             progress.stage("first answer")
-            worker = _wait_until_it_answers(cluster, settings.server_config())
-        _print_welcome(cluster, settings, worker, time.perf_counter() - begin_s)
+            workers = _wait_until_it_answers(cluster, settings.server_config())
+        _print_welcome(cluster, settings, workers, time.perf_counter() - begin_s)
         is_serving = True
         cluster.wait()
         typer.echo("transom: a process of Ray has ended unexpectedly; start the server again.", err=True)
@@ -61,8 +61,8 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> dict[str, Any]:
-    """Wait for /health, then for one token; what the worker says about itself.
+def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
+    """Wait for /health, then for one token; what the workers say about themselves.
 
     Raises:
         StartFailed: no answer in time, or an error.
@@ -78,8 +78,8 @@ def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> dict[str,
         response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
         if response.status_code != 200:
             raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
-        worker: dict[str, Any] = client.get("/").json()["worker"]
-    return worker
+        workers: list[dict[str, Any]] = client.get("/").json()["workers"]
+    return [worker for worker in workers if worker["state"] == "open"]
 
 
 def _is_healthy(client: httpx.Client) -> bool:
@@ -89,14 +89,15 @@ def _is_healthy(client: httpx.Client) -> bool:
         return False
 
 
-def _print_welcome(cluster: LocalRay, settings: Settings, worker: dict[str, Any], start_s: float) -> None:
+def _print_welcome(cluster: LocalRay, settings: Settings, workers: list[dict[str, Any]], start_s: float) -> None:
     config = settings.server_config()
     url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if known_keys(config) else ""
     url_flag = "" if url.endswith(":8000") else f" --url {url}"
     message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     for line in (
         f"Transom serves {config.served_model_name} at {url} after {start_s:.1f} s.",
-        *worker["report"].splitlines(),
+        *([f"{len(workers)} workers, each of them:"] if len(workers) > 1 else []),
+        *(workers[0]["report"].splitlines() if workers else []),
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{message}'",
         f"  transom chat{url_flag}",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from transom_cluster.api_keys import read_key_file
+from transom_cluster.worker_resources import check_gpus, gpus_of
 from transom_worker.config import Settings
 from transom_worker.errors import ConfigError
 
 
 def check_start(settings: Settings) -> None:
-    """Look at the address, the model's files, its shape and its tokenizer.
+    """Look at the address, the machine's GPUs, the model's files, its shape and its tokenizer.
 
     Raises:
         ConfigError: a setting does not suit this machine or this model.
@@ -18,6 +20,7 @@ def check_start(settings: Settings) -> None:
     """
     from transom_worker.model_files import resolve_model
     from transom_worker.models.architecture import choose_max_model_len, read_architecture, runnable
+    from transom_worker.models.sharding import check_size
     from transom_worker.tokenizer import Tokenizer
 
     check_api_keys(settings)
@@ -28,8 +31,12 @@ def check_start(settings: Settings) -> None:
             f"--quantization int8 runs on CPUs in bfloat16 or float32, not with --device {settings.device} --dtype "
             f"{settings.dtype}; leave one of them out."
         )
+    if problem := check_gpus(settings, gpus_of(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))):
+        raise ConfigError(problem)
     files = resolve_model(settings.model)
-    choose_max_model_len(settings.max_model_len, runnable(read_architecture(files.config)))
+    architecture = runnable(read_architecture(files.config))
+    check_size(architecture, settings.tensor_parallel_size)
+    choose_max_model_len(settings.max_model_len, architecture)
     Tokenizer.load(files)
 
 
