@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Sequence
+from zlib import crc32
 
 from transom_cluster.answer import Answer
 from transom_cluster.dispatcher import WorkerLink
@@ -50,7 +51,8 @@ class Router:
         self.metrics = RouterMetrics(router_id)
         self.links: dict[str, WorkerLink] = {}
         self.is_draining = False
-        placer = Placer(config.routing_policy, metrics=self.metrics.routing)
+        seed = crc32(router_id.encode())  # routers cast lots of their own
+        placer = Placer(config.routing_policy, seed=seed, metrics=self.metrics.routing)
         self._drain_s = drain_s
         self._room = WaitingRoom(self.links, placer, config.failover, self.metrics, wake_workers=workers.wake)
         self._pool = WorkerPool(
