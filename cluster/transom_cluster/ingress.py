@@ -18,9 +18,18 @@ from transom_cluster import __version__
 from transom_cluster.api_keys import ApiKeys
 from transom_cluster.client_limits import ClientLimits
 from transom_cluster.metrics_page import collect_page
-from transom_cluster.middleware import AnswerBugs, CountRequests, LimitBody, LimitClients, LimitHeaders, RequireApiKey
+from transom_cluster.middleware import (
+    OPEN_PATHS,
+    AnswerBugs,
+    CountRequests,
+    LimitBody,
+    LimitClients,
+    LimitHeaders,
+    RequireApiKey,
+)
+from transom_cluster.openai.document import complete_document
 from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
-from transom_cluster.openai_routes import OpenAiRoutes, add_body_schemas
+from transom_cluster.openai_routes import OpenAiRoutes
 from transom_cluster.router import Router
 from transom_cluster.worker_pool import describe_link
 from transom_worker.errors import RequestError, TransomError
@@ -38,20 +47,21 @@ def build_api(router: Router) -> FastAPI:
         await router.stop()
 
     api = FastAPI(title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False)
-    _add_layers(api, router)
+    keys = ApiKeys.of(router.config)
+    _add_layers(api, router, keys)
     _add_error_handlers(api)
     OpenAiRoutes(router).add_to(api)
     _add_server_routes(api, router)
-    add_body_schemas(api.openapi())
+    complete_document(api.openapi(), wants_key=keys.are_wanted, open_paths=OPEN_PATHS)
     return api
 
 
-def _add_layers(api: FastAPI, router: Router) -> None:
+def _add_layers(api: FastAPI, router: Router, keys: ApiKeys) -> None:
     """From the innermost to the outermost, which counts refusals as well."""
     config = router.config
     api.add_middleware(LimitBody, max_body_bytes=config.max_body_bytes)
     api.add_middleware(LimitClients, limits=ClientLimits(config.limits))
-    api.add_middleware(RequireApiKey, keys=ApiKeys.of(config))
+    api.add_middleware(RequireApiKey, keys=keys)
     api.add_middleware(LimitHeaders, max_header_bytes=config.limits.max_header_bytes)
     api.add_middleware(AnswerBugs, show_messages=config.log_prompts)
     api.add_middleware(CountRequests, metrics=router.metrics)

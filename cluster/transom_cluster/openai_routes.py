@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, Response
 
 from transom_cluster.answer_response import AnswerResponse
 from transom_cluster.api_keys import salted
-from transom_cluster.openai.body import Model, WireModel, parse_body
+from transom_cluster.openai.body import Model, parse_body
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
-from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, TOKENIZE_RULES, FieldRules
+from transom_cluster.openai.document import BODIES
+from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
 from transom_cluster.openai.prompts import (
     MAX_INLINE_CHARS,
     Prompt,
@@ -36,13 +37,6 @@ from transom_worker.errors import RequestError, RequestTimeout
 
 logger = logging.getLogger("transom.router")
 
-_BODIES: dict[str, type[WireModel]] = {
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-
 
 class OpenAiRoutes:
     """Handlers bound to one router. Bodies are parsed here, whatever their content type, so that errors name fields."""
@@ -53,9 +47,8 @@ class OpenAiRoutes:
     def add_to(self, api: FastAPI) -> None:
         """Register the routes."""
         handlers = (self.chat_completions, self.completions, self.tokenize, self.detokenize)
-        for path, handler in zip(_BODIES, handlers, strict=True):
-            extra = _body_reference(path)
-            api.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=extra)
+        for path, handler in zip(BODIES, handlers, strict=True):
+            api.add_api_route(path, handler, methods=["POST"], response_model=None)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
@@ -115,7 +108,7 @@ class OpenAiRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        wanted = await self._parse(request, DetokenizeRequest, TOKENIZE_RULES)
+        wanted = await self._parse(request, DetokenizeRequest, NO_RULES)
         self._router.check_model(wanted.model)
         check_vocabulary(wanted.tokens, self._router.limits.vocab_size, param="tokens")
         text = await asyncio.to_thread(self._router.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
@@ -197,17 +190,3 @@ class OpenAiRoutes:
             text = given if isinstance(given, str) else decode(given, skip_special_tokens=False)
             echoed += [EchoedPrompt(text=text, token_ids=prompt.token_ids)] * num_choices
         return echoed
-
-
-def add_body_schemas(openapi: dict[str, Any]) -> None:
-    """Put the bodies' schemas, which the framework has not seen, into the API's own description."""
-    components = openapi.setdefault("components", {}).setdefault("schemas", {})
-    for model in _BODIES.values():
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        components.update(schema.pop("$defs", {}))
-        components[model.__name__] = schema
-
-
-def _body_reference(path: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{_BODIES[path].__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

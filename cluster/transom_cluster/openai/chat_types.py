@@ -12,6 +12,7 @@ from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.errors import RequestError
 
 MAX_MESSAGES = 4096  # a template is rendered once for each of the latest turns
+EXAMPLE_CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
 class ContentPart(WireModel):
@@ -50,7 +51,7 @@ class ChatMessage(WireModel):
 class ChatCompletionRequest(SamplingFields):
     """The fields that are served; `fields.CHAT_RULES` knows the others."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, examples=[EXAMPLE_CHAT])
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

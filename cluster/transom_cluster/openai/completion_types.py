@@ -19,7 +19,9 @@ MAX_ANSWERS = 1024  # more could never be admitted together (--max-waiting), and
 class CompletionRequest(SamplingFields):
     """The fields that are served; `fields.COMPLETION_RULES` knows the others."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        examples=["Once upon a time", ["One", "Two"], [72, 105]]
+    )
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -70,7 +72,7 @@ class TokenizeRequest(WireModel):
     """A text, or messages to be put through the chat template."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | None = Field(None, examples=["Once upon a time"])
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None  # default: true for a prompt; the template's business for messages
     add_generation_prompt: bool = True
@@ -82,4 +84,4 @@ class DetokenizeRequest(WireModel):
     """Token ids to be turned into text."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(examples=[[72, 105]])

@@ -104,3 +104,4 @@ class FieldRules:
 CHAT_RULES = FieldRules(ignored=_HARMLESS, refused=_REFUSED_EVERYWHERE | _REFUSED_IN_CHAT)
 COMPLETION_RULES = FieldRules(ignored=_HARMLESS, refused=_REFUSED_EVERYWHERE | _REFUSED_IN_COMPLETIONS)
 TOKENIZE_RULES = FieldRules(ignored=frozenset(), refused={"tools": ([],), "chat_template": ()})
+NO_RULES = FieldRules(ignored=frozenset(), refused={})

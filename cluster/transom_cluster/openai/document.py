@@ -1,0 +1,115 @@
+"""The API's own description (OpenAPI), completed with what the framework cannot see: bodies, answers, errors, keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from transom_cluster.openai import response_types
+from transom_cluster.openai.body import WireModel
+from transom_cluster.openai.chat_types import ChatCompletionRequest
+from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
+
+BODIES: dict[str, tuple[type[WireModel], FieldRules, type[BaseModel]]] = {
+    # path of a POST: its body, what becomes of other fields, the answer
+    "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES, response_types.ChatCompletion),
+    "/v1/completions": (CompletionRequest, COMPLETION_RULES, response_types.Completion),
+    "/tokenize": (TokenizeRequest, TOKENIZE_RULES, response_types.Tokens),
+    "/detokenize": (DetokenizeRequest, NO_RULES, response_types.Text),
+}
+_STREAMED = ("/v1/chat/completions", "/v1/completions")
+_LOOKED_AT: dict[str, type[BaseModel]] = {
+    "/health": response_types.Health,
+    "/v1/models": response_types.ModelList,
+    "/v1/models/{model_id}": response_types.ModelCard,
+}
+_ERRORS = {
+    400: "Malformed, a field that is wrong or not supported, or a prompt that is too long.",
+    401: "No API key, or a wrong one.",
+    404: "Another model than the served one.",
+    408: "The request took longer than it may.",
+    413: "The body is too large.",
+    429: "This client's own limit of requests, a minute or at once.",
+    431: "The headers are too large.",
+    500: "The server failed; its log has the reason.",
+    503: "Overloaded, or no worker is ready.",
+}
+_OF_LOOKING = (401, 431, 500)
+_EVENT = {  # of each event of a stream
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "A chunk as JSON, an error, or [DONE] at the end."}},
+}
+_RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+
+
+def complete_document(document: dict[str, Any], *, wants_key: bool, open_paths: frozenset[str]) -> None:
+    """Put bodies, answers and errors into the framework's document, in place."""
+    schemas: dict[str, Any] = {}
+    document["components"] = {"schemas": schemas}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            operation["responses"] = _responses(path, method, operation, schemas)
+            if method == "post":
+                operation["requestBody"] = {"required": True, "content": _json(_add_body(path, schemas))}
+    if wants_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        for path in open_paths:
+            document["paths"][path]["get"]["security"] = []
+
+
+def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    if path in BODIES:
+        content = _json(_add(BODIES[path][2], schemas))
+    elif path in _LOOKED_AT:
+        content = _json(_add(_LOOKED_AT[path], schemas))
+    elif path == "/metrics":
+        content = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = operation["responses"]["200"]["content"]
+    if path in _STREAMED:
+        content["text/event-stream"] = {"schema": _EVENT}
+    responses = {"200": {"description": "The answer.", "content": content}}
+    for status in _statuses(path, method):
+        responses[str(status)] = _error(status, _add(response_types.ErrorBody, schemas))
+    if path == "/health":
+        responses["503"] = {"description": "No worker is ready.", "content": content, "headers": _RETRY}
+    return responses
+
+
+def _statuses(path: str, method: str) -> list[int]:
+    statuses = list(_ERRORS if method == "post" else _OF_LOOKING)
+    return sorted({*statuses, 404}) if "{" in path else statuses
+
+
+def _error(status: int, schema: dict[str, Any]) -> dict[str, Any]:
+    headers = {"headers": _RETRY} if status in (429, 503) else {}
+    return {"description": _ERRORS[status], "content": _json(schema), **headers}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _add(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Add a model's schema and those that it refers to; a reference to it."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(schema.pop("$defs", {}))
+    schemas.setdefault(model.__name__, schema)
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """A body's schema with the fields that are ignored or refused, as far as they may be sent."""
+    model, rules, _ = BODIES[path]
+    reference = _add(model, schemas)
+    properties = schemas[model.__name__]["properties"]
+    for name in sorted(rules.ignored):
+        properties.setdefault(name, {"description": "Accepted without effect."})
+    for name, neutral in sorted(rules.refused.items()):
+        properties.setdefault(name, {"description": "Not supported yet.", "enum": [*neutral, None]})
+    return reference

@@ -1,0 +1,39 @@
+"""The API does what its own OpenAPI document says, whatever is sent: schemathesis against a real server with a stub worker."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import CHECKS, load_all_checks
+from stub_worker import StubWorker
+
+from conftest import HttpServer, http_server, make_router
+from transom_cluster.ingress import build_api
+
+KEY = "sesame"
+load_all_checks()
+CHECKED = [
+    check
+    for check in CHECKS.get_all()
+    if check.__name__ != "positive_data_acceptance"  # a schema cannot say what fits the model's length and vocabulary
+]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with http_server(api_keys=(KEY,)) as running:
+        yield running
+
+
+schema = schemathesis.openapi.from_dict(build_api(make_router(StubWorker(), api_keys=(KEY,))).openapi())
+
+
+@schema.parametrize()
+@settings(max_examples=15, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+def test_whatever_is_sent_the_answer_is_as_described(case: Case, guarded: HttpServer) -> None:
+    if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+        case.body["model"] = "stub"  # any other one is 404
+    case.call_and_validate(base_url=guarded.url, headers={"Authorization": f"Bearer {KEY}"}, checks=CHECKED, timeout=10)
+    assert guarded.router.num_in_flight == 0
