@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import select
 import time
@@ -20,12 +19,12 @@ class Peer:
     """Another rank's process. `ready` and `left` are the places of its two integers among `integers`: how far it is, and
     whether it went."""
 
-    def __init__(self, rank: int, pid: int, integers: memoryview[int], *, ready: int, left: int, own_left: int) -> None:
+    def __init__(self, rank: int, pid: int, integers: memoryview[int], *, ready: int, left: int) -> None:
         """Raises RankLost when there is no such process."""
         self.name = f"Rank {rank} (process {pid})"
-        self._integers, self._ready, self._left, self._own_left = integers, ready, left, own_left
+        self._integers, self._ready, self._left = integers, ready, left
         try:
-            self._process = io.FileIO(os.pidfd_open(pid))  # closes with the last reference, also while a thread waits
+            self._process = os.pidfd_open(pid)
         except ProcessLookupError:
             raise RankLost(f"{self.name} died while the ranks met.") from None
         self._death = select.poll()
@@ -35,7 +34,7 @@ class Peer:
         """Until the peer's integer reaches `target`.
 
         Raises:
-            RankLost: it died, left or did not come in time, or this rank was closed meanwhile.
+            RankLost: it died, left or did not come in time.
         """
         integers, ready = self._integers, self._ready
         for _ in range(SPINS):
@@ -52,13 +51,15 @@ class Peer:
                 self._death.poll(POLL_MS)
             now = time.monotonic()
 
+    def close(self) -> None:
+        """Give its descriptor back; once."""
+        os.close(self._process)
+
     def _raise_if_lost(self, target: int, waited_s: float, timeout_s: float) -> None:
         gone = self._integers[self._left] or self._death.poll(0)
         if gone and self._integers[self._ready] < target:  # it may have come and gone between two looks
             raise RankLost(
                 f"{self.name} {'left' if self._integers[self._left] else 'died'} while others waited for it."
             )
-        if self._integers[self._own_left]:
-            raise RankLost(f"This rank was closed while it waited for {self.name}.")
         if waited_s > timeout_s:
             raise RankLost(f"{self.name} did not come within {timeout_s:g} s; it hangs or its step is too long.")

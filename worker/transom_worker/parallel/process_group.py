@@ -16,7 +16,7 @@ c10d: Any = torch.distributed  # its stubs lack much of what it exports
 
 
 class ProcessGroup:
-    """A communicator over a process group of its own. One thread uses it; any may close it."""
+    """A communicator over a process group of its own."""
 
     def __init__(self, address: str, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
         """Meets the other ranks at "ip:port", where a TCPStore listens; names are never looked up.

@@ -28,7 +28,7 @@ def is_supported() -> bool:
 
 
 class SharedMemory:
-    """A communicator for CPU tensors; sums are taken in order of rank. One thread uses it; any may close it."""
+    """A communicator for CPU tensors; sums are taken in order of rank."""
 
     def __init__(self, path: str, *, rank: int, size: int, timeout_s: float) -> None:
         """Opens the ranks' `MemoryFile` and waits for the others.
@@ -45,8 +45,8 @@ class SharedMemory:
         self._own = rank * LINE
         self._integers[self._own + PID] = os.getpid()
         self._operation = 0
-        deadline = time.monotonic() + timeout_s
-        self._peers = {peer: self._meet(peer, deadline) for peer in range(size) if peer != rank}
+        self._peers: dict[int, Peer] = {}
+        self._meet_all(size)
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place; the same bits on every rank."""
@@ -83,8 +83,10 @@ class SharedMemory:
         return x
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank, or waits in it, gets RankLost. Idempotent."""
+        """Leave: whoever waits for this rank gets RankLost. Idempotent."""
         self._integers[self._own + LEFT] = 1
+        while self._peers:
+            self._peers.popitem()[1].close()
 
     def _give(self, mine: torch.Tensor | None) -> None:
         """Begin the next operation, with a tensor for the others if there is one."""
@@ -122,14 +124,23 @@ class SharedMemory:
             if rank != 0 and piece is not None:
                 piece.copy_(self._views(piece)[rank])
 
+    def _meet_all(self, size: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            for rank in range(size):
+                if rank != self._rank:
+                    self._peers[rank] = self._meet(rank, deadline)
+        except RankLost:
+            self.close()
+            raise
+
     def _meet(self, rank: int, deadline: float) -> Peer:
         line = rank * LINE
         while not (pid := self._integers[line + PID]):
             if time.monotonic() > deadline:
                 raise RankLost(f"Rank {rank} did not come within {self._timeout_s:g} s of rank {self._rank}.")
             time.sleep(MEETING_NAP_S)
-        places = {"ready": line + READY, "left": line + LEFT, "own_left": self._own + LEFT}
-        return Peer(rank, pid, self._integers, **places)
+        return Peer(rank, pid, self._integers, ready=line + READY, left=line + LEFT)
 
 
 def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
