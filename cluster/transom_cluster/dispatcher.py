@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 from transom_cluster.background import BackgroundTasks
 from transom_cluster.openai.to_contract import ModelLimits
@@ -25,11 +25,16 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 SUBMIT_GRACE_S = 0.5  # a submission that fails is mostly the first sign of a stream that breaks
 
+T = TypeVar("T")
 Attempts = Sequence[tuple[Flight, Request]]
 
 
 class LinkBroken(Exception):
     """The stream broke while a worker was asked; what was on it has been handed over as lost."""
+
+
+class NoAnswer(Exception):
+    """A call to a worker failed."""
 
 
 class LinkListener(Progress, Protocol):
@@ -62,7 +67,7 @@ class WorkerLink:
         self._router_id = router_id
         self._listener = listener
         self._tasks = BackgroundTasks()
-        self._submits: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()  # that nobody can answer once the link is broken
         self._submitting: set[str] = set()
         self._withdrawn: set[str] = set()  # while they were being submitted
         self._reader: asyncio.Task[None] | None = None
@@ -110,17 +115,24 @@ class WorkerLink:
     async def submit(self, attempts: Attempts) -> list[ErrorInfo | None]:
         """Ask the worker to take attempts that are in `in_flight`: all or none; an entry for each as in `WorkerClient.submit`.
 
+        Before it gets one that was lost with another worker, it has to show that it lives: of two workers that die together the
+        second must not count as this request's doing.
+
         Raises:
             LinkBroken: the link broke; `lost` was told.
         """
         request_ids = {request.request_id for _, request in attempts}
-        task = self._tasks.spawn(self.client.submit(self._router_id, [request for _, request in attempts]))
-        self._submits.add(task)
         self._submitting |= request_ids
         try:
-            return await self._outcome(task, list(request_ids))
+            if any(flight.record.num_resumes for flight, _ in attempts):
+                await self._ask(self.client.info())
+            for flight, _ in attempts:
+                flight.send()
+            return await self._ask(self.client.submit(self._router_id, [request for _, request in attempts]))
+        except NoAnswer:
+            self._abort(list(request_ids))  # it may have taken them
+            return [ErrorInfo.of(WorkerLost("The worker did not answer."))] * len(attempts)
         finally:
-            self._submits.discard(task)
             self._submitting -= request_ids
             if withdrawn := self._withdrawn & request_ids:
                 self._withdrawn -= withdrawn
@@ -138,21 +150,30 @@ class WorkerLink:
         """Ask for the whole index again; returns at once."""
         self._tasks.spawn(self._ask_resync())
 
-    async def _outcome(
-        self, task: asyncio.Task[list[ErrorInfo | None]], request_ids: list[str]
-    ) -> list[ErrorInfo | None]:
+    async def _ask(self, call: Coroutine[Any, Any, T]) -> T:
+        """The worker's answer.
+
+        Raises:
+            LinkBroken: the link broke meanwhile, or right after the call had failed.
+            NoAnswer: the call failed, and the link is whole.
+        """
         stream_ended = self._ended
-        await asyncio.wait((task,))
+        task = self._tasks.spawn(call)
+        self._calls.add(task)
+        try:
+            await asyncio.wait((task,))
+        finally:
+            self._calls.discard(task)
         if task.cancelled():
             raise LinkBroken
         if (error := task.exception()) is None:
             return task.result()
-        logger.warning("A submission to worker %s failed: %r", self.worker_id, error)
-        with contextlib.suppress(TimeoutError):
+        logger.warning("A call to worker %s failed: %r", self.worker_id, error)
+        try:
             await asyncio.wait_for(stream_ended.wait(), SUBMIT_GRACE_S)
-            raise LinkBroken
-        self._abort(request_ids)  # it may have taken them
-        return [ErrorInfo.of(WorkerLost("The worker did not answer."))] * len(request_ids)
+        except TimeoutError:
+            raise NoAnswer from error
+        raise LinkBroken
 
     async def _keep_open(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -205,8 +226,8 @@ class WorkerLink:
 
     def _lose(self) -> list[str]:
         """The stream has ended: hand over what was on it; returns the attempts' ids."""
-        for submit in list(self._submits):
-            submit.cancel()
+        for call in list(self._calls):
+            call.cancel()
         self._ended.set()
         flights = self.in_flight.take_all()
         request_ids = [flight.attempt.request_id for flight in flights]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 RELEASE_TOKENS = 8  # more than the last steps before a loss whose events may be lost with the worker
 FORGET_S = 30.0  # a worker that ran a request for so long was not lost by what had happened to it before
@@ -69,10 +70,28 @@ def judge(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossR
     return culprit
 
 
-def may_have_run(num_streaming: int, max_num_seqs: int | None) -> bool:
-    """Whether a request without a token may have been computed by a lost worker.
+class Run(Protocol):
+    """What is known of one attempt at a worker."""
 
-    It merely waited if requests that had begun to stream took all places. Places that other routers' requests took are not
-    known, so that in doubt it may have run.
+    record: LossRecord
+    is_sent: bool
+    awaits_reply: bool
+    num_new_tokens: int
+    began_s: float | None  # when its first token came
+
+
+def may_have_run(attempts: Sequence[Run], *, max_num_seqs: int | None, now_s: float) -> list[LossRecord]:
+    """Which of the attempts at a lost worker it may have computed when it was lost.
+
+    Those without a token merely waited if those that had begun took all of its places. Places that other routers' requests took
+    are not known, so that in doubt an attempt ran. Losses of long ago are forgotten here.
     """
-    return max_num_seqs is None or num_streaming < max_num_seqs
+    num_streaming = sum(attempt.num_new_tokens > 0 for attempt in attempts)
+    had_place = max_num_seqs is None or num_streaming < max_num_seqs
+    records = []
+    for attempt in attempts:
+        if attempt.began_s is not None and now_s - attempt.began_s > FORGET_S:
+            attempt.record.forget()
+        if attempt.is_sent and (had_place or attempt.num_new_tokens or attempt.awaits_reply):
+            records.append(attempt.record)
+    return records

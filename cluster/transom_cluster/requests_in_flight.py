@@ -29,7 +29,8 @@ class Flight:
         self.request = request
         self.token_ids = list(request.resumed_output_ids)
         self.attempt = request
-        self.awaits_reply = False  # the attempt was sent, and the worker has not said that it took it
+        self.is_sent = False  # the attempt is on its way to the worker, or there
+        self.awaits_reply = False  # and the worker has not said that it took it
         self.num_new_tokens = 0
         self.worker_id: str | None = None  # who has the attempt
         self.has_ended = False
@@ -50,9 +51,13 @@ class Flight:
             self.attempt = self._resumed()
         self._num_attempts += 1
         self.num_new_tokens = 0
-        self.awaits_reply = True
+        self.is_sent = self.awaits_reply = False
         self.began_s = None
         return self.attempt
+
+    def send(self) -> None:
+        """From here on the worker may be computing the attempt."""
+        self.is_sent = self.awaits_reply = True
 
     def admit(self) -> None:
         """A worker has taken the attempt."""

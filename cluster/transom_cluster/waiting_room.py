@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from transom_cluster.background import BackgroundTasks
 from transom_cluster.dispatcher import Attempts, LinkBroken, WorkerLink
-from transom_cluster.failover import FORGET_S, RELEASE_TOKENS, judge, may_have_run
+from transom_cluster.failover import RELEASE_TOKENS, judge, may_have_run
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.requests_in_flight import Flight
 from transom_cluster.routing.placer import Placer
@@ -125,35 +125,27 @@ class WaitingRoom:
     def lost(self, link: WorkerLink, flights: list[Flight], *, is_blamed: bool) -> None:
         """See `LinkListener`."""
         flights = [flight for flight in flights if not flight.has_ended]
-        culprit = self._culprit(link, flights) if is_blamed else None
+        culprit = None
+        if is_blamed:
+            max_num_seqs = None if link.load is None else link.load.max_num_seqs
+            ran = may_have_run(flights, max_num_seqs=max_num_seqs, now_s=time.monotonic())
+            culprit = judge(ran, max_lost_workers=self._config.max_lost_workers)
         going_on = []
         for flight in flights:
             self._left(flight)
-            if flight is culprit:
+            is_counted = is_blamed and flight.is_sent
+            if flight.record is culprit:
                 self._give_up(flight, "poison", PoisonRequest(POISON.format(n=flight.record.num_losses)))
-            elif is_blamed and flight.record.num_resumes >= self._config.max_resumes:
+            elif is_counted and flight.record.num_resumes >= self._config.max_resumes:
                 self._give_up(flight, "gave_up", WorkerLost(GAVE_UP.format(n=flight.record.num_resumes + 1)))
             else:
-                flight.record.num_resumes += is_blamed
+                flight.record.num_resumes += is_counted
                 flight.is_resuming = True
                 flight.refusals.clear()
                 going_on.append(flight)
         going_on.sort(key=lambda flight: not flight.token_ids)  # whose clients see them stand still
         self.enter(going_on)
         self._serve_soon()
-
-    def _culprit(self, link: WorkerLink, flights: Sequence[Flight]) -> Flight | None:
-        now_s = time.monotonic()
-        num_streaming = sum(flight.num_new_tokens > 0 for flight in flights)
-        all_ran = may_have_run(num_streaming, None if link.load is None else link.load.max_num_seqs)
-        records = {
-            flight.record: flight for flight in flights if all_ran or flight.num_new_tokens or flight.awaits_reply
-        }
-        for record, flight in records.items():
-            if flight.began_s is not None and now_s - flight.began_s > FORGET_S:
-                record.forget()
-        culprit = judge(list(records), max_lost_workers=self._config.max_lost_workers)
-        return None if culprit is None else records[culprit]
 
     def _place(self, flights: Iterable[Flight]) -> None:
         """Send each to the best worker that may take it; the others wait."""

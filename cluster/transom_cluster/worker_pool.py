@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,21 +16,6 @@ from transom_cluster.worker_client import WorkerClient, WorkerDirectory, describ
 logger = logging.getLogger("transom.router")
 
 FOLLOW_AGAIN_S = 0.5
-
-
-class FixedWorkers:
-    """A directory of workers that never changes."""
-
-    def __init__(self, workers: Mapping[str, WorkerClient]) -> None:
-        self._workers = workers
-
-    async def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
-        """See `WorkerDirectory`."""
-        yield self._workers
-        await asyncio.Event().wait()
-
-    def wake(self) -> None:
-        """See `WorkerDirectory`."""
 
 
 def describe_link(link: WorkerLink) -> dict[str, Any]:

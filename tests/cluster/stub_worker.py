@@ -81,6 +81,7 @@ class StubWorker:
     admission_error: ErrorInfo | None = None
     step_error: ErrorInfo | None = None
     submit_failure: Exception | None = None
+    reply_failure: Exception | None = None  # after the requests were taken
     num_streams: int = 0
     can_open: bool = True
     metrics: str | None = METRICS
@@ -91,12 +92,14 @@ class StubWorker:
     poison_at: int = 0
     worker: str = "w0"
     num_resyncs: int = 0
+    num_silent: int = 0  # attempts that have brought `max_events`
     is_dead: bool = False
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(max_num_seqs=1000))
 
     def __post_init__(self) -> None:
         self._queue: asyncio.Queue[WorkerMessage | Exception] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._go = asyncio.Event()
         self.changed = asyncio.Event()
 
     async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
@@ -125,6 +128,8 @@ class StubWorker:
         for request in requests:
             self._running[request.request_id] = asyncio.create_task(self._generate(request))
         self._notify()
+        if self.reply_failure is not None:
+            raise self.reply_failure
         return [None] * len(requests)
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
@@ -156,10 +161,20 @@ class StubWorker:
         assert self._queue is not None
         self._queue.put_nowait(ConnectionError("the worker died"))
 
+    def go(self) -> None:
+        """No more silence."""
+        self.max_events = None
+        self._go.set()
+
     def kill(self) -> None:
         self.is_dead, self.can_open = True, False
         if self._queue is not None:
             self.die()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the router has all that was sent."""
+        return self._queue is None or self._queue.empty()
 
     @property
     def num_running(self) -> int:
@@ -191,7 +206,8 @@ class StubWorker:
         count = min(request.params.max_tokens or 26, 26)
         for position in range(begin, count):
             if self.max_events is not None and position - begin == self.max_events:
-                await asyncio.Event().wait()
+                self.num_silent += 1
+                await self._go.wait()
             if self.poison in request.prompt_token_ids and position == self.poison_at:
                 self.kill()
                 return
