@@ -50,14 +50,18 @@ class Router:
         from transom_worker.model_files import resolve_model
         from transom_worker.tokenizer import Tokenizer
 
-        core = RouterCore(
+        self._core = RouterCore(
             workers=ServeWorkerDirectory(self._worker),
             tokenizer=Tokenizer.load(resolve_model(self._settings.model)),
             config=self._settings.server_config(),
             router_id=serve.get_replica_context().replica_id.unique_id,
             engine_seed=self._settings.seed,
         )
-        return build_api(core)
+        return build_api(self._core)
+
+    async def drain(self) -> None:
+        """Refuse new requests, let running answers end, as long as `RouterCore.stop` waits, and let go of the workers."""
+        await self._core.stop()
 
 
 class Worker:

@@ -26,6 +26,8 @@ APP_NAME = "transom"
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing large goes through it
 POLL_S = 0.1
 WATCH_S = 1.0
+DRAIN_S = 35.0  # a little more than routers give themselves
+SETTLE_S = 0.1  # what routers wrote last passes through the proxy
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -81,6 +83,14 @@ class LocalRay:
         daemons = children_of(os.getpid())
         while all(map(is_running, daemons)):
             time.sleep(WATCH_S)
+
+    def drain(self) -> None:
+        """Refuse new requests and return when running answers have ended, or after `DRAIN_S`."""
+        from ray import serve
+
+        with contextlib.suppress(Exception):  # a router that is gone has nothing to finish
+            serve.get_app_handle(APP_NAME).broadcast("drain").results(timeout_s=DRAIN_S)
+        time.sleep(SETTLE_S)
 
     def stop(self) -> None:
         """End every process that was started here; takes seconds at most. Idempotent."""

@@ -1,7 +1,8 @@
-"""`transom serve`: start everything, say where it is, and end everything on Ctrl-C."""
+"""`transom serve`: start everything, say where it is, and end everything: at once on Ctrl-C, after running answers on SIGTERM."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from types import FrameType
@@ -23,8 +24,12 @@ READY_TIMEOUT_S = 60.0
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: what is being answered may end first."""
+
+
 def run_server(settings: Settings, given: dict[str, Any]) -> int:
-    """Serve until SIGINT or SIGTERM, which are ignored from then on; the exit code.
+    """Serve until SIGINT or SIGTERM; the exit code. While running answers end after SIGTERM, another signal ends them at once.
 
     `given` are the settings as the app takes them.
     """
@@ -43,7 +48,10 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         is_serving = True
         cluster.wait()
         typer.echo("transom: a process of Ray has ended unexpectedly; start the server again.", err=True)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as reason:
+        if is_serving and isinstance(reason, Terminated):
+            with contextlib.suppress(KeyboardInterrupt):
+                cluster.drain()
         return 0 if is_serving else INTERRUPTED
     except (TransomError, StartFailed) as error:
         typer.echo(f"transom: {error}", err=True)
@@ -57,8 +65,8 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
     return START_FAILED
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
