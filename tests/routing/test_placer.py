@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from transom_cluster.routing import chains
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_cluster.routing.placer import Placed, Placer
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
@@ -90,6 +91,29 @@ def test_workers_of_other_block_sizes_are_searched_with_their_own_hashes() -> No
     made.update("d", WorkerMessage(kv=whole(PROMPT, block_size=64), load=load()))
     placed = made.place(request("r"), (*WORKERS, "d"))
     assert (placed.worker_id, placed.predicted_tokens) == ("d", 31 * 64)
+
+
+def test_equal_prompts_are_hashed_once_and_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counting(chain: list[bytes], root: bytes, token_ids: tuple[int, ...], block_size: int) -> None:
+        hashed.append(len(token_ids))
+        extend_chain(chain, root, token_ids, block_size)
+
+    monkeypatch.setattr(chains, "extend_chain", counting)
+    made = placer(cached={"a": whole(PROMPT), "b": whole(PROMPT), "c": whole(PROMPT)})
+    predicted = [made.place(request(f"r{choice}"), WORKERS).predicted_tokens for choice in range(4)]
+    assert (predicted, hashed) == ([HIT] * 4, [2000])
+    predicted = [
+        made.place(changed, WORKERS).predicted_tokens
+        for changed in (
+            request("salted", cache_salt="tenant"),
+            request("resumed", cache_salt="tenant", resumed_output_ids=(1, 2)),
+            request("plain", resumed_output_ids=(1, 2)),
+            request("longer", (*PROMPT, 1)),
+        )
+    ]
+    assert (predicted, hashed) == ([0, 0, 2000, 2000], [2000, 2000, 2002, 2002, 2001])
 
 
 def test_only_those_asked_for_are_chosen() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from transom_cluster.routing.chains import Chains
 from transom_cluster.routing.known_worker import KnownWorker, Placement
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_cluster.routing.policy import POLICIES, Chance
 from transom_worker.config import RoutingPolicy
 from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
-from transom_worker.kvcache.hashing import chain_root, extend_chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class Placer:
         self._rng = random.Random(seed)
         self._turn = self._rng.randrange(1 << 16)  # routers that start together begin elsewhere
         self._metrics = metrics or RoutingMetrics(CollectorRegistry(), router="")
+        self._chains = Chains()
         self._workers: dict[str, KnownWorker] = {}
         self._placements: dict[str, Placement] = {}
 
@@ -67,7 +68,7 @@ class Placer:
         self.ended(request.request_id)
         workers = [self._workers[worker_id] for worker_id in sorted(among)]
         num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
-        hits = _hit_tokens(request, num_tokens, workers)
+        hits = [self._hit_tokens(request, num_tokens, worker) for worker in workers]
         candidates = [w.candidate(num_tokens - hit) for w, hit in zip(workers, hits, strict=True)]
         chosen = self._choose(candidates, Chance(turn=self._turn, draw=self._rng.random()))
         self._turn += 1
@@ -102,31 +103,16 @@ class Placer:
         if placement is not None:
             del self._workers[placement.worker_id].placements[request_id]
 
+    def _hit_tokens(self, request: Request, num_tokens: int, worker: KnownWorker) -> int:
+        """Tokens that a worker need not compute."""
+        mirror = worker.mirror
+        if request.params.prompt_logprobs is not None or not mirror.num_blocks:
+            return 0
+        return mirror.find(self._chains.of(request, mirror.shape.block_size), num_tokens).start
+
     def _drop(self, worker_id: str) -> bool:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
             for request_id in worker.placements:
                 del self._placements[request_id]
         return worker is not None
-
-
-def _hit_tokens(request: Request, num_tokens: int, workers: Iterable[KnownWorker]) -> list[int]:
-    """Tokens that each worker need not compute; prompts are hashed once per block size."""
-    chains: dict[int, list[bytes]] = {}
-    hits = []
-    for worker in workers:
-        shape = worker.mirror.shape
-        if request.params.prompt_logprobs is not None or not worker.mirror.num_blocks:
-            hits.append(0)
-            continue
-        if shape.block_size not in chains:
-            chains[shape.block_size] = _chain(request, shape.block_size)
-        hits.append(worker.mirror.find(chains[shape.block_size], num_tokens).start)
-    return hits
-
-
-def _chain(request: Request, block_size: int) -> list[bytes]:
-    root = chain_root(block_size, cache_salt=request.cache_salt, adapter=request.adapter)
-    chain: list[bytes] = []
-    extend_chain(chain, root, request.prompt_token_ids + request.resumed_output_ids, block_size)
-    return chain
