@@ -53,7 +53,7 @@ class OpenAiRoutes:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
         wanted = await self._parse(request, ChatCompletionRequest, CHAT_RULES)
-        self._router.check_model(wanted.model)
+        await self._router.prepare(wanted.model)
         params = wanted.params()
         prompt = await chat_prompt(
             self._router.tokenizer,
@@ -75,7 +75,7 @@ class OpenAiRoutes:
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
         wanted = await self._parse(request, CompletionRequest, COMPLETION_RULES)
-        self._router.check_model(wanted.model)
+        await self._router.prepare(wanted.model)
         params = wanted.params()
         texts = wanted.prompts()
         prompts = await completion_prompts(self._router.tokenizer, texts, add_special_tokens=wanted.add_special_tokens)
@@ -95,7 +95,7 @@ class OpenAiRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
         wanted = await self._parse(request, TokenizeRequest, TOKENIZE_RULES)
-        self._router.check_model(wanted.model)
+        await self._router.prepare(wanted.model)
         tokenizer, limits = self._router.tokenizer, self._router.limits
         token_ids = (await self._tokenize_prompt(wanted)).token_ids
         body: dict[str, Any] = {
@@ -109,7 +109,7 @@ class OpenAiRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
         wanted = await self._parse(request, DetokenizeRequest, NO_RULES)
-        self._router.check_model(wanted.model)
+        await self._router.prepare(wanted.model)
         check_vocabulary(wanted.tokens, self._router.limits.vocab_size, param="tokens")
         text = await asyncio.to_thread(self._router.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})

@@ -60,7 +60,6 @@ class Router:
         )
         self._answers: dict[Answer, list[Flight]] = {}
         self._idle = asyncio.Event()
-        self._limits: ModelLimits | None = None
         states = ("open", "closed", "draining")
         self.metrics.watch(
             lambda: self.num_waiting, {state: functools.partial(self._num_workers, state) for state in states}
@@ -93,21 +92,30 @@ class Router:
         Raises:
             EngineDead: no worker was ready so far.
         """
-        if (known := self.known_limits) is None:
+        if self._room.limits is None:
             raise EngineDead(_NOT_READY)
-        return known
+        return self._room.limits
 
     @property
     def known_limits(self) -> ModelLimits | None:
         """The same; None while no worker was ready."""
-        known = [link.limits for link in self.links.values() if link.takes_requests and link.limits is not None]
-        self._limits = min(known, key=lambda limits: limits.max_model_len, default=self._limits)
-        return self._limits
+        return self._room.limits
 
     def check_model(self, name: str | None) -> None:
         """Raise HttpError (404) unless `name` is served here; None means the served one."""
         if name is not None and name != self.config.served_model_name:
             raise unknown_model(name, self.config.served_model_name)
+
+    async def prepare(self, model: str | None) -> None:
+        """For a request with a prompt: check its model's name, and wait until the model's limits are known.
+
+        Raises:
+            HttpError: 404, the model is not served here.  WorkerLost: there is no worker, or the router is being stopped.
+        """
+        self.check_model(model)
+        if self.is_draining:
+            raise WorkerLost(_STOPPING)
+        await self._room.first_limits()
 
     def start(self) -> None:
         """Connect to the workers."""

@@ -15,6 +15,7 @@ from transom_cluster.background import BackgroundTasks
 from transom_cluster.dispatcher import Attempts, LinkBroken, WorkerLink
 from transom_cluster.failover import RELEASE_TOKENS, judge, may_have_run
 from transom_cluster.metrics import RouterMetrics
+from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.requests_in_flight import Flight
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import FailoverConfig
@@ -51,6 +52,8 @@ class WaitingRoom:
         self._config = config
         self._metrics = metrics
         self._wake_workers = wake_workers
+        self.limits: ModelLimits | None = None  # of those that were open when the last one opened
+        self._limits_known = asyncio.Event()
         self._tasks = BackgroundTasks()
         self._waiting: dict[Flight, None] = {}
         self._examined: dict[str, Flight] = {}  # the suspect that each worker has
@@ -59,6 +62,20 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    async def first_limits(self) -> None:
+        """Wait until a worker has said what it can do.
+
+        Raises:
+            WorkerLost: none has for as long as a request waits.
+        """
+        if self._limits_known.is_set():
+            return
+        self._wake_workers()
+        try:
+            await asyncio.wait_for(self._limits_known.wait(), self._config.wait_s)
+        except TimeoutError:
+            raise WorkerLost(NO_WORKER.format(s=self._config.wait_s)) from None
 
     def enter(self, flights: Iterable[Flight]) -> None:
         """Get these to workers, at once where one can take them."""
@@ -98,6 +115,9 @@ class WaitingRoom:
         """See `LinkListener`."""
         assert link.info is not None
         self._placer.add_worker(link.worker_id, link.info)
+        known = [one.limits for one in self._links.values() if one.takes_requests and one.limits is not None]
+        self.limits = min(known, key=lambda limits: limits.max_model_len, default=self.limits)
+        self._limits_known.set()
         self._serve_soon()
 
     def closed(self, link: WorkerLink) -> None:

@@ -1,0 +1,228 @@
+"""Several workers: they come, fill up, drain and go; requests wait, spill over or move, and the server's routes say so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+
+import pytest
+from stub_worker import StubDirectory, StubWorker
+
+from conftest import Api, make_router, running_api, until
+from transom_cluster import waiting_room, worker_pool
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import ErrorInfo, WorkerMessage
+from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
+from transom_worker.kvcache.events import KvUpdate
+
+PATIENT = {"failover": FailoverConfig(wait_s=20.0)}
+
+
+def workers(num: int, **more: object) -> list[StubWorker]:
+    return [StubWorker(worker=f"w{i}", **more) for i in range(num)]  # type: ignore[arg-type]
+
+
+def sample(api: Api, name: str, **labels: str) -> float | None:
+    return api.router.metrics.registry.get_sample_value(name, {"router": "r0", **labels})
+
+
+async def text(response: asyncio.Task) -> str:
+    return (await response).json()["choices"][0]["text"]
+
+
+async def test_a_request_waits_for_the_first_worker() -> None:
+    async with running_api(*workers(1), **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.links)
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: api.router.num_waiting == 1)
+        assert sample(api, "transom_router_waiting_requests") == 1
+        assert api.directory.num_wakes  # so that a cluster that was scaled to nothing starts a worker
+        api.directory.add(StubWorker(worker="w1"))
+        assert await text(answer) == "abc"
+        assert api.router.num_waiting == 0
+
+
+async def test_a_router_that_never_had_a_worker_keeps_its_clients_waiting_as_well() -> None:
+    worker = StubWorker(can_open=False)
+    async with running_api(worker, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: api.directory.num_wakes)
+        api.directory.add(StubWorker(worker="w1"))
+        assert await text(answer) == "abc"
+
+
+async def test_nobody_waits_for_ever() -> None:
+    async with running_api(*workers(1)) as api:
+        api.worker.kill()
+        await until(lambda: not api.router.is_ready)
+        response = await api.complete(stream=True)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "worker_unavailable"
+        assert api.router.num_waiting == 0
+
+
+async def test_a_full_worker_is_passed_over() -> None:
+    full, free = workers(2)
+    full.admission_error = ErrorInfo.of(Overloaded("full"))
+    async with running_api(full, free, routing_policy="round_robin") as api:
+        for _ in range(4):
+            assert (await api.complete()).status_code == 200
+        assert len(free.submitted) == 4
+        assert full.submitted  # it was asked
+
+
+async def test_if_all_are_full_the_client_is_told_when_to_come_back() -> None:
+    async with running_api(*workers(3, max_running=0)) as api:
+        for stream in (False, True):
+            response = await api.complete(stream=stream)
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "3"
+            assert response.json()["error"]["code"] == "overloaded"
+        assert api.router.num_waiting == api.router.num_in_flight == 0
+
+
+async def test_a_batch_larger_than_any_queue_is_spread() -> None:
+    async with running_api(*workers(3, max_running=4)) as api:
+        response = await api.complete(n=10)
+        assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 10
+
+
+async def test_admission_is_all_or_nothing() -> None:
+    async with running_api(*workers(3, max_running=4, max_events=1)) as api:
+        response = await api.complete(n=13, stream=True)
+        assert response.status_code == 503
+        await until(lambda: not any(worker.num_running for worker in api.workers))
+        assert api.router.num_in_flight == api.router.num_waiting == 0
+
+
+async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
+    async with running_api(*workers(3)) as api:
+        for worker in api.workers:
+            worker.admission_error = ErrorInfo.of(RequestTooLarge("9 blocks, 3 there are", param="prompt"))
+        assert (await api.complete()).status_code == 400
+        assert sum(len(worker.submitted) for worker in api.workers) == 1
+
+
+async def test_a_worker_that_starts_its_ranks_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_room, "RETRY_S", 0.01)
+    async with running_api(*workers(1), **PATIENT) as api:
+        api.worker.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: len(api.worker.submitted) >= 3)
+        api.worker.admission_error = None
+        assert await text(answer) == "abc"
+
+
+async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
+    old, new = workers(2, max_events=2)
+    async with running_api(old, **PATIENT) as api:
+        api.router._pool._drain_s = 20.0
+        answer = asyncio.create_task(api.complete(max_tokens=5))
+        await until(lambda: old.num_silent == 1)
+        api.directory.remove(old)
+        await until(lambda: api.router.links["w0"].is_draining)
+        assert (await api.client.get("/health")).status_code == 503
+        assert sample(api, "transom_router_workers", state="draining") == 1
+        new.go()
+        api.directory.add(new)
+        assert (await api.complete()).status_code == 200
+        old.go()
+        assert await text(answer) == "abcde"
+        await until(lambda: set(api.router.links) == {"w1"})
+        assert (len(old.submitted), len(new.submitted)) == (1, 1)
+        assert sample(api, "transom_router_drains_total", outcome="finished") == 1
+        assert sample(api, "transom_router_failovers_total", outcome="resumed") == 0
+
+
+async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
+    old, new = workers(2, max_events=2)
+    async with running_api(old, failover=FailoverConfig(wait_s=20.0, max_resumes=0)) as api:  # a move is not a loss
+        answers = [asyncio.create_task(api.complete(max_tokens=5)) for _ in range(3)]
+        await until(lambda: old.num_silent == 3)
+        api.directory.remove(old)
+        new.go()
+        api.directory.add(new)
+        assert [await text(answer) for answer in answers] == ["abcde"] * 3
+        await until(lambda: set(api.router.links) == {"w1"})
+        assert sorted(old.aborted) == sorted(request.request_id for request in old.submitted)
+        assert old.num_running == 0
+        assert sample(api, "transom_router_drains_total", outcome="moved") == 1
+
+
+async def test_a_worker_that_was_missing_for_a_moment_is_linked_again() -> None:
+    async with running_api(*workers(1)) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.is_ready)
+        api.directory.add(api.worker)
+        await until(lambda: api.router.is_ready)
+        assert (await api.complete()).status_code == 200
+
+
+async def test_a_directory_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "FOLLOW_AGAIN_S", 0.0)
+
+    class Failing(StubDirectory):
+        num_failures = 0
+
+        async def changes(self) -> AsyncGenerator[Mapping[str, StubWorker], None]:
+            if self.num_failures < 2:
+                self.num_failures += 1
+                raise ConnectionError("no controller")
+            async for present in super().changes():
+                yield present
+
+    router = make_router(directory=Failing(*workers(1)))
+    router.start()
+    await until(lambda: router.is_ready)
+    await router.stop()
+
+
+async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
+    async with running_api(*workers(2)) as api:
+        api.worker._queue.put_nowait(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
+        await until(lambda: api.worker.num_resyncs == 1)
+        assert api.workers[1].num_resyncs == 0
+        assert (await api.complete()).status_code == 200
+
+
+async def test_a_router_that_drains_finishes_its_answers_and_takes_no_others() -> None:
+    async with running_api(*workers(2, max_events=2)) as api:
+        api.router._drain_s = 20.0
+        answer = asyncio.create_task(api.complete(max_tokens=5, stream=True))
+        await until(lambda: sum(worker.num_silent for worker in api.workers))
+        stopping = asyncio.create_task(api.router.stop())
+        await until(lambda: api.router.is_draining)
+        health = await api.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "this router is being stopped")
+        refused = await api.complete()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert not stopping.done()
+        for worker in api.workers:
+            worker.go()
+        assert (await answer).text.endswith("data: [DONE]\n\n")
+        await stopping
+
+
+async def test_routes_tell_of_all_workers() -> None:
+    async with running_api(*workers(3)) as api:
+        index = (await api.client.get("/")).json()
+        assert [worker["id"] for worker in index["workers"]] == ["w0", "w1", "w2"]
+        assert {worker["state"] for worker in index["workers"]} == {"open"}
+        assert index["workers"][0]["load"]["num_waiting"] == 0
+        assert index["workers"][0]["cache"] == ["full"]
+        assert sample(api, "transom_router_workers", state="open") == 3
+        api.workers[0].kill()
+        await until(lambda: not api.router.links["w0"].is_open)
+        assert (await api.client.get("/health")).status_code == 200
+        assert sample(api, "transom_router_workers", state="closed") == 1
+        index = (await api.client.get("/")).json()
+        assert [worker["state"] for worker in index["workers"]] == ["closed", "open", "open"]
+        for worker in api.workers[1:]:
+            worker.kill()
+        await until(lambda: not api.router.is_ready)
+        health = await api.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "no worker is ready")
+        card = (await api.client.get("/v1/models")).json()["data"][0]
+        assert card["max_model_len"] == 512  # as the last worker said
