@@ -40,9 +40,9 @@ SMOLLM2 = Architecture(
 )
 
 
-def random_weights(name: str, *, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+def random_weights(name: str, *, shape: tuple[int, ...] | None = None, part: tuple[slice, ...] = ()) -> torch.Tensor:
     assert shape is not None, name
-    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.04
+    return (torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.04)[part]
 
 
 def make_caches(dtype: torch.dtype, num_blocks: int, head_major: bool) -> tuple[LayerCache, ...]:

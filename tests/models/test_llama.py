@@ -51,7 +51,7 @@ def make_pair(dtype=torch.float32, quantization="none", window=None, **options):
 
 def reader(state):
     """Weights of a state dictionary."""
-    return lambda name, *, shape=None: check_shape(state[name], shape, name=name, file="memory")
+    return lambda name, *, shape=None, part=(): check_shape(state[name], shape, name=name, file="memory")[part]
 
 
 @torch.inference_mode()
@@ -177,8 +177,8 @@ def test_weight_bytes_count_each_tensor_once():
 def test_what_is_not_supported_is_refused():
     _, _, architecture = make_pair()
     options = {"dtype": torch.float32, "device": "cpu"}
-    with pytest.raises(ConfigError, match="2 ranks"):
-        build_model(architecture, lambda name: torch.zeros(1), parallel=Parallel(rank=0, size=2), **options)
+    with pytest.raises(ConfigError, match=r"6 query heads.*at most 6"):
+        build_model(architecture, lambda name: torch.zeros(1), parallel=Parallel(rank=0, size=7), **options)
     unknown = type(architecture)(**{**{f: getattr(architecture, f) for f in architecture.__slots__}, "family": "x"})
     with pytest.raises(ModelError, match="'x'"):
         build_model(unknown, lambda name: torch.zeros(1), **options)

@@ -15,7 +15,7 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.rotary import rotary_
 from transom_worker.layers.forward_batch import LayerCache
 from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsNorm, HeadNorm
+from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, SharedAllHeadsNorm
 from transom_worker.layers.rope import RotaryTables
 
 
@@ -39,8 +39,8 @@ class AttentionOptions:
 
     scale: float | None = None  # of the scores; None: head_size ** -0.5
     soft_cap: float | None = None
-    sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink per head
-    norm: HeadNorm | AllHeadsNorm | None = None  # of query and key heads before rotation
+    sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink for each of this rank's heads
+    norm: HeadNorm | AllHeadsNorm | SharedAllHeadsNorm | None = None  # of query and key heads before rotation
     norm_after_rotation: HeadNorm | None = None
     value_norm: HeadNorm | None = None
     value_scale: float = 1.0

@@ -1,6 +1,8 @@
 """Token embedding and the head that turns hidden rows into logits, which may share their weight.
 
-Legend: T tokens, R rows whose logits are wanted, V vocabulary, N hidden width.
+Several ranks share the vocabulary out: each looks up and scores its own tokens.
+
+Legend: T tokens, R rows whose logits are wanted, V vocabulary of this rank, N hidden width.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from transom_worker.layers.linear import PlainLinear, Quantization, make_linear
+from transom_worker.parallel import ALONE, Communicator
 
 
 class Embedding:
@@ -25,8 +28,31 @@ class Embedding:
         return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
 
 
+class ShardedEmbedding(Embedding):
+    """Each rank looks up the tokens that it has, others being rows of zeros, and all of them are added up."""
+
+    def __init__(self, weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> None:
+        """`first_id` is the token of the table's first row."""
+        super().__init__(weight_VN, scale=scale)
+        self._first_id, self._comm = first_id, comm
+
+    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, N]."""
+        rows_T = token_ids_T - self._first_id
+        absent_T = (rows_T < 0) | (rows_T >= len(self.weight_VN))
+        rows_TN = super().__call__(rows_T.masked_fill_(absent_T, 0))
+        return self._comm.all_reduce_(rows_TN.masked_fill_(absent_T[:, None], 0.0))
+
+
+def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> Embedding:
+    """The embedding of this rank's rows of a table."""
+    if comm is ALONE:
+        return Embedding(weight_VN, scale=scale)
+    return ShardedEmbedding(weight_VN, first_id=first_id, comm=comm, scale=scale)
+
+
 class Head:
-    """Logits in float32.
+    """Logits in float32, of this rank's vocabulary.
 
     A tied head on a GPU or in float32 on a CPU uses the embedding's own tensor; a packed or quantised one is a second copy,
     because a table that rows are looked up in cannot be packed.

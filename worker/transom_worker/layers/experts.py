@@ -1,6 +1,9 @@
 """Expert feed-forward layers: each runs once over the tokens that chose it.
 
-Legend: T tokens, N hidden width, I inner width, E experts, K experts chosen per token, P = T K pairs of token and expert.
+Where several ranks share the inner width of every expert, what comes out is a part of a sum, which the caller adds up.
+
+Legend: T tokens, N hidden width, I inner width of this rank, E experts, K experts chosen per token, P = T K pairs of token
+and expert.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class ExpertWeights:
     gate_up: torch.Tensor  # [E, 2I, N]
     down: torch.Tensor  # [E, N, I]
     gate_up_bias: torch.Tensor | None = None  # [E, 2I]
-    down_bias: torch.Tensor | None = None  # [E, N]
+    down_bias: torch.Tensor | None = None  # [E, N]; of several ranks the first one's alone
 
 
 class Experts:

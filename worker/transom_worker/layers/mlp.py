@@ -1,6 +1,6 @@
 """Gated feed-forward layer: down(activation(gate(x)) * up(x)).
 
-Legend: T tokens, N hidden width, I inner width.
+Legend: T tokens, N hidden width, I inner width of this rank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch
 
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_worker.layers.linear import PackedLinear, Quantization, make_linear, runs_packed
+from transom_worker.layers.parallel_linear import make_row_parallel
+from transom_worker.parallel import ALONE, Communicator
 
 
 class GatedMlp:
@@ -19,11 +21,13 @@ class GatedMlp:
     def __init__(
         self,
         weights: Sequence[torch.Tensor],  # gate [I, N], up [I, N], down [N, I]
-        biases: Sequence[torch.Tensor] | None,
+        biases: Sequence[torch.Tensor | None] | None,
         *,
         quantization: Quantization,
         activation: Activation = "silu",
+        comm: Communicator = ALONE,
     ) -> None:
+        """Several ranks share the inner width; the way back's bias is the first one's alone, others give None."""
         self._activation: Activation = activation
         gate_IN, up_IN, down_NI = weights
         gate_bias, up_bias, down_bias = biases or (None, None, None)
@@ -31,9 +35,9 @@ class GatedMlp:
         if runs_packed(gate_IN, quantization):
             self._pair = (PackedLinear(gate_IN, gate_bias), PackedLinear(up_IN, up_bias))
         else:
-            bias = None if biases is None else torch.cat(tuple(biases[:2]))
+            bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
             self._gate_up = make_linear(torch.cat([gate_IN, up_IN]), bias, quantization=quantization)
-        self._down = make_linear(down_NI, down_bias, quantization=quantization)
+        self._down = make_row_parallel(down_NI, down_bias, quantization=quantization, comm=comm)
         layers = (*(self._pair or (self._gate_up,)), self._down)
         self.weight_bytes = sum(layer.weight_bytes for layer in layers)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from transom_kernels.rms_norm import head_norm_, rms_norm
+from transom_worker.parallel import Communicator
 
 
 class Norm(Protocol):
@@ -71,3 +72,38 @@ class AllHeadsNorm:
         sizes = [weight.numel() // x_THD.shape[-1] for weight in self._weights]
         for part, weight in zip(x_THD.split_with_sizes(sizes, dim=1), self._weights, strict=True):
             part.copy_(rms_norm(part.flatten(1), weight, self._eps)[0].view_as(part))
+
+
+class SharedAllHeadsNorm:
+    """`AllHeadsNorm` where several ranks share the heads: what they add up is the squares."""
+
+    def __init__(
+        self,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        eps: float,
+        *,
+        widths: tuple[int, int],
+        counts_keys: bool,
+        comm: Communicator,
+    ) -> None:
+        """Weights are those of this rank's heads, `widths` those of all query heads and all key heads.
+
+        Of the ranks that hold the same key heads one alone `counts_keys`.
+        """
+        self._weights, self._eps, self._comm = (query_weight, key_weight), eps, comm
+        counts = (1.0 / widths[0], (1.0 / widths[1]) if counts_keys else 0.0)
+        self._shares_2 = torch.tensor(counts, dtype=torch.float32, device=query_weight.device)
+        self.weight_bytes = query_weight.nbytes + key_weight.nbytes
+
+    def __call__(self, x_THD: torch.Tensor) -> None:
+        """Normalises `x` [T, query heads + key heads of this rank, D]."""
+        width = x_THD.shape[-1]
+        sizes = [weight.numel() // width for weight in self._weights]
+        parts = [part.float() for part in x_THD.split_with_sizes(sizes, dim=1)]
+        squares_T2 = torch.stack([part.square().sum(dim=(1, 2)) for part in parts], dim=1)
+        mean_T2 = self._comm.all_reduce_(squares_T2.mul_(self._shares_2))
+        scale_T211 = mean_T2.add_(self._eps).rsqrt_()[:, :, None, None]
+        pairs = zip(parts, self._weights, strict=True)
+        normed = [part * scale_T211[:, i] * weight.view(-1, width) for i, (part, weight) in enumerate(pairs)]
+        x_THD.copy_(torch.cat(normed, dim=1))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from transom_worker.layers.linear import Quantization
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.decoder import Decoder
-from transom_worker.models.model import Weights
+from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 
 _GEMMA = Style(
@@ -35,19 +32,11 @@ _STYLES = {
         norm_wide=True,
         head_norm="all",
     ),
-    "cohere2": Style(norm_before_mlp="", parallel=True, norm_takes_mean=True),
+    "cohere2": Style(norm_before_mlp="", side_by_side=True, norm_takes_mean=True),
 }
 DENSE_FAMILIES = tuple(_STYLES)
 
 
-def dense(
-    architecture: Architecture,
-    weights: Weights,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Quantization,
-) -> Decoder:
+def dense(architecture: Architecture, load: Loader) -> Decoder:
     """The decoder of a dense family; see `Decoder`."""
-    style = _STYLES[architecture.family]
-    return Decoder(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)
+    return Decoder(architecture, load, _STYLES[architecture.family])

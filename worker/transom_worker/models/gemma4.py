@@ -10,14 +10,11 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from transom_worker.layers.embedding import Embedding
 from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.layers.linear import Quantization
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.gemma4_experts import DenseAndExperts
 from transom_worker.models.loading import Loader
-from transom_worker.models.model import Weights
 from transom_worker.models.style import Style
 
 STYLE = Style(
@@ -33,21 +30,13 @@ STYLE = Style(
 class Gemma4(Decoder):
     """The decoder; after each layer its own embedding is added, and the sum scaled."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        weights: Weights,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantization: Quantization,
-    ) -> None:
+    def __init__(self, architecture: Architecture, load: Loader) -> None:
         """See `Decoder`."""
         style = STYLE
         if architecture.mixture is not None:  # whose two halves have norms of their own before them
             style = replace(STYLE, norm_before_mlp="", feed_forward=DenseAndExperts)
-        super().__init__(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)
-        load = Loader(weights=weights, dtype=dtype, device=device, quantization=quantization, prefix="model.")
+        super().__init__(architecture, load, style)
+        load = load.under("model.")
         layers = [load.under(f"layers.{index}.") for index in range(architecture.num_layers)]
         self._scales = [float(layer.tensor("layer_scalar", shape=(1,))) for layer in layers]
         self._embeddings = LayerEmbeddings(architecture, load) if architecture.layer_embedding_size else None
@@ -77,8 +66,8 @@ class LayerEmbeddings:
     def __init__(self, architecture: Architecture, load: Loader) -> None:
         size, hidden = architecture.layer_embedding_size, architecture.hidden_size
         width = architecture.num_layers * size
-        table = load.tensor("embed_tokens_per_layer.weight", shape=(architecture.layer_vocab_size, width))
-        self._table = Embedding(table, scale=size**0.5)
+        table = (architecture.layer_vocab_size, width)
+        self._table = load.embedding("embed_tokens_per_layer", table, scale=size**0.5)
         self._projection = load.linear("per_layer_model_projection", shapes=[(width, hidden)])
         self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps, size=size, wide=True)
         self._shape = (-1, architecture.num_layers, size)

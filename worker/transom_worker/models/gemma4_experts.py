@@ -10,9 +10,11 @@ from functools import partial
 import torch
 
 from transom_kernels.gated_mlp import gated_activation
-from transom_worker.layers.experts import Experts, ExpertWeights
+from transom_worker.layers.experts import Experts
+from transom_worker.layers.parallel_linear import all_reduce_both
 from transom_worker.layers.router import Router, Routes, Routing
 from transom_worker.models.architecture import Architecture
+from transom_worker.models.expert_loading import experts_by_rows
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import dense_feed_forward
 
@@ -24,19 +26,16 @@ class DenseAndExperts:
         """Of layer `index`; `load` reads names within it."""
         mixture, eps, hidden = architecture.mixture, architecture.rms_norm_eps, architecture.hidden_size
         assert mixture is not None
-        experts, inner = mixture.num_experts, mixture.inner_size
-        self._mlp = dense_feed_forward(architecture, index, load)
-        weights = ExpertWeights(
-            gate_up=load.tensor("experts.gate_up_proj", shape=(experts, 2 * inner, hidden)),
-            down=load.tensor("experts.down_proj", shape=(experts, hidden, inner)),
-        )
+        experts = mixture.num_experts
+        self._mlp = dense_feed_forward(architecture, index, load.partial())
+        weights = experts_by_rows(load.under("experts."), mixture, hidden)
         activation = partial(gated_activation, activation=architecture.gate_activation)
         self._experts = Experts(weights, activation, quantization=load.quantization)
         scale_N = load.tensor("router.scale", torch.float32, shape=(hidden,)) * hidden**-0.5
         weight_EN = load.tensor("router.proj.weight", torch.float32, shape=(experts, hidden)) * scale_N
         self._router = Router(weight_EN, Routing(num_chosen=mixture.num_chosen))
         self._expert_scale_E = load.tensor("router.per_expert_scale", torch.float32, shape=(experts,))
-        self._eps = eps
+        self._eps, self._comm = eps, load.comm
         self._before_mlp = load.norm("pre_feedforward_layernorm", eps, size=hidden, wide=True)
         self._after_mlp = load.norm("post_feedforward_layernorm_1", eps, size=hidden, wide=True)
         self._before_experts = load.norm("pre_feedforward_layernorm_2", eps, size=hidden, wide=True)
@@ -46,8 +45,10 @@ class DenseAndExperts:
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
-        dense_TN = self._after_mlp(self._mlp(self._before_mlp(x_TN)))
-        return dense_TN + self._after_experts(self._experts(self._before_experts(x_TN), self._routes(x_TN)))
+        dense_TN = self._mlp(self._before_mlp(x_TN))
+        routed_TN = self._experts(self._before_experts(x_TN), self._routes(x_TN))
+        dense_TN, routed_TN = all_reduce_both(self._comm, dense_TN, routed_TN)
+        return self._after_mlp(dense_TN) + self._after_experts(routed_TN)
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """`residual + self(x)`, [T, N]."""

@@ -10,14 +10,12 @@ from functools import partial
 import torch
 
 from transom_worker.layers.experts import Experts, clamped_swiglu
-from transom_worker.layers.linear import Quantization
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router, Routing
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_stack
 from transom_worker.models.loading import Loader
-from transom_worker.models.model import Weights
 from transom_worker.models.style import FeedForward, Style
 
 
@@ -33,19 +31,12 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
     )
     weights = experts_by_stack(load.under("experts."), mixture, hidden_size, interleaved=True, biased=True)
     activation = partial(clamped_swiglu, limit=mixture.clamp, alpha=mixture.gate_gain, up_offset=1.0)
-    return Moe(router, Experts(weights, activation, quantization=load.quantization))
+    return Moe(router, Experts(weights, activation, quantization=load.quantization), comm=load.comm)
 
 
 _STYLE = Style(norm_wide=True, sink_logits="sinks", feed_forward=_feed_forward)
 
 
-def gpt_oss(
-    architecture: Architecture,
-    weights: Weights,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Quantization,
-) -> Decoder:
+def gpt_oss(architecture: Architecture, load: Loader) -> Decoder:
     """The decoder; see `Decoder`."""
-    return Decoder(architecture, weights, _STYLE, dtype=dtype, device=device, quantization=quantization)
+    return Decoder(architecture, load, _STYLE)

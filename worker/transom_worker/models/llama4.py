@@ -11,14 +11,12 @@ import torch
 
 from transom_kernels.gated_mlp import gated_activation
 from transom_worker.layers.experts import Experts
-from transom_worker.layers.linear import Quantization
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router, Routing
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_stack
 from transom_worker.models.loading import Loader
-from transom_worker.models.model import Weights
 from transom_worker.models.scales import PositionScale
 from transom_worker.models.style import FeedForward, Style
 
@@ -37,11 +35,9 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
         quantization=load.quantization,
         scales_input=True,
     )
-    return Moe(
-        router,
-        experts,
-        load.mlp(architecture.gate_activation, (hidden_size, mixture.inner_size), prefix="shared_expert."),
-    )
+    sizes = (hidden_size, mixture.inner_size)
+    shared = load.partial().mlp(architecture.gate_activation, sizes, prefix="shared_expert.")
+    return Moe(router, experts, shared, comm=load.comm)
 
 
 def query_scale(scale: PositionScale, positions_T: torch.Tensor) -> torch.Tensor:
@@ -50,14 +46,7 @@ def query_scale(scale: PositionScale, positions_T: torch.Tensor) -> torch.Tensor
     return intervals_T.log1p() * scale.factor + 1.0
 
 
-def llama4(
-    architecture: Architecture,
-    weights: Weights,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Quantization,
-) -> Decoder:
+def llama4(architecture: Architecture, load: Loader) -> Decoder:
     """The decoder; see `Decoder`."""
     scale = architecture.scales.query_by_position
     style = Style(
@@ -65,4 +54,4 @@ def llama4(
         feed_forward=_feed_forward,
         query_scale=None if scale is None else partial(query_scale, scale),
     )
-    return Decoder(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)
+    return Decoder(architecture, load, style)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as layers, on their device and in their dtype.
+"""A rank's part of a checkpoint's tensors as layers, on their device and in their dtype.
 
 Legend: N output rows, K input width, H heads, D head width.
 """
@@ -6,40 +6,62 @@ Legend: N output rows, K input width, H heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from transom_kernels.gated_mlp import Activation
+from transom_worker.layers.embedding import Embedding, Head, make_embedding
 from transom_worker.layers.linear import Linear, Quantization, make_linear
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.norm import RmsNorm
+from transom_worker.layers.parallel_linear import make_row_parallel
 from transom_worker.models.model import Weights
+from transom_worker.models.scales import NO_SCALES, Scales
+from transom_worker.models.sharding import cut
+from transom_worker.parallel import ALONE, Communicator, Parallel
+from transom_worker.weights import ALL, WHOLE, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Reads tensors whose names begin with `prefix`."""
+    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors."""
 
     weights: Weights
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization
+    quantization: Quantization = "none"
+    parallel: Parallel = field(default_factory=Parallel)
     prefix: str = ""
+    adds_up: bool = True  # layers add up over the ranks what each makes a part of
+
+    @property
+    def comm(self) -> Communicator:
+        """How layers add up over the ranks: not at all for one rank, nor where the caller does."""
+        return self.parallel.comm if self.adds_up else ALONE
 
     def under(self, prefix: str) -> Loader:
         """The same for names that begin with `prefix` too."""
         return replace(self, prefix=self.prefix + prefix)
 
+    def partial(self) -> Loader:
+        """The same for layers whose outputs the caller adds up over the ranks."""
+        return replace(self, adds_up=False)
+
+    def cut(self, total: int) -> slice:
+        """This rank's part of so many columns or rows."""
+        return cut(total, self.parallel.rank, self.parallel.size)
+
     def tensor(
-        self, name: str, dtype: torch.dtype | None = None, *, shape: tuple[int, ...] | None = None
+        self, name: str, dtype: torch.dtype | None = None, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE
     ) -> torch.Tensor:
-        """One tensor, in `dtype` instead of the model's if given.
+        """One tensor or a part of it, in `dtype` instead of the model's if given.
 
         Raises:
             ModelError: missing, or not of `shape` where one is given; names file and tensor.
         """
-        return self.weights(self.prefix + name, shape=shape).to(device=self.device, dtype=dtype or self.dtype)
+        tensor = self.weights(self.prefix + name, shape=shape, part=part)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
     def norm(
         self, name: str, eps: float, *, size: int | None = None, plus_one: bool = False, wide: bool = False
@@ -50,43 +72,66 @@ class Loader:
             return RmsNorm(self.tensor(f"{name}.weight", torch.float32, shape=shape) + 1.0, eps)
         return RmsNorm(self.tensor(f"{name}.weight", torch.float32 if wide else None, shape=shape), eps)
 
+    def embedding(self, name: str, shape: tuple[int, int], *, scale: float = 1.0) -> Embedding:
+        """This rank's rows of a table of token embeddings."""
+        rows = self.cut(shape[0])
+        table = self.tensor(f"{name}.weight", shape=shape, part=(rows,))
+        return make_embedding(table, first_id=rows.start, comm=self.parallel.comm, scale=scale)
+
+    def head(self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES) -> Head:
+        """This rank's rows of the head, or the embedding's."""
+        tied = tied_to is not None
+        rows_VN = (
+            tied_to.weight_VN if tied_to else self.tensor(f"{name}.weight", shape=shape, part=(self.cut(shape[0]),))
+        )
+        return Head(rows_VN, quantization=self.quantization, tied=tied, scale=scales.logit, soft_cap=scales.logit_cap)
+
     def linear(
         self,
         *names: str,
+        shapes: Sequence[tuple[int, int]],
+        rows: Sequence[slice] = (),
         bias: bool = False,
         pairs_of: Sequence[int | None] = (),
-        shapes: Sequence[tuple[int, int]] = (),
     ) -> Linear:
-        """Projections of one input, fused.
+        """Projections of one input, fused: of each the `rows` that are this rank's, all if not given.
 
-        `pairs_of` gives for each the number of heads whose rotary pairs lie side by side, `shapes` what it must have.
+        `pairs_of` gives for each the number of heads in these rows whose rotary pairs lie side by side.
         """
-        wanted = tuple(shapes) or (None,) * len(names)
-        parts = list(zip(names, tuple(pairs_of) or (None,) * len(names), wanted, strict=True))
-        weight = torch.cat([self._rows(f"{name}.weight", heads, shape) for name, heads, shape in parts])
-        biases = (
-            [self._rows(f"{name}.bias", heads, shape and shape[:1]) for name, heads, shape in parts] if bias else []
-        )
+        kept = tuple(rows) or (ALL,) * len(names)
+        parts = list(zip(names, shapes, kept, tuple(pairs_of) or (None,) * len(names), strict=True))
+        weight = torch.cat([self._rows(f"{name}.weight", shape, own, heads) for name, shape, own, heads in parts])
+        biases = [self._rows(f"{name}.bias", shape[:1], own, heads) for name, shape, own, heads in parts if bias]
         return make_linear(weight, torch.cat(biases) if bias else None, quantization=self.quantization)
+
+    def row_parallel(self, name: str, *, shape: tuple[int, int], columns: slice, bias: bool = False) -> Linear:
+        """A projection back to the hidden width, of which these columns are this rank's."""
+        weight = self.tensor(f"{name}.weight", shape=shape, part=(ALL, columns))
+        own_bias = self.first_alone(f"{name}.bias", shape=shape[:1]) if bias else None
+        return make_row_parallel(weight, own_bias, quantization=self.quantization, comm=self.comm)
 
     def mlp(
         self, activation: Activation, sizes: tuple[int, int], *, bias: bool = False, prefix: str = "mlp."
     ) -> GatedMlp:
         """A gated feed-forward layer of these hidden and inner sizes."""
         hidden, inner = sizes
-        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        return GatedMlp(
-            [self.tensor(f"{prefix}{name}_proj.weight", shape=shape) for name, shape in shapes.items()],
-            [self.tensor(f"{prefix}{name}_proj.bias", shape=shape[:1]) for name, shape in shapes.items()]
-            if bias
-            else None,
-            quantization=self.quantization,
-            activation=activation,
-        )
+        load, own = self.under(prefix), self.cut(inner)
+        gate, up = (load.tensor(f"{name}_proj.weight", shape=(inner, hidden), part=(own,)) for name in ("gate", "up"))
+        down = load.tensor("down_proj.weight", shape=(hidden, inner), part=(ALL, own))
+        biases: list[torch.Tensor | None] | None = None
+        if bias:
+            biases = [load.tensor(f"{name}_proj.bias", shape=(inner,), part=(own,)) for name in ("gate", "up")]
+            biases += [load.first_alone("down_proj.bias", shape=(hidden,))]
+        return GatedMlp((gate, up, down), biases, quantization=self.quantization, activation=activation, comm=self.comm)
 
-    def _rows(self, name: str, num_heads: int | None, shape: tuple[int, ...] | None) -> torch.Tensor:
-        rows = self.tensor(name, shape=shape)
-        return rows if num_heads is None else _half_split(rows, num_heads)
+    def first_alone(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """What is added once to a sum over the ranks; all read it, so that none says that the checkpoint has more."""
+        tensor = self.tensor(name, shape=shape)
+        return tensor if self.parallel.is_first else None
+
+    def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
+        tensor = self.tensor(name, shape=shape, part=(rows,))
+        return tensor if num_heads is None else _half_split(tensor, num_heads)
 
 
 def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -8,14 +8,12 @@ import torch
 
 from transom_kernels.gated_mlp import gated_activation
 from transom_worker.layers.experts import Experts
-from transom_worker.layers.linear import Quantization
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router, Routing
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_name
 from transom_worker.models.loading import Loader
-from transom_worker.models.model import Weights
 from transom_worker.models.style import FeedForward, Style, dense_feed_forward
 
 
@@ -58,7 +56,7 @@ def _routed(
         load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
     )
     activation = partial(gated_activation, activation=architecture.gate_activation)
-    return Moe(router, Experts(weights, activation, quantization=load.quantization))
+    return Moe(router, Experts(weights, activation, quantization=load.quantization), comm=load.comm)
 
 
 _STYLES = {
@@ -69,14 +67,6 @@ _STYLES = {
 MIXTURE_FAMILIES = tuple(_STYLES)
 
 
-def mixture_of_matrices(
-    architecture: Architecture,
-    weights: Weights,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Quantization,
-) -> Decoder:
+def mixture_of_matrices(architecture: Architecture, load: Loader) -> Decoder:
     """The decoder of one of these families; see `Decoder`."""
-    style = _STYLES[architecture.family]
-    return Decoder(architecture, weights, style, dtype=dtype, device=device, quantization=quantization)
+    return Decoder(architecture, load, _STYLES[architecture.family])

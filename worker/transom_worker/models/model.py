@@ -26,6 +26,14 @@ class Model(Protocol):
         """Bytes that its weights hold, packed copies included."""
         ...
 
+    @property
+    def vocab(self) -> slice:
+        """The token ids whose logits this rank computes; all for one rank."""
+        ...
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [R, V] in float32 of `batch.logit_rows`; writes the batch's keys and values into its caches."""
+        """Logits [R, V] in float32 of `batch.logit_rows` over `vocab`; writes the batch's keys and values into its caches.
+
+        Several ranks call it at the same time with the same batch, each with caches of its own.
+        """
         ...

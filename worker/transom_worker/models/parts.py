@@ -9,57 +9,69 @@ import torch
 
 from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
 from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm
+from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm, SharedAllHeadsNorm
 from transom_worker.layers.rope import RotaryEmbedding
 from transom_worker.models.architecture import Architecture, LayerAttention
 from transom_worker.models.frequencies import frequencies
 from transom_worker.models.loading import Loader
 from transom_worker.models.rope import Rope
+from transom_worker.models.sharding import HeadShare, head_share, kv_holders
 from transom_worker.models.style import Style
 
 
 def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
-    """The attention of layer `index`; `load` reads names within `self_attn`."""
+    """This rank's heads of layer `index`; `load` reads names within `self_attn`."""
     layer, rope = architecture.layers[index], architecture.ropes[index]
+    heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
     eps, rotates = architecture.rms_norm_eps, rope is not None
-    qkv = _projections(architecture, index, load)
-    widths = (architecture.hidden_size, layer.num_heads * (layer.value_size or layer.head_size))
-    output = load.linear("o_proj", bias=architecture.output_bias, shapes=[widths])
+    qkv = _projections(architecture, index, heads, load)
+    value_size = layer.value_size or layer.head_size
+    widths = (architecture.hidden_size, layer.num_heads * value_size)
+    columns = _rows(heads.queries, value_size)
+    output = load.row_parallel("o_proj", shape=widths, columns=columns, bias=architecture.output_bias)
     options = AttentionOptions(
         scale=architecture.scales.query,
         soft_cap=architecture.scales.attention_cap,
-        sink_logits=_sinks(layer, style, load) if index in architecture.sink_layers else None,
+        sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
         value_scale=architecture.scales.value,
-        norm=_head_norm(architecture, layer, style, load),
+        norm=_head_norm(architecture, layer, heads, style, load),
         norm_after_rotation=HeadNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
         value_norm=HeadNorm(None, eps) if style.value_norm else None,
     )
-    return Attention(qkv, output, attention_shape(layer), options)
+    return Attention(qkv, output, attention_shape(layer, heads), options)
 
 
-def _projections(architecture: Architecture, index: int, load: Loader) -> Linear:
+def _projections(architecture: Architecture, index: int, heads: HeadShare, load: Loader) -> Linear:
     """Queries, keys and values fused; queries alone where the layer reads another's cache."""
     layer, rope, bias = architecture.layers[index], architecture.ropes[index], architecture.attention_bias
     queries, keys = ((n * layer.head_size, architecture.hidden_size) for n in (layer.num_heads, layer.num_kv_heads))
+    own_queries, own_keys = (_rows(own, layer.head_size) for own in (heads.queries, heads.kv))
     if layer.reads_cache_of is not None:
-        return load.linear("q_proj", bias=bias, shapes=[queries])
-    pairs = (layer.num_heads, layer.num_kv_heads, None) if rope is not None and rope.interleaved else ()
+        return load.linear("q_proj", bias=bias, shapes=[queries], rows=[own_queries])
+    pairs = (heads.num_queries, heads.num_kv, None) if rope is not None and rope.interleaved else ()
     keys_are_values = architecture.keys_are_values and layer.window is None
     names = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")
-    values = (layer.num_kv_heads * (layer.value_size or layer.head_size), architecture.hidden_size)
-    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=(queries, keys, values))
+    value_size = layer.value_size or layer.head_size
+    values = (layer.num_kv_heads * value_size, architecture.hidden_size)
+    own = (own_queries, own_keys, _rows(heads.kv, value_size))
+    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=(queries, keys, values), rows=own)
 
 
-def _sinks(layer: LayerAttention, style: Style, load: Loader) -> torch.Tensor:
+def _rows(heads: slice, size: int) -> slice:
+    """The rows of a weight that belong to heads of this size."""
+    return slice(heads.start * size, heads.stop * size)
+
+
+def _sinks(layer: LayerAttention, heads: HeadShare, style: Style, load: Loader) -> torch.Tensor:
     """One learned sink per head in float32; no sink is one of minus infinity."""
-    return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,))
+    return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
 
 
-def attention_shape(layer: LayerAttention) -> AttentionShape:
-    """A layer's heads and what they see."""
+def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
+    """A layer's heads on this rank and what they see."""
     return AttentionShape(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
+        num_heads=heads.num_queries,
+        num_kv_heads=heads.num_kv,
         head_size=layer.head_size,
         window=layer.window,
         num_sink_tokens=layer.sinks,
@@ -79,21 +91,34 @@ def make_norm(name: str, architecture: Architecture, style: Style, load: Loader)
 
 
 def _head_norm(
-    architecture: Architecture, layer: LayerAttention, style: Style, load: Loader
-) -> HeadNorm | AllHeadsNorm | None:
+    architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
+) -> HeadNorm | AllHeadsNorm | SharedAllHeadsNorm | None:
     if style.head_norm == "none":
         return None
+    if style.head_norm == "all":
+        return _norm_over_all_heads(architecture, layer, heads, load)
     dtype = torch.float32 if style.norm_plus_one or style.norm_wide else load.dtype
-    query_heads, key_heads = (layer.num_heads, layer.num_kv_heads) if style.head_norm == "all" else (1, 1)
-    query = load.tensor("q_norm.weight", dtype, shape=(query_heads * layer.head_size,))
-    if layer.reads_cache_of is not None:
-        weight_HD = query.expand(layer.num_heads, -1)
-    else:
-        key = load.tensor("k_norm.weight", dtype, shape=(key_heads * layer.head_size,))
-        if style.head_norm == "all":
-            return AllHeadsNorm(query, key, architecture.rms_norm_eps)
-        weight_HD = torch.cat([query.expand(layer.num_heads, -1), key.expand(layer.num_kv_heads, -1)])
+    size = (layer.head_size,)
+    weight_HD = load.tensor("q_norm.weight", dtype, shape=size).expand(heads.num_queries, -1)
+    if layer.reads_cache_of is None:
+        key = load.tensor("k_norm.weight", dtype, shape=size)
+        weight_HD = torch.cat([weight_HD, key.expand(heads.num_kv, -1)])
     return HeadNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD, architecture.rms_norm_eps)
+
+
+def _norm_over_all_heads(
+    architecture: Architecture, layer: LayerAttention, heads: HeadShare, load: Loader
+) -> AllHeadsNorm | SharedAllHeadsNorm:
+    size, eps, parallel = layer.head_size, architecture.rms_norm_eps, load.parallel
+    widths = (layer.num_heads * size, layer.num_kv_heads * size)
+    query, key = (
+        load.tensor(f"{name}_norm.weight", torch.float32, shape=(width,), part=(_rows(own, size),))
+        for name, width, own in zip("qk", widths, (heads.queries, heads.kv), strict=True)
+    )
+    if parallel.size == 1:
+        return AllHeadsNorm(query, key, eps)
+    counts_keys = kv_holders(layer.num_kv_heads, heads.kv.start, parallel.size).start == parallel.rank
+    return SharedAllHeadsNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
 
 
 def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from transom_worker.errors import ConfigError, ModelError
+from transom_worker.errors import ModelError
 from transom_worker.layers.linear import Quantization
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.model import DeepseekV4
@@ -14,11 +14,13 @@ from transom_worker.models.dense import DENSE_FAMILIES, dense
 from transom_worker.models.gemma4 import Gemma4
 from transom_worker.models.gpt_oss import gpt_oss
 from transom_worker.models.llama4 import llama4
+from transom_worker.models.loading import Loader
 from transom_worker.models.mixtures import MIXTURE_FAMILIES, mixture_of_matrices
 from transom_worker.models.model import Model, Weights
+from transom_worker.models.sharding import check_size
 from transom_worker.parallel import Parallel
 
-FAMILIES: dict[str, Callable[..., Model]] = {
+FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
     **dict.fromkeys(DENSE_FAMILIES, dense),
     **dict.fromkeys(MIXTURE_FAMILIES, mixture_of_matrices),
     "gemma4_text": Gemma4,
@@ -37,17 +39,22 @@ def build_model(
     quantization: Quantization = "none",
     parallel: Parallel | None = None,
 ) -> Model:
-    """The model, its weights converted, fused, packed or quantised and on `device`.
+    """A rank's part of the model, its weights converted, fused, packed or quantised and on `device`.
 
-    `weights` is asked for each tensor once by its Hugging Face name; "lm_head.weight" never when the head is tied.
+    `weights` is asked for the rank's part of each tensor by its Hugging Face name; "lm_head.weight" never when the head is tied.
 
     Raises:
         ModelError: an unknown family.
-        ConfigError: more than one rank, or a quantisation that this device and dtype lack.
+        ConfigError: more ranks than can share it, or a quantisation that this device and dtype lack.
     """
     if architecture.family not in FAMILIES:
         raise ModelError(f"No model for family {architecture.family!r}; supported so far: {', '.join(FAMILIES)}.")
-    if parallel is not None and parallel.size != 1:
-        raise ConfigError(f"This model was asked to run on {parallel.size} ranks; run it on one.")
-    family = FAMILIES[architecture.family]
-    return family(architecture, weights, dtype=dtype, device=torch.device(device), quantization=quantization)
+    load = Loader(
+        weights=weights,
+        dtype=dtype,
+        device=torch.device(device),
+        quantization=quantization,
+        parallel=parallel or Parallel(),
+    )
+    check_size(architecture, load.parallel.size)
+    return FAMILIES[architecture.family](architecture, load)

@@ -53,7 +53,7 @@ class Style:
     norm_after_attention: str = ""
     norm_before_mlp: str = "post_attention_layernorm"
     norm_after_mlp: str = ""
-    parallel: bool = False  # attention and feed-forward layer read the same rows, and both are added at once
+    side_by_side: bool = False  # attention and feed-forward layer read the same rows, and both are added at once
     norm_takes_mean: bool = False
     norm_plus_one: bool = False  # the checkpoint holds norm weights less one; they multiply in float32
     norm_wide: bool = False  # norm weights multiply in float32

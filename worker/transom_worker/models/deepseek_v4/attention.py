@@ -1,6 +1,7 @@
 """Attention with one latent row per token, key and value at once, beside compressed entries.
 
-Legend: T tokens, N hidden width, Q query rank, H heads, D latent width, G groups of heads, R output rank.
+Legend: T tokens, N hidden width, Q query rank, H heads, D latent width, G groups of heads, R output rank;
+heads and groups are those of this rank.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
 from transom_worker.models.deepseek_v4.step import Step
-from transom_worker.models.layer_attention import LayerAttention
 from transom_worker.models.loading import Loader
+from transom_worker.models.sharding import head_share
 
 
 class LatentAttention:
@@ -25,21 +26,26 @@ class LatentAttention:
     Rows are rotated as keys; so what comes out is rotated as well, and is turned back at the query's position.
     """
 
-    def __init__(self, load: Loader, layer: LayerAttention, architecture: Architecture, shape: DeepseekV4Shape) -> None:
-        """`load` reads names within `attn`."""
+    def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:
+        """Of layer `index`; `load` reads names within `attn`. Ranks share the groups of heads; all else is on each of them."""
+        layer = architecture.layers[index]
+        heads = head_share(architecture, index, load.parallel.rank, load.parallel.size).queries
         hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
         width, rank, groups = layer.num_heads * layer.head_size, shape.query_rank, shape.output_groups
-        self._layer, self._eps = layer, eps
+        self._layer, self._eps, self._num_heads = layer, eps, heads.stop - heads.start
         self._scale = float(layer.head_size**-0.5)
         self._query_rank = rank
         self._down = load.linear("wq_a", "wkv", shapes=[(rank, hidden), (layer.head_size, hidden)])
         self._query_norm = load.norm("q_norm", eps, size=rank)
         self._latent_norm = load.norm("norm", eps, size=layer.head_size)
-        self._queries = load.linear("wq_b", shapes=[(width, rank)])
-        low = groups * shape.output_rank
-        self._output_GRD = load.tensor("wo_a.weight", shape=(low, width // groups)).view(groups, shape.output_rank, -1)
-        self._output = load.linear("wo_b", shapes=[(hidden, low)])
-        self._sinks_H = load.tensor("attn_sink", torch.float32, shape=(layer.num_heads,))
+        rows = slice(heads.start * layer.head_size, heads.stop * layer.head_size)
+        self._queries = load.linear("wq_b", shapes=[(width, rank)], rows=[rows])
+        heads_each, low = layer.num_heads // groups, groups * shape.output_rank
+        own = slice(*(edge // heads_each * shape.output_rank for edge in (heads.start, heads.stop)))
+        output = load.tensor("wo_a.weight", shape=(low, width // groups), part=(own,))
+        self._output_GRD = output.view(-1, shape.output_rank, width // groups)
+        self._output = load.row_parallel("wo_b", shape=(hidden, low), columns=own)
+        self._sinks_H = load.tensor("attn_sink", torch.float32, shape=(layer.num_heads,), part=(heads,))
         self._compressor, self._indexer = None, None
         if layer.compression is not None:
             sizes = EntrySizes(hidden=hidden, width=layer.head_size, eps=eps)
@@ -50,8 +56,8 @@ class LatentAttention:
             *(self._down, self._query_norm, self._latent_norm, self._queries, self._output),
             *(self._compressor, self._indexer),
         )
-        own = self._output_GRD.nbytes + self._sinks_H.nbytes
-        self.weight_bytes = own + sum(part.weight_bytes for part in parts if part is not None)
+        tensors = self._output_GRD.nbytes + self._sinks_H.nbytes
+        self.weight_bytes = tensors + sum(part.weight_bytes for part in parts if part is not None)
 
     def __call__(
         self,
@@ -66,7 +72,7 @@ class LatentAttention:
         down_T = self._down(x_TN)
         query_TQ = self._query_norm(down_T[:, : self._query_rank])
         latent_TD = self._latent_norm(down_T[:, self._query_rank :])
-        q_THD = self._queries(query_TQ).view(len(x_TN), self._layer.num_heads, -1)
+        q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
         head_norm_(q_THD, None, self._eps)
         rotate(q_THD, tables)
         rotate(latent_TD[:, None], tables)

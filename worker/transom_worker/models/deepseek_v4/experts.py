@@ -36,8 +36,9 @@ class ExpertLayer:
         self._activation = partial(clamped_swiglu, limit=mixture.clamp)
         weights = experts_by_name(load, _NAMES, mixture, hidden)
         self._experts = Experts(weights, self._activation, quantization=load.quantization)
-        self._shared_in = load.linear("shared_experts.w1", "shared_experts.w3", shapes=[(inner, hidden)] * 2)
-        self._shared_out = load.linear("shared_experts.w2", shapes=[(hidden, inner)])
+        load, own, self._comm = load.under("shared_experts."), load.cut(inner), load.comm
+        self._shared_in = load.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
+        self._shared_out = load.partial().row_parallel("w2", shape=(hidden, inner), columns=own)
         parts = (self._router, self._experts, self._shared_in, self._shared_out)
         table_bytes = 0 if self._chosen_VK is None else self._chosen_VK.nbytes
         self.weight_bytes = table_bytes + sum(part.weight_bytes for part in parts)
@@ -46,7 +47,7 @@ class ExpertLayer:
         """[T, N]."""
         chosen_TK = None if self._chosen_VK is None else self._chosen_VK[token_ids_T]
         routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
-        return self._shared_out.add_to(routed_TN, self._activation(self._shared_in(x_TN)))
+        return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, self._activation(self._shared_in(x_TN))))
 
 
 def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) -> torch.Tensor:

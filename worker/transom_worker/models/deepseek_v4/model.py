@@ -5,12 +5,12 @@ Legend: T tokens, R rows whose logits are wanted, S streams of the residual, N h
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from transom_worker.errors import ConfigError, ModelError
-from transom_worker.layers.embedding import Embedding, Head
 from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.layers.linear import Quantization
 from transom_worker.layers.rope import RotaryEmbedding, RotaryTables
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.attention import LatentAttention
@@ -21,53 +21,39 @@ from transom_worker.models.deepseek_v4.step import Step
 from transom_worker.models.deepseek_v4.streams import StreamHead, StreamMixer
 from transom_worker.models.frequencies import frequencies
 from transom_worker.models.loading import Loader
-from transom_worker.models.model import Weights
 from transom_worker.models.rope import Rope
 
 
 class DeepseekV4:
     """Embedding, layers over several streams, head."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        weights: Weights,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantization: Quantization,
-    ) -> None:
-        """`weights` gives tensors by their names in the checkpoint.
+    def __init__(self, architecture: Architecture, load: Loader) -> None:
+        """`load` reads tensors by their names in the checkpoint.
 
         Raises:
             ModelError: layers without a window.  ConfigError: sinks or chunks, which these layers do not have.
         """
         shape = _checked(architecture)
-        load = Loader(weights=either_name(weights), dtype=dtype, device=device, quantization=quantization)
+        load = replace(load, weights=either_name(load.weights))
         eps, table = architecture.rms_norm_eps, (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._num_streams = architecture, shape.num_streams
-        self._embedding = Embedding(load.tensor("model.embed_tokens.weight", shape=table))
+        self.vocab = load.cut(architecture.vocab_size)
+        self._embedding = load.embedding("model.embed_tokens", table)
         self._layers = [
             DeepseekV4Layer(load.under(f"model.layers.{index}."), architecture, shape, index)
             for index in range(architecture.num_layers)
         ]
         self._stream_head = StreamHead(load, "model.hc_head.hc", architecture, shape)
         self._norm = load.norm("model.norm", eps, size=architecture.hidden_size)
-        tied = architecture.tie_embeddings
-        head_VN = self._embedding.weight_VN if tied else load.tensor("head.weight", shape=table)
-        self._head = Head(head_VN, quantization=quantization, tied=tied)
-        self._rotary = {
-            rope: RotaryEmbedding(frequencies(rope, device), dtype=dtype, scale=rope.attention_factor, interleaved=True)
-            for rope in set(architecture.ropes)
-            if rope is not None
-        }
+        self._head = load.head("head", table, tied_to=self._embedding if architecture.tie_embeddings else None)
+        self._rotary = {rope: _rotary(rope, load) for rope in set(architecture.ropes) if rope is not None}
         self._entry_rope = _entry_rope(architecture)
         ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
         self.weight_bytes = ends + self._stream_head.weight_bytes + sum(layer.weight_bytes for layer in self._layers)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [R, V] in float32; writes the batch's rows and entries into its caches."""
+        """Logits [R, V] in float32 over `vocab`; writes the batch's rows and entries into its caches."""
         step = Step(batch, None if self._entry_rope is None else self._rotary[self._entry_rope])
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         x_TSN = self._embedding(batch.token_ids)[:, None].expand(-1, self._num_streams, -1)
@@ -88,7 +74,7 @@ class DeepseekV4Layer:
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:
         eps, hidden = architecture.rms_norm_eps, architecture.hidden_size
         self._index = index
-        self._attention = LatentAttention(load.under("attn."), architecture.layers[index], architecture, shape)
+        self._attention = LatentAttention(load.under("attn."), architecture, shape, index)
         self._experts = ExpertLayer(load.under("ffn."), architecture, shape, hashed=shape.hashed[index])
         self._attention_norm = load.norm("attn_norm", eps, size=hidden)
         self._expert_norm = load.norm("ffn_norm", eps, size=hidden)
@@ -124,6 +110,11 @@ def _checked(architecture: Architecture) -> DeepseekV4Shape:
     if any(layer.sinks or layer.chunk is not None for layer in architecture.layers):
         raise ConfigError("--sinks and --chunk were given; deepseek_v4 layers have windows only. Leave them out.")
     return architecture.deepseek_v4
+
+
+def _rotary(rope: Rope, load: Loader) -> RotaryEmbedding:
+    frequency = frequencies(rope, load.device)
+    return RotaryEmbedding(frequency, dtype=load.dtype, scale=rope.attention_factor, interleaved=True)
 
 
 def _entry_rope(architecture: Architecture) -> Rope | None:
