@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from transom_cluster.process_tree import children_of, end_processes, is_running, processes_below
+from transom_cluster.process_tree import children_of, end_processes, is_running, kill_processes, processes_below
 from transom_cluster.progress import Progress
 from transom_cluster.worker_resources import check_gpus
 from transom_worker.config import Settings
@@ -99,6 +99,8 @@ class LocalRay:
             import ray
 
             logging.disable(logging.CRITICAL)  # what ends on purpose need not complain
+            daemons = children_of(os.getpid())
+            kill_processes(process for process in started if process not in daemons)  # Ray waits long for busy ones
             ray.shutdown()
             end_processes(started)
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +44,16 @@ def end_processes(processes: list[Process]) -> None:
     give_up_s = time.monotonic() + GRACE_S
     while any(map(is_running, processes)):
         if time.monotonic() > give_up_s:
-            for process in filter(is_running, processes):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process.pid, signal.SIGKILL)
+            kill_processes(processes)
             return
         time.sleep(POLL_S)
+
+
+def kill_processes(processes: Iterable[Process]) -> None:
+    """Kill those that still run, without a chance to do anything."""
+    for process in filter(is_running, processes):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def is_running(process: Process) -> bool:
