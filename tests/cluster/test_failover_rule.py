@@ -1,0 +1,171 @@
+"""Who is to blame for a lost worker: the rule by itself, and poison among innocent streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stub_worker import StubWorker
+
+from conftest import Api, running_api, until
+from transom_cluster.failover import FORGET_S, RELEASE_TOKENS, LossRecord, judge, may_have_run
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import WorkerLoad
+
+POISON = ord("!")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass
+class Attempt:
+    record: LossRecord = field(default_factory=LossRecord)
+    is_sent: bool = True
+    awaits_reply: bool = False
+    num_new_tokens: int = 0
+    began_s: float | None = None
+
+
+def test_alone_on_two_lost_workers():
+    record = LossRecord()
+    assert judge([record], max_lost_workers=2) is None
+    assert record.is_suspect
+    assert judge([record], max_lost_workers=2) is record
+
+
+def test_the_suspect_is_named_and_the_others_are_cleared():
+    records = [LossRecord() for _ in range(32)]
+    assert judge(records, max_lost_workers=2) is None
+    assert all(record.is_suspect for record in records)
+    records[3].release()  # it went on well
+    bystanders = [LossRecord(), records[3]]
+    assert judge([*bystanders, records[7]], max_lost_workers=2) is records[7]
+    assert not any(record.is_suspect or record.num_losses for record in [*records[:7], *records[8:], *bystanders])
+
+
+def test_suspects_that_were_lost_together_are_not_stopped():
+    records = [LossRecord() for _ in range(2)]
+    for _ in range(5):
+        assert judge(records, max_lost_workers=2) is None
+    assert judge(records[:1], max_lost_workers=2) is records[0]
+    assert records[1].num_losses == 0
+
+
+def test_losses_are_forgotten_by_those_that_ran_long_enough():
+    record = LossRecord()
+    judge([record], max_lost_workers=2)
+    ran = Attempt(record, num_new_tokens=1, began_s=100.0)
+    assert may_have_run([ran], max_num_seqs=None, now_s=101.0 + FORGET_S) == [record]
+    assert judge([record], max_lost_workers=2) is None
+
+
+def test_who_merely_waited_is_not_to_blame():
+    streaming = [Attempt(num_new_tokens=3, began_s=0.0) for _ in range(2)]
+    queued, unsent, unanswered = Attempt(), Attempt(is_sent=False), Attempt(awaits_reply=True)
+    attempts = [*streaming, queued, unsent, unanswered]
+    may = may_have_run(attempts, max_num_seqs=3, now_s=1.0)
+    assert may == [one.record for one in (*streaming, queued, unanswered)]  # one place may have been the queued one's
+    full = may_have_run(attempts, max_num_seqs=2, now_s=1.0)
+    assert full == [one.record for one in (*streaming, unanswered)]
+
+
+@given(st.data())
+def test_two_workers_are_all_that_poison_costs_and_nobody_else_is_stopped(data):
+    """Suspects go on one by one; the poison ends each worker that gets it."""
+    num_workers, num_requests = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+    records = [LossRecord() for _ in range(num_requests)]
+    poison = records[data.draw(st.integers(0, num_requests - 1))]
+    assert judge(records, max_lost_workers=2) is None
+    num_lost, stopped = 1, []
+    others: list[list[LossRecord]] = [[LossRecord()] for _ in range(num_workers)]
+    for record in data.draw(st.permutations(records)):
+        if record in stopped:
+            continue
+        at = others[data.draw(st.integers(0, num_workers - 1))]
+        at.append(record)
+        if record is not poison:
+            record.release()
+            continue
+        num_lost += 1
+        stopped = [judge(at, max_lost_workers=2)]
+    assert stopped == [poison]
+    assert num_lost == 2
+    assert not any(one.num_losses for group in others for one in group if one is not poison)
+
+
+def value(api: Api, outcome: str) -> float | None:
+    labels = {"router": "r0", "outcome": outcome}
+    return api.router.metrics.registry.get_sample_value("transom_router_failovers_total", labels)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("poison_at", [0, 1, RELEASE_TOKENS, 2 * RELEASE_TOKENS])
+async def test_poison_among_many_ends_two_workers_and_itself(poison_at: int, stream: bool) -> None:
+    """32 streams; all others get their whole answer."""
+    workers = [StubWorker(worker=f"w{i}", poison=POISON, poison_at=poison_at) for i in range(4)]
+    async with running_api(*workers, routing_policy="round_robin", failover=FailoverConfig(wait_s=20.0)) as api:
+        prompts = ["innocent"] * 20 + ["poison!"] + ["innocent"] * 11
+        answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26, stream=stream)) for p in prompts]
+        responses = await asyncio.gather(*answers)
+        assert sum(worker.is_dead for worker in workers) == 2
+        for prompt, response in zip(prompts, responses, strict=True):
+            if prompt == "innocent":
+                assert response.status_code == 200
+                assert text_of(response.text, stream=stream) == LETTERS
+        (stopped,) = [r for p, r in zip(prompts, responses, strict=True) if p == "poison!"]
+        if stream and poison_at:
+            assert stopped.status_code == 200
+            assert "[DONE]" not in stopped.text
+            error = json.loads(stopped.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        else:
+            assert stopped.status_code == 500
+            error = stopped.json()["error"]
+        assert error["code"] == "poison_request"
+        assert "2 workers" in error["message"]
+        assert value(api, "poison") == 1
+        assert value(api, "gave_up") == 0
+
+
+async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
+    """One worker, always replaced: there is nobody to spread suspects over, so they take turns."""
+    workers = [StubWorker(worker="w0", poison=POISON, poison_at=3)]
+    async with running_api(*workers, failover=FailoverConfig(wait_s=20.0)) as api:
+        prompts = ["poison!"] + ["innocent"] * 7
+        answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in prompts]
+        while not all(answer.done() for answer in answers):
+            await asyncio.sleep(0)
+            if workers[-1].is_dead:
+                workers.append(StubWorker(worker=f"w{len(workers)}", poison=POISON, poison_at=3))
+                api.directory.add(workers[-1])
+        assert [answer.result().status_code for answer in answers] == [500] + [200] * 7
+        assert len(workers) == 3
+
+
+async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once() -> None:
+    """Two places, both streaming: the others never ran, and need not be looked at one by one."""
+    first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))
+    first.load = WorkerLoad(max_num_seqs=2)
+    async with running_api(first, failover=FailoverConfig(wait_s=20.0)) as api:
+        streaming = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(2)]
+        await until(lambda: first.num_silent == 2 and first.is_read)
+        first.max_events = 0
+        queued = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(6)]
+        await until(lambda: first.num_silent == 8)
+        second.max_events = 0
+        first.kill()
+        api.directory.add(second)
+        await until(lambda: second.num_silent == 7)  # the queued ones, and one of the two that may have done it
+        assert api.router.num_waiting == 1
+        second.go()
+        for answer in (*streaming, *queued):
+            assert (await answer).json()["choices"][0]["text"] == LETTERS
+
+
+def text_of(text: str, *, stream: bool) -> str:
+    if not stream:
+        return json.loads(text)["choices"][0]["text"]
+    lines = [line for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
