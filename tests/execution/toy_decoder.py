@@ -49,6 +49,7 @@ def load_toy(layers: list[LayerAttention], *, eos: tuple[int, ...] = (), max_pos
 
 class ToyDecoder:
     weight_bytes = 1000
+    vocab = slice(0, VOCABULARY)
 
     def __init__(self, shape: Architecture) -> None:
         generator = torch.Generator().manual_seed(11)

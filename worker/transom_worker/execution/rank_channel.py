@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import secrets
 import socket
 import sys
@@ -84,7 +85,7 @@ class ExecutorChannel:
 
     def _bind(self, ip: str | None) -> str:
         if ip is None and sys.platform == "linux":
-            endpoint = f"ipc://@transom-{secrets.token_hex(16)}"  # a name that belongs to no folder
+            endpoint = f"ipc://@transom-{os.getpid()}-{secrets.token_hex(8)}"  # a name that belongs to no folder
             self._socket.bind(endpoint)
             return endpoint
         ip = ip or "127.0.0.1"

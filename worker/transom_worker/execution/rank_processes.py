@@ -71,8 +71,8 @@ class _Keeper(threading.Thread):
         super().__init__(name=f"transom-rank-{setup.rank}", daemon=True)
         self._setup, self._environment, self._on_end = setup, environment, on_end
         self._process: subprocess.Popen[bytes] | None = None
-        self._error: OSError | None = None
-        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._launched = threading.Event()
         self._killed = False
 
     @property
@@ -81,25 +81,25 @@ class _Keeper(threading.Thread):
         return self._process.pid
 
     def wait_until_started(self) -> None:
-        self._started.wait()
+        self._launched.wait()
         if self._error is not None:
             raise RankLost(f"Rank {self._setup.rank} cannot be started: {self._error}") from self._error
 
     def kill(self) -> None:
         self._killed = True
         if self.is_alive():
-            self._started.wait()
+            self._launched.wait()
         if self._process is not None:
             self._process.kill()
 
     def run(self) -> None:
         try:
             self._process = self._start()
-        except OSError as error:
+        except Exception as error:  # whatever it is, `wait_until_started` raises it
             self._error = error
             return
         finally:
-            self._started.set()
+            self._launched.set()
         code = self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -26,8 +26,8 @@ from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.models.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_shares
-from transom_worker.sampling.logprobs import token_logprobs
-from transom_worker.sampling.sampler import Sampled, Sampler
+from transom_worker.sampling.sampler import Sampled
+from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
 
 WARM_UP_TOKENS = 16
@@ -91,7 +91,9 @@ class ModelRunner:
         self._slab = self._allocate_slab()
         self._builder = self._make_builder(self._layout, self._slab)
         self._store = SequenceStore(self._groups, max_num_seqs=self._config.scheduler.max_num_seqs)
-        self._sampler = Sampler(eos_token_ids=self._loaded.eos_token_ids)
+        self._sampler = ShardedSampler(
+            self._parallel, first_id=self._model.vocab.start, eos_token_ids=self._loaded.eos_token_ids
+        )
         self._sampled_by_row: dict[int, int] = {}
         self._warm_up()
         return self.info
@@ -116,7 +118,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply a plan's changes, run its copies and its forward pass, and sample.
+        """Apply a plan's changes, run its copies and its forward pass, and sample; log-probabilities are the first rank's alone.
 
         Raises:
             StepFailed: a plan of another version.  ValueError: a plan that contradicts what this rank knows.
@@ -210,7 +212,7 @@ class ModelRunner:
             return []
         row = row_end - (end - first)
         chosen = sequence.tokens(first + 1, last + 1).tolist()
-        return token_logprobs(logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen))
+        return self._sampler.token_logprobs(logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen))
 
     def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:
         return cache_groups(

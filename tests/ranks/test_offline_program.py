@@ -1,0 +1,60 @@
+"""Ranks of a program of its own: an interrupt costs it nothing but the answers under way, and its end is theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rank_watch import left_behind, rank_processes_of, wait_until_gone
+
+PROGRAM = Path(__file__).with_name("offline_program.py")
+
+
+@contextmanager
+def program(model: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(model)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_an_interrupt_and_then_an_end_without_warning(tiny_model: Path) -> None:
+    with program(tiny_model) as process:
+        assert line(process) == "ready"
+        pids = rank_processes_of(process.pid)
+        assert len(pids) == 2
+        os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
+        assert line(process) == "same"
+        assert rank_processes_of(process.pid) == pids
+        os.kill(pids[1], signal.SIGSTOP)  # even a rank that does not run any more
+        process.kill()
+        wait_until_gone(process.pid, *pids)
+        assert not left_behind(process.pid)
+
+
+def test_an_end_without_warning_in_start_up(tiny_model: Path) -> None:
+    with program(tiny_model) as process:
+        deadline_s = time.monotonic() + 60
+        while len(pids := rank_processes_of(process.pid)) < 2:
+            assert time.monotonic() < deadline_s
+            assert process.poll() is None
+        process.kill()
+        wait_until_gone(process.pid, *pids)
+        assert not left_behind(process.pid)

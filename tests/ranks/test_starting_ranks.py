@@ -1,0 +1,95 @@
+"""What goes wrong while ranks start: each error is told with its rank, and no process or file is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rank_watch import group_process_ids, left_behind, wait_until_gone
+
+from transom_worker.config import EngineConfig, Settings
+from transom_worker.errors import ConfigError, ModelError, RankLost
+from transom_worker.execution import rank_channel, ranks_executor
+from transom_worker.execution.rank_group import RankGroup
+from transom_worker.execution.rank_messages import Allocate, Load, Open
+from transom_worker.execution.rank_processes import RankProcesses
+from transom_worker.execution.ranks_executor import RanksExecutor
+
+
+def config(model: Path, **settings: object) -> EngineConfig:
+    values = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "device": "cpu", "tensor_parallel_size": 2, **settings}
+    return Settings.parse(model=str(model), **values).engine_config()
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes of every start in this test."""
+    found: list[int] = []
+
+    class Watched(RankGroup):
+        def __init__(self, config: EngineConfig, launcher: RankProcesses, on_lost: Callable[[], None]) -> None:
+            super().__init__(config, launcher, on_lost)
+            found.extend(group_process_ids(self))
+
+    monkeypatch.setattr(ranks_executor, "RankGroup", Watched)
+    return found
+
+
+def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Have `action` done when the first message of a kind is about to be sent."""
+    encode = rank_channel.encode
+
+    def act_and_encode(sent: object) -> bytes:
+        if isinstance(sent, message):
+            monkeypatch.setattr(rank_channel, "encode", encode)
+            action()
+        return encode(sent)
+
+    monkeypatch.setattr(rank_channel, "encode", act_and_encode)
+
+
+@pytest.mark.parametrize(("message", "rank"), [(Open, 1), (Load, 0), (Allocate, 1)])
+def test_a_rank_killed_in_start_up(
+    tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch, message: type, rank: int
+) -> None:
+    before(message, monkeypatch, lambda: os.kill(pids[rank], signal.SIGKILL))
+    with pytest.raises(RankLost, match=rf"Rank {rank}.*(SIGKILL|died)"):
+        RanksExecutor(config(tiny_model), RankProcesses).start()
+    assert len(pids) == 2
+    wait_until_gone(*pids)
+    assert not left_behind(os.getpid())
+
+
+def test_a_rank_that_hangs_in_start_up(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before(Load, monkeypatch, lambda: os.kill(pids[1], signal.SIGSTOP))
+    with pytest.raises(RankLost, match=r"Rank 1.*did not come within"):
+        RanksExecutor(config(tiny_model, step_timeout_s=1.0), RankProcesses).start()
+    wait_until_gone(*pids)
+
+
+def test_a_checkpoint_that_is_wrong(tiny_model: Path, tmp_path: Path, pids: list[int]) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"Rank [01] of 2: .*model\.safetensors"):
+        RanksExecutor(config(tmp_path), RankProcesses).start()
+    wait_until_gone(*pids)
+    assert not left_behind(os.getpid())
+
+
+def test_more_ranks_than_heads(tiny_model: Path, pids: list[int]) -> None:
+    with pytest.raises(ConfigError, match="at most 6"):
+        RanksExecutor(config(tiny_model, tensor_parallel_size=7), RankProcesses).start()
+    wait_until_gone(*pids)
+
+
+def test_too_few_devices(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    asked = config(tiny_model)
+    asked = replace(asked, model=replace(asked.model, device="cuda"))
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 3"):
+        RanksExecutor(asked, RankProcesses).start()
