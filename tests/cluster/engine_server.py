@@ -1,0 +1,110 @@
+"""The whole path but Ray: uvicorn on a thread, a router, and a worker with a tiny real engine in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from transom_cluster.ingress import build_api
+from transom_cluster.router import Router
+from transom_worker.config import ServerConfig, Settings
+from transom_worker.model_files import resolve_model
+from transom_worker.replica import WorkerReplica
+from transom_worker.tokenizer import Tokenizer
+
+START_S = 60
+QUIET_S = 20
+
+
+class OneWorker:
+    """A directory with one worker, whose methods are those of `WorkerClient`."""
+
+    def __init__(self, replica: WorkerReplica) -> None:
+        self._replica = replica
+
+    async def changes(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        yield {"0": self._replica}
+        await asyncio.Event().wait()
+
+    def wake(self) -> None:
+        raise AssertionError("the worker is there")
+
+
+@dataclass
+class EngineServer:
+    """A running server and what is behind it."""
+
+    port: int
+    router: Router
+    replica: WorkerReplica
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def num_active_blocks(self) -> int:
+        return sum(group.active_blocks for group in self.replica.engine.stats().groups)
+
+    def left(self) -> dict[str, int]:
+        """What of requests is still there, anywhere."""
+        counts = {
+            "waiting at the router": self.router.num_waiting,
+            "in flight at the router": self.router.num_in_flight,
+            "known to the worker": len(self.replica._routers),
+            "known to the engine": len(self.replica.engine._answers),
+            "active blocks": self.num_active_blocks,
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    async def until_quiet(self) -> None:
+        """Wait until no request is left."""
+        try:
+            async with asyncio.timeout(QUIET_S):
+                while self.left():
+                    await asyncio.sleep(0.002)
+        except TimeoutError:
+            raise AssertionError(f"left over: {self.left()}") from None
+
+
+@contextlib.contextmanager
+def engine_server(model: Path, *, server: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[EngineServer]:
+    """A server of `model`; `server` are fields of its ServerConfig."""
+    parsed = Settings.parse(model=str(model), **settings)
+    replica = WorkerReplica(parsed.engine_config(), "tiny")
+    tokenizer = Tokenizer.load(resolve_model(str(model)))
+    config = ServerConfig(served_model_name="tiny", **(server or {}))
+    ready = threading.Event()
+    made: list[Any] = []
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+
+    async def serve() -> None:
+        router = Router(workers=OneWorker(replica), tokenizer=tokenizer, config=config, router_id="r", drain_s=0.1)
+        running = uvicorn.Server(uvicorn.Config(build_api(router), log_level="critical", ws="none"))
+        made.extend((router, running))
+        task = asyncio.create_task(running.serve(sockets=[listener]))
+        while not (running.started and router.is_ready) and not task.done():
+            await asyncio.sleep(0.005)
+        ready.set()
+        await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(START_S)
+    router, running = made
+    try:
+        yield EngineServer(listener.getsockname()[1], router, replica)
+    finally:
+        running.should_exit = True
+        thread.join(START_S)
+        assert not thread.is_alive()
+        replica._thread.shutdown()
