@@ -141,6 +141,11 @@ class RequestsInFlight:
         self._flights[flight.attempt.request_id] = flight
         self._empty.clear()
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all attempts."""
+        return list(self._flights)
+
     def has(self, request_id: str) -> bool:
         """Whether events of this attempt are expected."""
         return request_id in self._flights

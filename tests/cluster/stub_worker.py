@@ -88,6 +88,7 @@ class StubWorker:
     max_events: int | None = None  # of each attempt; then silence
     num_cached: int = 3
     max_running: int | None = None  # more are refused as Overloaded
+    num_turns: int = 1  # of the event loop, for each token
     poison: int | None = None
     poison_at: int = 0
     worker: str = "w0"
@@ -212,7 +213,8 @@ class StubWorker:
                 self.kill()
                 return
             self.push(self._event(request, position, is_last=position == count - 1))
-            await asyncio.sleep(0)
+            for _ in range(self.num_turns):
+                await asyncio.sleep(0)
 
     def _event(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
         if self.step_error is not None and position == 1 and request.choice_index == 0:
