@@ -7,8 +7,6 @@ import select
 from pathlib import Path
 
 from transom_worker.engine import Engine
-from transom_worker.execution.rank_group import RankGroup
-from transom_worker.execution.rank_processes import RankProcesses
 from transom_worker.execution.ranks_executor import RanksExecutor
 
 GONE_TIMEOUT_S = 20.0
@@ -18,14 +16,7 @@ def process_ids(engine: Engine) -> list[int]:
     """The ranks' processes, in order of rank."""
     executor = engine._executor
     assert isinstance(executor, RanksExecutor)
-    assert executor._group is not None
-    return group_process_ids(executor._group)
-
-
-def group_process_ids(group: RankGroup) -> list[int]:
-    launcher = group._launcher
-    assert isinstance(launcher, RankProcesses)
-    return launcher.process_ids
+    return [rank.process_id for rank in executor.ranks]
 
 
 def rank_processes_of(parent: int) -> list[int]:

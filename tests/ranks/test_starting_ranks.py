@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rank_watch import group_process_ids, left_behind, wait_until_gone
+from rank_watch import left_behind, wait_until_gone
 
 from transom_worker.config import EngineConfig, Settings
 from transom_worker.errors import ConfigError, ModelError, RankLost
@@ -33,7 +33,7 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     class Watched(RankGroup):
         def __init__(self, config: EngineConfig, launcher: RankProcesses, on_lost: Callable[[], None]) -> None:
             super().__init__(config, launcher, on_lost)
-            found.extend(group_process_ids(self))
+            found.extend(launcher.process_ids)
 
     monkeypatch.setattr(ranks_executor, "RankGroup", Watched)
     return found

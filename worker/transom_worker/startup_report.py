@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.kvcache.groups import GroupSpec
+from transom_worker.models.shares import rank_lines
 from transom_worker.planner import CachePlan, GroupPlan
 
 _COLUMNS = ("group", "layers", "keep", "block", "bytes per block", "per page", "at most per sequence")
@@ -13,9 +14,11 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
     """A few lines for the log: memory by purpose, a table of the groups, how many sequences fit."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
+    each = " on each rank" if info.ranks else ""
     lines = [
         f"{model} on {memory.device}: weights {_mib(memory.weight_bytes)}, activations {_mib(memory.activation_bytes)}, "
-        f"KV pool {_mib(pool_bytes)} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
+        f"KV pool {_mib(pool_bytes)}{each} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
+        *_rank_lines(info),
         *_group_table(plan),
         f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_ladder(plan)}",
     ]
@@ -25,6 +28,17 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
             f"lost windows are restored by computing {plan.repair_tokens:,} tokens"
         )
     return "\n".join(lines)
+
+
+def _rank_lines(info: ExecutorInfo) -> list[str]:
+    """What each of several ranks holds, and which process it is."""
+    if not info.ranks:
+        return []
+    lines = [
+        f"{held}; weights {_mib(rank.memory.weight_bytes)}; process {rank.process_id} on {rank.ip}"
+        for held, rank in zip(rank_lines(info.plan.ranks), info.ranks, strict=True)
+    ]
+    return [*lines, f"on several ranks: {', '.join(info.plan.replicated)}"]
 
 
 def _group_table(plan: CachePlan) -> list[str]:

@@ -24,6 +24,15 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """One of several ranks: its process, on which host, and what it holds."""
+
+    process_id: int
+    ip: str
+    memory: MemoryReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorInfo:
     """What a started executor tells the engine: the cache it owns and the limits of its model."""
 
@@ -32,6 +41,7 @@ class ExecutorInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     memory: MemoryReport
+    ranks: tuple[RankInfo, ...] = ()  # where there are several; `memory` is theirs together
 
     @property
     def layout(self) -> ArenaLayout:

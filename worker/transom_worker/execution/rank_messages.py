@@ -47,6 +47,7 @@ class Hello:
 
     host: str
     ip: str
+    process_id: int
 
 
 @dataclass(frozen=True, slots=True)

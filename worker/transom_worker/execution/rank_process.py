@@ -68,7 +68,7 @@ class _Rank:
         self._epoch = 0
 
     def live(self) -> None:
-        self._channel.send(Hello(host_id(), self._ip))
+        self._channel.send(Hello(host_id(), self._ip, os.getpid()))
         load = self._meet()
         self._start(load)
         while True:

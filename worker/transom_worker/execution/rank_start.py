@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TypeVar
 
-from transom_worker.execution.executor import ExecutorInfo, MemoryReport
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankInfo
 from transom_worker.execution.rank_group import RankGroup
 from transom_worker.execution.rank_messages import (
     Allocate,
@@ -49,7 +49,8 @@ class _Dialogue:
         self._group, self._timeout_s = group, timeout_s
 
     def load(self) -> None:
-        hosts = tuple(hello.host for hello in self._collect(Hello))
+        self._hellos = self._collect(Hello)
+        hosts = tuple(hello.host for hello in self._hellos)
         beside = Counter(hosts)
         self._group.send(0, Open(hosts))
         (opened,) = self._collect(Opened, ranks=1)
@@ -64,7 +65,11 @@ class _Dialogue:
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
         self._group.send_all(Allocate(pool_bytes))
         infos = [ready.info for ready in self._collect(Ready)]
-        return replace(infos[0], memory=_together([info.memory for info in infos]))
+        ranks = tuple(
+            RankInfo(process_id=hello.process_id, ip=hello.ip, memory=info.memory)
+            for hello, info in zip(self._hellos, infos, strict=True)
+        )
+        return replace(infos[0], memory=_together([info.memory for info in infos]), ranks=ranks)
 
     def _collect(self, kind: type[Message], ranks: int | None = None) -> list[Message]:
         """One message of `kind` from each of the first `ranks` ranks, in order of rank."""
@@ -90,7 +95,7 @@ def _show(rank: int, size: int, progress: Progress) -> None:
 
 
 def _together(reports: list[MemoryReport]) -> MemoryReport:
-    """What all ranks hold; the pool, which each has a part of, is that of one."""
+    """What all ranks hold."""
     return MemoryReport(
         device=f"{len(reports)} x {reports[0].device}",
         weight_bytes=sum(report.weight_bytes for report in reports),

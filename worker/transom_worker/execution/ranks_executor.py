@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError, ModelError, RankLost, StepFailed
-from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo
 from transom_worker.execution.rank_group import RankGroup
 from transom_worker.execution.rank_launcher import Launcher
 from transom_worker.execution.rank_messages import Done, Failed, Step
@@ -40,6 +40,7 @@ class RanksExecutor(Executor):
         self._group: RankGroup | None = None
         self._killed = False  # after a loss, until the next start
         self._pool_bytes: int | None = None
+        self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._on_lost: Callable[[], None] = lambda: None
         self._forget_steps()
 
@@ -118,7 +119,7 @@ class RanksExecutor(Executor):
         except BaseException:
             group.close()
             raise
-        self._group = group
+        self._group, self.ranks = group, info.ranks
         return info
 
     def _receive(self) -> StepResult:

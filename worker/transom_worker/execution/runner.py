@@ -212,7 +212,9 @@ class ModelRunner:
             return []
         row = row_end - (end - first)
         chosen = sequence.tokens(first + 1, last + 1).tolist()
-        return self._sampler.token_logprobs(logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen))
+        return self._sampler.token_logprobs(
+            logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen)
+        )
 
     def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:
         return cache_groups(
