@@ -140,10 +140,11 @@ class Engine:
         return True
 
     def fail(self, reason: Exception) -> list[OutputEvent]:
-        """End the engine: an error event for every request, and `add` refuses from now on; `reason` is what they are told."""
+        """End the engine: `add` refuses from now on, and every request gets an error event, with which it can go on elsewhere."""
         self._dead = self._dead or reason
         self._sizes.clear()
-        return [self._error_event(request_id, reason) for request_id in list(self._answers)]
+        told = reason if isinstance(reason, WorkerLost) else EngineDead(f"The worker's engine has ended: {reason}")
+        return [self._error_event(request_id, told) for request_id in list(self._answers)]
 
     def step(self) -> list[OutputEvent]:
         """Run until one result has arrived, or nothing can run; return the events of that step.
