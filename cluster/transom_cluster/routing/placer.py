@@ -70,7 +70,8 @@ class Placer:
         num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
         hits = [self._hit_tokens(request, num_tokens, worker) for worker in workers]
         candidates = [w.candidate(num_tokens - hit) for w, hit in zip(workers, hits, strict=True)]
-        chosen = self._choose(candidates, Chance(turn=self._turn, draw=self._rng.random()))
+        home = self._home(request, max(hits), workers[0])
+        chosen = self._choose(candidates, Chance(turn=self._turn, draw=self._rng.random(), home=home))
         self._turn += 1
         worker = self._workers[chosen.worker_id]
         placement = Placement(
@@ -105,10 +106,18 @@ class Placer:
 
     def _hit_tokens(self, request: Request, num_tokens: int, worker: KnownWorker) -> int:
         """Tokens that a worker need not compute."""
-        mirror = worker.mirror
-        if request.params.prompt_logprobs is not None or not mirror.num_blocks:
+        if not _reads_cache(request, worker):
             return 0
+        mirror = worker.mirror
         return mirror.find(self._chains.of(request, mirror.shape.block_size), num_tokens).start
+
+    def _home(self, request: Request, hit_tokens: int, worker: KnownWorker) -> bytes:
+        """The digest of the first block behind the best hit, or of the last one; empty where nothing is hashed."""
+        if not _reads_cache(request, worker):
+            return b""
+        block_size = worker.mirror.shape.block_size
+        chain = self._chains.of(request, block_size)
+        return chain[min(hit_tokens // block_size, len(chain) - 1)] if chain else b""
 
     def _drop(self, worker_id: str) -> bool:
         worker = self._workers.pop(worker_id, None)
@@ -116,3 +125,7 @@ class Placer:
             for request_id in worker.placements:
                 del self._placements[request_id]
         return worker is not None
+
+
+def _reads_cache(request: Request, worker: KnownWorker) -> bool:
+    return worker.mirror.shape.enable_prefix_caching and request.params.prompt_logprobs is None

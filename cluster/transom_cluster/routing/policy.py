@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from math import sqrt
 from statistics import median
 
@@ -18,6 +19,8 @@ EQUAL_RATES = 2.0
 # While nothing was measured anywhere.
 DEFAULT_PREFILL_TOKENS_PER_S = 5_000.0
 DEFAULT_DECODE_STEP_S = 0.02
+# Costs this much apart are as good as equal.
+NEARLY = 0.1
 # Over so many shares of its seats a worker's pressure bends from nothing to a straight line.
 BEND = 0.1
 
@@ -38,27 +41,38 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chance:
-    """What differs from choice to choice: `turn` counts them, `draw` is in [0, 1)."""
+    """What differs from choice to choice: `turn` counts them, `draw` is in [0, 1).
+
+    `home` stands for the first tokens of the prompt that no worker has cached; empty if that is not known.
+    """
 
     turn: int
     draw: float
+    home: bytes = b""
 
 
 Choose = Callable[[Sequence[Candidate], Chance], Candidate]
 
 
 def kv(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
-    """Where the first token is expected soonest, and room is left; by lot among equals."""
+    """Where the first token is expected soonest, and room is left; among those that are nearly as good, the prompt's home.
+
+    So what was evicted everywhere comes back to where it was, by whatever router, and is not left in pieces on all workers.
+    """
     rates = _prefill_rates(candidates)
     step_s = _typical([c.decode_step_s for c in candidates], DEFAULT_DECODE_STEP_S)
     costs = [expected_cost_s(c, rate, step_s) for c, rate in zip(candidates, rates, strict=True)]
-    return _least(candidates, costs, chance)
+    good = _up_to(min(costs) * (1 + NEARLY), candidates, costs)
+    if not chance.home:
+        return good[int(chance.draw * len(good))]
+    return max(good, key=lambda candidate: sha256(chance.home + candidate.worker_id.encode()).digest())
 
 
 def least_tokens(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
     """Where the fewest tokens wait to be computed, then where the fewest requests are; by lot among equals."""
     queues = [candidate.queue_tokens + REQUEST_TOKENS * candidate.num_requests for candidate in candidates]
-    return _least(candidates, queues, chance)
+    shortest = _up_to(min(queues), candidates, queues)
+    return shortest[int(chance.draw * len(shortest))]
 
 
 def round_robin(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
@@ -108,7 +122,5 @@ def _typical(values: Sequence[float], default: float) -> float:
     return median([value for value in values if value] or [default])
 
 
-def _least(candidates: Sequence[Candidate], costs: Sequence[float], chance: Chance) -> Candidate:
-    least = min(costs)
-    equals = [candidate for candidate, cost in zip(candidates, costs, strict=True) if cost <= least * (1 + 1e-9)]
-    return equals[int(chance.draw * len(equals))]
+def _up_to(limit: float, candidates: Sequence[Candidate], costs: Sequence[float]) -> list[Candidate]:
+    return [candidate for candidate, cost in zip(candidates, costs, strict=True) if cost <= limit]
