@@ -183,7 +183,8 @@ class Streams:
 def _read_into(process: subprocess.Popen[str], queue: Queue[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        queue.put(line)
+        if not line.startswith("\x1b"):  # Ray's own messages, in colours
+            queue.put(line)
 
 
 def _traces() -> tuple[list[str], str, list[str]]:

@@ -1,0 +1,90 @@
+"""Every cluster YAML against Ray's own schema, and what it must have besides; misspelt keys are caught."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jsonschema
+import pytest
+from deploy_files import DEPLOY, document
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+PATHS = sorted(DEPLOY.glob("*/cluster.yaml"))
+CLOUDS = [path for path in PATHS if path.parent.name != "on_premise"]
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: path.parent.name)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = document(request.param)
+    return found
+
+
+@pytest.fixture(params=CLOUDS, ids=lambda path: path.parent.name)
+def cloud(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = document(request.param)
+    return found
+
+
+def validate(config: dict[str, Any]) -> dict[str, Any]:
+    """As `ray up` does before it does anything."""
+    prepared: dict[str, Any] = prepare_config(copy.deepcopy(config))
+    validate_config(prepared)
+    return prepared
+
+
+def test_there_are_three() -> None:
+    assert [path.parent.name for path in PATHS] == ["aws", "gcp", "on_premise"]
+
+
+def test_ray_takes_it(config: dict[str, Any]) -> None:
+    validate(config)
+
+
+def test_misspelt_keys_are_caught(config: dict[str, Any]) -> None:
+    config["setup_command"] = config.pop("setup_commands")
+    with pytest.raises(jsonschema.ValidationError, match="setup_command"):
+        validate(config)
+
+
+def test_misspelt_keys_of_host_types_are_caught(cloud: dict[str, Any]) -> None:
+    cloud["available_node_types"]["l4"]["min_worker"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="min_worker"):
+        validate(cloud)
+
+
+def test_every_command_has_the_cluster_s_environment(config: dict[str, Any]) -> None:
+    """The token, the mode and the periods must be the same everywhere."""
+    starts = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
+    assert all(command.startswith(". ~/transom/env.sh;") for command in starts)
+    assert config["file_mounts"] == {"~/transom": "node"}
+
+
+def test_the_head_has_no_resources_for_workers(config: dict[str, Any]) -> None:
+    assert "--num-cpus=0 --num-gpus=0" in config["head_start_ray_commands"][-1]
+
+
+def test_no_dashboard_is_opened(config: dict[str, Any]) -> None:
+    assert "--dashboard-host" not in "".join(config["head_start_ray_commands"])
+
+
+def test_autoscaler_limits_hold_together(cloud: dict[str, Any]) -> None:
+    types = validate(cloud)["available_node_types"]
+    head = types.pop(cloud["head_node_type"])
+    assert head["resources"] == {"CPU": 0, "GPU": 0}
+    for host in types.values():
+        assert 0 <= host["min_workers"] <= host["max_workers"] <= cloud["max_workers"]
+        assert host["resources"]["GPU"] >= 1
+
+
+def test_autoscaler_v2_is_off_on_premise() -> None:
+    """It never starts the last of the hosts."""
+    head = document(DEPLOY / "on_premise/cluster.yaml")["head_start_ray_commands"][-1]
+    assert "RAY_enable_autoscaler_v2=0 ray start --head" in head
+
+
+def test_only_the_api_is_opened_on_aws() -> None:
+    """Ray adds what the cluster's own hosts need, and ssh."""
+    opened = document(DEPLOY / "aws/cluster.yaml")["provider"]["security_group"]["IpPermissions"]
+    assert [(rule["FromPort"], rule["ToPort"]) for rule in opened] == [(8000, 8000)]
+    assert all(where["CidrIp"] != "0.0.0.0/0" for rule in opened for where in rule["IpRanges"])
