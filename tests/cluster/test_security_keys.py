@@ -7,11 +7,15 @@ from pathlib import Path
 import httpx
 import pytest
 from stub_worker import StubWorker
+from typer.testing import CliRunner
 
 from conftest import make_router, running_api
-from transom_cluster.api_keys import LOOK_AGAIN_S, ApiKeys, read_key_file
+from transom_cluster import serve_command
+from transom_cluster.api_keys import LOOK_AGAIN_S, ApiKeys, known_keys, read_key_file
+from transom_cluster.cli import app
 from transom_cluster.ingress import build_api
-from transom_worker.config import ServerConfig
+from transom_cluster.start_checks import check_api_keys
+from transom_worker.config import ServerConfig, Settings
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.hashing import chain_root
 
@@ -161,3 +165,29 @@ async def test_salts_are_the_requests_own_otherwise(config):
     async with running_api(**config) as api:
         assert await salts_of(api, "a") == [None, None]
         assert await salts_of(api, "a", cache_salt="x") == ["x", "x"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "keys"),
+    [
+        ({"TRANSOM_API_KEY": "a"}, ("a",)),
+        ({"TRANSOM_API_KEYS": "a b"}, ("a", "b")),
+        ({"TRANSOM_API_KEY_FILE": "FILE"}, ("from-a-file",)),
+        ({"TRANSOM_API_KEY": "a", "TRANSOM_API_KEY_FILE": "FILE"}, ("a", "from-a-file")),
+    ],
+)
+def test_keys_come_from_the_environment_too(tmp_path, monkeypatch, environment, keys):
+    started = []
+    monkeypatch.setattr(serve_command, "run_server", lambda settings, _: started.append(settings) or 0)
+    path = key_file(tmp_path, "from-a-file\n")
+    env = {name: str(path) if value == "FILE" else value for name, value in environment.items()}
+    assert CliRunner().invoke(app, ["serve", "smollm2"], env=env).exit_code == 0
+    assert known_keys(started[0].server_config()) == keys
+
+
+@pytest.mark.parametrize(
+    "fields", [{"api_key": ("a", " ")}, {"api_key": ("a", "")}, {"api_key_file": "/no/such"}], ids=str
+)
+def test_keys_that_are_none_are_refused_before_anything_starts(fields):
+    with pytest.raises(ConfigError, match="api-key"):
+        check_api_keys(Settings.parse(model="smollm2", **fields))
