@@ -23,7 +23,7 @@ def document(path: Path) -> Any:
 
 
 def serve_problems(config: dict[str, Any]) -> list[str]:
-    """What is wrong with a Serve config of ours. Ray takes keys that it does not know without a word, so they are looked for here."""
+    """What is wrong with a Serve config of ours. Ray says nothing about keys that it does not know, so they are looked for here."""
     problems = [*_unknown(ServeDeploySchema, config, "")]
     for app in config.get("applications", []):
         problems += _unknown(ServeApplicationSchema, app, "applications.")

@@ -1,4 +1,4 @@
-"""A CRD's schema as a plain JSON schema that refuses what the API server would drop without a word: fields that it does not know."""
+"""A CRD's schema as a plain JSON schema that refuses what the API server would drop without a word: fields that nobody knows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,50 @@
+"""Prometheus' configuration: by promtool where there is one, and by its structure always."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from deploy_files import DEPLOY, document
+
+PATH = DEPLOY / "monitoring/prometheus.yml"
+TOP = {"global", "scrape_configs"}
+OF_A_JOB = {"job_name", "metrics_path", "static_configs", "http_sd_configs"}
+PROMTOOL = shutil.which("promtool")
+
+
+def problems(config: dict[str, Any]) -> list[str]:
+    """Keys that are none of those in use here, and jobs without targets or with one name."""
+    jobs = config.get("scrape_configs", [])
+    unknown = [
+        key for part, known in [(config, TOP), *((job, OF_A_JOB) for job in jobs)] for key in part if key not in known
+    ]
+    without = [job["job_name"] for job in jobs if not ("static_configs" in job or "http_sd_configs" in job)]
+    names = [job["job_name"] for job in jobs]
+    return [*unknown, *without, *{name for name in names if names.count(name) > 1}]
+
+
+def promtool(text: str) -> str:
+    """What promtool says against it; empty where it is right or there is no promtool."""
+    if PROMTOOL is None:
+        return ""
+    command = [PROMTOOL, "check", "config", "--syntax-only", "/dev/stdin"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def test_it_is_valid() -> None:
+    config = document(PATH)
+    assert problems(config) == []
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["transom", "ray"]
+    assert promtool(PATH.read_text()) == ""
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("metrics_path", "metric_path"), ("http_sd_configs", "http_sd_config")])
+def test_misspelt_keys_are_caught(right: str, wrong: str) -> None:
+    text = PATH.read_text().replace(right, wrong)
+    assert wrong in problems(yaml.safe_load(text))
+    assert PROMTOOL is None or wrong in promtool(text)
