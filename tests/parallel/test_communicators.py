@@ -13,9 +13,10 @@ from rank_processes import KINDS, outcomes
 
 from transom_worker.parallel.communicator import Communicator
 from transom_worker.parallel.rank_memory import BUFFER_BYTES
+from transom_worker.parallel.shared_memory import SMALL_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
-SHAPES = ((), (0,), (1,), (576,), (3, 5, 7), (64, 576), (BUFFER_BYTES // 4 + 1,))
+SHAPES = ((), (0,), (1,), (576,), (3, 5, 7), (64, 576), (SMALL_BYTES // 2 + 7,), (BUFFER_BYTES // 4 + 1,))
 SIZES = (2, 3)
 
 

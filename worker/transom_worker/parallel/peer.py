@@ -9,8 +9,8 @@ import time
 from transom_worker.errors import RankLost
 
 SPINS = 200  # some microseconds: a peer that computes the same is seldom later
-YIELD_S = 1e-3  # then others may run in between
-NAP_S = 1e-4  # then the core is left alone
+YIELD_S = 2e-4  # then others may run in between; on a full machine each yield costs a turn, so not for long
+NAP_S = 2e-5  # then the core is left alone
 NAPS_S = 20e-3
 POLL_MS = 1
 

@@ -11,7 +11,9 @@ import os
 
 import torch
 
-BUFFER_BYTES = 2**20  # of each of a rank's two buffers; larger tensors go in pieces
+BUFFER_BYTES = (
+    2**22
+)  # of each of a rank's two buffers, of which only what is used takes memory; larger tensors go in pieces
 LINE = 16  # integers of 8 bytes: two cache lines, since neighbours are fetched in pairs
 MAX_VIEWS = 512  # kept of tensors' shapes
 

@@ -20,6 +20,7 @@ from transom_worker.parallel.rank_memory import BUFFER_BYTES, LINE, RankMemory
 
 READY, PID, LEFT = 0, 1, 2  # integers of a rank's line
 MEETING_NAP_S = 1e-3
+SMALL_BYTES = 2**18  # up to which every rank adds everything up: one wait less
 
 
 def is_supported() -> bool:
@@ -53,12 +54,12 @@ class SharedMemory:
         if not x.is_contiguous():
             return x.copy_(self.all_reduce_(x.contiguous()))
         for piece in _pieces(x):
-            self._give(piece)
-            first, second, *others = self._views(piece)
-            self._wait_for_all()
-            torch.add(first, second, out=piece)
-            for other in others:
-                piece.add_(other)
+            if len(self._peers) > 1 and piece.nbytes > SMALL_BYTES:
+                self._add_up_by_shares(piece)
+            else:
+                self._give(piece)
+                self._wait_for_all()
+                _sum(self._views(piece), out=piece)
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -87,6 +88,19 @@ class SharedMemory:
         self._integers[self._own + LEFT] = 1
         while self._peers:
             self._peers.popitem()[1].close()
+
+    def _add_up_by_shares(self, piece: torch.Tensor) -> None:
+        """Each rank adds up its share of the elements and gives the sums to the others: less to add for each of many ranks."""
+        self._give(piece)
+        self._wait_for_all()
+        size = len(self._peers) + 1
+        shares = piece.view(-1).tensor_split(size)
+        given = [view.view(-1).tensor_split(size)[self._rank] for view in self._views(piece)]
+        _sum(given, out=shares[self._rank])
+        self._give(shares[self._rank])
+        self._wait_for_all()
+        for rank in self._peers:
+            shares[rank].copy_(self._views(shares[rank])[rank])
 
     def _give(self, mine: torch.Tensor | None) -> None:
         """Begin the next operation, with a tensor for the others if there is one."""
@@ -141,6 +155,13 @@ class SharedMemory:
                 raise RankLost(f"Rank {rank} did not come within {self._timeout_s:g} s of rank {self._rank}.")
             time.sleep(MEETING_NAP_S)
         return Peer(rank, pid, self._integers, ready=line + READY, left=line + LEFT)
+
+
+def _sum(terms: Sequence[torch.Tensor], *, out: torch.Tensor) -> None:
+    """In order, into `out`."""
+    torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)
 
 
 def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
