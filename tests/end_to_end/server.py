@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -74,15 +75,25 @@ def wait_a_moment(server: Server) -> None:
         server.process.wait(0.1)
 
 
-def worker_pid(server: Server) -> int:
-    """The process of the server's only worker replica."""
-    rows = subprocess.run(["ps", "-eo", "sid=,pid=,args="], capture_output=True, text=True, check=True).stdout
-    (pid,) = [
-        int(row.split()[1])
-        for row in rows.splitlines()
-        if row.split()[0] == str(server.process.pid) and "ServeReplica" in row and ":Worker" in row
-    ]
-    return pid
+def processes(server: Server) -> list[tuple[int, str]]:
+    """Pid and arguments of every process of this server's session."""
+    rows = subprocess.run(
+        ["ps", "-ww", "-eo", "sid=,stat=,pid=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    split = [row.split(maxsplit=3) for row in rows.splitlines()]
+    return [(int(row[2]), row[3]) for row in split if row[0] == str(server.process.pid) and not row[1].startswith("Z")]
+
+
+def replica_pids(server: Server, kind: str) -> list[int]:
+    """Processes of Ray actors whose title has `kind`: ":Worker", ":Router" or "RankActor"."""
+    return [pid for pid, args in processes(server) if args.startswith("ray::") and kind in args]
+
+
+def ray_address(server: Server) -> str:
+    """Where other processes join this server's Ray."""
+    found = [re.search(r"raylet/raylet .*--gcs-address=(\S+)", args) for _, args in processes(server)]
+    (address,) = [match[1] for match in found if match]
+    return address
 
 
 def assert_ended_cleanly(server: Server, code: int) -> None:
@@ -91,10 +102,7 @@ def assert_ended_cleanly(server: Server, code: int) -> None:
     assert code == 0, log[-4000:]
     assert log.endswith("Stopping.\n"), log[-4000:]
     assert "Traceback" not in log
-    left = subprocess.run(["ps", "-eo", "sid=,stat=,pid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(maxsplit=3) for line in left.splitlines()]
-    mine = [row for row in rows if row[0] == str(server.process.pid) and not row[1].startswith("Z")]
-    assert mine == []
+    assert processes(server) == []
 
 
 def metric(url: str, name: str, **labels: str) -> float:

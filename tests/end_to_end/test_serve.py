@@ -7,17 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from server import Server, assert_ended_cleanly, free_port, metric, start_server, stop_server, wait_a_moment, worker_pid
+from server import Server, assert_ended_cleanly, free_port, metric, replica_pids, start_server, stop_server
+from streams import ask_all
 
 pytestmark = pytest.mark.serve
 
 MODEL = "smollm2"
+KEY = {"Authorization": "Bearer sesame"}
 QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
 
 
@@ -138,27 +140,18 @@ def test_metrics_count_tokens(client: openai.OpenAI, demo_server: Server) -> Non
     assert outcomes == prompt_tokens > 0
 
 
-def check_that_a_killed_worker_is_told_and_replaced(server: Server, url: str) -> None:
-    """The open stream gets an error event at once, and later requests are served again."""
-    headers = {"Authorization": "Bearer sesame"}
-    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as reply:
-        lines = reply.iter_lines()
-        for _ in range(6):
-            next(lines)
-        os.kill(worker_pid(server), signal.SIGKILL)
-        rest = [line for line in lines if line]
-    assert '"error"' in rest[-1]
-    assert "data: [DONE]" not in rest
-    give_up_s = time.monotonic() + 60
-    while httpx.get(f"{server.url}/health").status_code != 200 and time.monotonic() < give_up_s:
-        wait_a_moment(server)
-    again = httpx.post(url, json={**body, "max_tokens": 2, "stream": False}, headers=headers, timeout=60)
-    assert again.status_code == 200
+def check_that_a_stream_outlives_the_only_worker(server: Server, body: dict[str, object]) -> None:
+    """It stands still until the worker has been replaced, and goes on where it was."""
+    whole = asyncio.run(ask_all(server.url, [body], headers=KEY))
+    (victim,) = replica_pids(server, ":Worker")
+    cut = asyncio.run(ask_all(server.url, [body], lambda: os.kill(victim, signal.SIGKILL), headers=KEY))
+    assert cut[0].error is None
+    assert cut[0].is_whole
+    assert cut[0].text == whole[0].text
 
 
 def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
-    """A second server beside the first: API key, hybrid windows, HAProxy, a killed worker; SIGTERM ends every process."""
+    """A second server beside the first: API key, windows, HAProxy, a killed worker; SIGTERM lets an answer end, then all."""
     server = start_server(
         MODEL,
         tmp_path / "log",
@@ -169,14 +162,18 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
         url = f"{server.url}/v1/completions"
         body = {"model": MODEL, "prompt": "Hello", "max_tokens": 3}
         assert httpx.post(url, json=body).status_code == 401
-        reply = httpx.post(url, json=body, headers={"Authorization": "Bearer sesame"}, timeout=60)
-        assert reply.status_code == 200
+        assert httpx.post(url, json=body, headers=KEY, timeout=60).status_code == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0, timeout=60) as client:
             stream = client.completions.create(model=MODEL, prompt="Hello", max_tokens=3, temperature=0, stream=True)
             assert len(list(stream)) >= 2
-        about = httpx.get(server.url, headers={"Authorization": "Bearer sesame"}).json()
-        assert len(about["worker"]["cache"]) == 2
-        check_that_a_killed_worker_is_told_and_replaced(server, url)
+        (worker,) = httpx.get(server.url, headers=KEY).json()["workers"]
+        assert len(worker["cache"]) == 2
+        body = {"prompt": "Hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
+        check_that_a_stream_outlives_the_only_worker(server, body)
+        terminate = partial(server.process.send_signal, signal.SIGTERM)
+        (drained,) = asyncio.run(ask_all(server.url, [body], terminate, headers=KEY))
+        assert drained.is_whole
+        assert drained.error is None
     finally:
         code = stop_server(server, signal.SIGTERM)
     assert_ended_cleanly(server, code)
@@ -186,7 +183,8 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("no/such/model",), "no/such/model"),
-        (("smollm2", "--tensor-parallel-size", "2"), "not supported yet"),
+        (("smollm2", "--tensor-parallel-size", "12"), "9 query heads"),
+        (("smollm2", "--device", "cuda", "--replicas", "99"), "needs 99 GPUs"),
         (("smollm2", "--max-model-len", "100000"), "8192"),
     ],
 )

@@ -1,0 +1,101 @@
+"""Many clients at once: what each of them got, on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+BEGUN_CHUNKS = 5
+
+
+@dataclass(slots=True)
+class Stream:
+    """One streamed completion."""
+
+    text: str = ""
+    num_chunks: int = 0
+    longest_gap_s: float = 0.0
+    error: dict[str, Any] | None = None
+    is_whole: bool = False  # the end mark came
+    usage: dict[str, Any] | None = None
+
+
+def bodies(count: int, *, max_tokens: int) -> list[dict[str, Any]]:
+    """Requests that differ: every other one greedy, the others seeded."""
+    return [
+        {
+            "prompt": f"Item {i} of the list is",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": float(i % 2),
+            "seed": i,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for i in range(count)
+    ]
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -> Stream:
+    """Send one request and read its answer into `stream`, as far as it comes."""
+    last_s = time.monotonic()
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        async for line in reply.aiter_lines():
+            if line == "data: [DONE]":
+                stream.is_whole = True
+            elif line.startswith("data: "):
+                now_s = time.monotonic()
+                stream.longest_gap_s, last_s = max(stream.longest_gap_s, now_s - last_s), now_s
+                _read_chunk(json.loads(line[6:]), stream)
+    return stream
+
+
+def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
+    stream.error = chunk.get("error", stream.error)
+    stream.usage = chunk.get("usage") or stream.usage
+    if chunk.get("choices"):
+        stream.text += chunk["choices"][0]["text"]
+        stream.num_chunks += 1
+
+
+def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+    """A client with as many connections as it takes."""
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=httpx.Limits(max_connections=None))
+
+
+async def ask_all(
+    url: str,
+    requests: Sequence[dict[str, Any]],
+    disturb: Callable[[], None] = lambda: None,
+    *,
+    headers: dict[str, str] | None = None,
+) -> list[Stream]:
+    """Ask all at once, and `disturb` when every answer has begun."""
+    streams = [Stream() for _ in requests]
+    async with client_of(url, headers) as client:
+        asking = asyncio.gather(*(ask(client, *pair) for pair in zip(requests, streams, strict=True)))
+        while not asking.done() and any(stream.num_chunks < BEGUN_CHUNKS for stream in streams):
+            await asyncio.sleep(0.01)
+        disturb()
+        await asking
+    return streams
+
+
+async def ask_until(url: str, requests: Sequence[dict[str, Any]], is_over: Callable[[], bool]) -> list[list[Stream]]:
+    """Each client sends its request again and again; all answers of each."""
+
+    async def repeat(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Stream]:
+        answers: list[Stream] = []
+        while not is_over():
+            answers.append(await ask(client, body, Stream()))
+        return answers
+
+    async with client_of(url) as client:
+        return await asyncio.gather(*(repeat(client, body) for body in requests))
