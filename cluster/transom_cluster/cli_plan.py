@@ -15,7 +15,7 @@ def plan(
         str, typer.Argument(help="A config.json, a folder that has one, or any model that `transom serve` takes.")
     ],
     memory: Annotated[str, typer.Option(help="KV pool of each rank: bytes, or such as 512MiB.")] = "40GiB",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks; what the fullest holds is shown.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks; the cache is the fullest one's.")] = 1,
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt + answer; the model's own limit if unset.")
     ] = None,

@@ -95,6 +95,15 @@ def test_the_table_for_people_has_them_too(folder: Path) -> None:
     ]
 
 
+def test_it_says_what_each_rank_holds(folder: Path) -> None:
+    result = plan(folder, "--tensor-parallel-size", "3")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "rank 0 of 3: query heads 0-3 of 8, KV heads 0-1 of 4;" in text
+    assert "rank 2 of 3: query heads 6-7 of 8, KV heads 3 of 4;" in text
+    assert "Several ranks hold alike: norms, routers." in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,6 +113,7 @@ def test_the_table_for_people_has_them_too(folder: Path) -> None:
         (["config.json", "--memory", "5"], "cannot hold one block of each of 2 cache group"),
         (["config.json", "--max-model-len", "9000"], "--max-model-len is 9000; the model reaches 8192"),
         (["config.json", "--kv-cache-dtype", "int3"], "--kv-cache-dtype is 'int3'; give auto"),
+        (["config.json", "--tensor-parallel-size", "9"], "has 8 query heads, which stay whole. Give at most 8"),
         (["other.json"], "model_type 'bert'"),
     ],
 )

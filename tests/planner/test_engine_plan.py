@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from thread_ranks import make_sharded_engine
 from transom_cluster.cli import app
 from transom_worker import LLM
 from transom_worker.config import Settings
@@ -59,6 +60,20 @@ def test_engine_and_command_agree_on_every_integer(model: Path, steps_in_flight:
             in engine.report
         )
         assert f"takes {planned['request_bytes']:,} bytes" in engine.report
+    finally:
+        engine.shutdown()
+
+
+def test_several_ranks_and_command_agree_too(model: Path) -> None:
+    flags = ["--memory", "8MiB", "--tensor-parallel-size", "2", "--json"]
+    planned = json.loads(CliRunner().invoke(app, ["plan", str(model), *flags]).stdout)
+    engine, ranks = make_sharded_engine(str(model), 2, device="cpu")
+    try:
+        assert {"model": str(model), **engine.info.plan.as_json()} == planned
+        assert [rank["heads"][0]["kv_heads"] for rank in planned["ranks"]] == [[0, 1], [1, 2]]
+        assert [runner._layout.groups[0].block_bytes for runner in ranks.runners] == [
+            planned["groups"][0]["block_bytes"]
+        ] * 2
     finally:
         engine.shutdown()
 

@@ -1,0 +1,205 @@
+"""Several ranks of one worker in one process, a thread each: the same code as in processes of their own, without their start."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from transom_worker.config import EngineConfig, Settings
+from transom_worker.engine import Engine
+from transom_worker.errors import RankLost, StepFailed
+from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.metrics import EngineMetrics
+from transom_worker.model_files import resolve_model
+from transom_worker.models.model import Model
+from transom_worker.parallel import ALONE, Parallel
+from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.tokenizer import Tokenizer
+
+TIMEOUT_S = 60.0
+SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": 1}
+
+
+class Meeting:
+    """Where threads bring their tensors; the last to come does what is asked for, once for all."""
+
+    def __init__(self, size: int) -> None:
+        self.num_sums = 0
+        self._brought: list[tuple[str, torch.Tensor] | None] = [None] * size
+        self._made: Any = None
+        self._barrier = threading.Barrier(size, self._make, timeout=TIMEOUT_S)
+
+    def come(self, rank: int, what: str, x: torch.Tensor) -> Any:
+        """What was made of all ranks' tensors."""
+        self._brought[rank] = (what, x)
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise RankLost("Another rank has failed.") from None
+        return self._made
+
+    def leave(self) -> None:
+        """A rank has failed: nobody waits for it."""
+        self._barrier.abort()
+
+    def reset(self) -> None:
+        """All ranks are there again."""
+        self._barrier.reset()
+
+    def _make(self) -> None:
+        assert len({brought[0] for brought in self._brought if brought}) == 1, "ranks ask for different things"
+        what, tensors = self._brought[0][0], [x for _, x in filter(None, self._brought)]  # type: ignore[index]
+        match what:
+            case "sum":
+                assert len({x.shape for x in tensors}) == 1, [x.shape for x in tensors]
+                self.num_sums += 1
+                self._made = sum(tensors[1:], tensors[0].clone())
+            case "gather":
+                self._made = [x.clone() for x in tensors]
+            case "broadcast":
+                self._made = tensors[0].clone()
+
+
+class ThreadComm:
+    """One thread's `Communicator`; sums are in order of rank."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._meeting.come(self._rank, "sum", x))
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        gathered = self._meeting.come(self._rank, "gather", x)
+        return gathered if self._rank == 0 else None
+
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._meeting.come(self._rank, "broadcast", x))
+
+    def close(self) -> None:
+        self._meeting.leave()
+
+
+class RankThreads:
+    """Runs something on every rank at once."""
+
+    def __init__(self, size: int) -> None:
+        self.meeting = Meeting(size)
+        self.ranks = [
+            Parallel(rank=rank, size=size, comm=ALONE if size == 1 else ThreadComm(self.meeting, rank))
+            for rank in range(size)
+        ]
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank {rank}") for rank in range(size)]
+
+    def on_each(self, call: Callable[[Parallel], Any]) -> list[Any]:
+        """What `call` returns on each rank; the first error that is not another's."""
+
+        def guarded(parallel: Parallel) -> Any:
+            try:
+                return call(parallel)
+            except BaseException:
+                self.meeting.leave()
+                raise
+
+        futures = [thread.submit(guarded, rank) for thread, rank in zip(self._threads, self.ranks, strict=True)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            self.meeting.reset()
+            raise next((error for error in errors if not isinstance(error, RankLost)), errors[0])
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown()
+
+
+class KeptLogits:
+    """A model that remembers its logits."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.logits: list[torch.Tensor] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.logits.append(self._model.forward(batch))
+        return self.logits[-1].clone()  # sampling may write into it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class ThreadRanks(Executor):
+    """As `LocalExecutor`, on several ranks; a step's ranks must sample the same tokens."""
+
+    def __init__(self, config: EngineConfig, size: int) -> None:
+        self._config, self._plans = config, deque[StepPlan]()
+        self.threads = RankThreads(size)
+        self.runners: list[ModelRunner] = []
+        self._kept: list[KeptLogits] = []
+
+    def start(self) -> ExecutorInfo:
+        self.runners = self.threads.on_each(lambda parallel: ModelRunner(self._config, parallel))
+        pool_bytes = min(self.threads.on_each(lambda parallel: self.runners[parallel.rank].pool_bytes()))
+        infos = self.threads.on_each(lambda parallel: self.runners[parallel.rank].allocate(pool_bytes))
+        for runner in self.runners:
+            runner._model = KeptLogits(runner._model)
+            self._kept.append(runner._model)
+        return infos[0]
+
+    def logits(self) -> list[torch.Tensor]:
+        """Logits of all steps so far, over the whole vocabulary; then they are forgotten."""
+        steps = [torch.cat(parts, dim=1) for parts in zip(*(kept.logits for kept in self._kept), strict=True)]
+        for kept in self._kept:
+            kept.logits = []
+        return steps
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def receive(self) -> StepResult:
+        plan = self._plans.popleft()
+        try:
+            results = self.threads.on_each(lambda parallel: self.runners[parallel.rank].execute(plan))
+        except Exception as error:
+            self.drop_in_flight()
+            raise StepFailed(f"Step {plan.step_id} failed: {error}") from error
+        assert all(result.sampled_ids == results[0].sampled_ids for result in results)
+        first: StepResult = results[0]
+        return first
+
+    def drop_in_flight(self) -> None:
+        for plan in self._plans:
+            for runner in self.runners:
+                runner.abandon(plan)
+        self._plans.clear()
+
+    @property
+    def lost(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        pass
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self._plans.clear()
+        self.runners, self._kept = [], []
+        self.threads.close()
+
+
+def make_sharded_engine(model: str, size: int, **settings: object) -> tuple[Engine, ThreadRanks]:
+    """An engine over a small pool, on `size` ranks."""
+    config = Settings.parse(model=model, **(SETTINGS | settings)).engine_config()
+    ranks = ThreadRanks(config, size)
+    tokenizer = Tokenizer.load(resolve_model(config.model.model))
+    return Engine(config, ranks, tokenizer, EngineMetrics(model=model, worker="0")), ranks
