@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 from transom_cluster.background import BackgroundTasks
+from transom_cluster.failover import Cause
 from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.requests_in_flight import Flight, Progress, RequestsInFlight
 from transom_cluster.worker_client import WorkerClient
@@ -49,8 +50,8 @@ class LinkListener(Progress, Protocol):
     def closed(self, link: WorkerLink) -> None:
         """The stream has ended. `lost` follows."""
 
-    def lost(self, link: WorkerLink, flights: list[Flight], *, is_blamed: bool) -> None:
-        """These cannot go on here. `is_blamed`: the worker was lost, maybe by one of them."""
+    def lost(self, link: WorkerLink, flights: list[Flight], cause: Cause) -> None:
+        """These cannot go on here."""
 
 
 class WorkerLink:
@@ -95,7 +96,7 @@ class WorkerLink:
         self._reader = self._tasks.spawn(self._keep_open())
 
     async def close(self) -> None:
-        """End the stream for good; what is still on it is handed over as lost, without blame."""
+        """End the stream for good."""
         self.is_draining = True
         await self._tasks.cancel()
 
@@ -108,7 +109,7 @@ class WorkerLink:
         flights = self.in_flight.take_all()
         if flights:
             request_ids = [flight.attempt.request_id for flight in flights]
-            self._listener.lost(self, flights, is_blamed=False)
+            self._listener.lost(self, flights, "moved")
             await self._send_abort(request_ids)
         return len(flights)
 
@@ -220,9 +221,9 @@ class WorkerLink:
         if torn:
             logger.warning("Output of %d requests is missing between worker %s and here.", len(torn), self.worker_id)
             self._abort([flight.attempt.request_id for flight in torn])
-            self._listener.lost(self, torn, is_blamed=False)
+            self._listener.lost(self, torn, "torn")
         if lost:
-            self._listener.lost(self, lost, is_blamed=not self.is_draining)
+            self._listener.lost(self, lost, "lost")
 
     def _lose(self) -> list[str]:
         """The stream has ended: hand over what was on it; returns the attempts' ids."""
@@ -234,7 +235,7 @@ class WorkerLink:
         if self.is_open:
             self.is_open = False
             self._listener.closed(self)
-            self._listener.lost(self, flights, is_blamed=not self.is_draining)
+            self._listener.lost(self, flights, "lost")
         return request_ids
 
     def _abort(self, request_ids: list[str]) -> None:

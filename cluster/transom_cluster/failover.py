@@ -1,4 +1,4 @@
-"""Who goes on where when a worker is lost, and which request is to blame. Pure; the rule is told in docs/failover.md.
+"""Who goes on when a worker is lost, and which request is to blame. Pure; docs/failover.md has the reasons.
 
 Whatever may have run on a lost worker is a *suspect*: it goes on, but no two suspects on one worker, until it has brought
 `RELEASE_TOKENS` more tokens. So when a worker is lost with a suspect on it, that one is named; named after `max_lost_workers`
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Literal, Protocol, TypeVar
+
+from transom_worker.config import FailoverConfig
 
 RELEASE_TOKENS = 8  # more than the last steps before a loss whose events may be lost with the worker
 FORGET_S = 30.0  # a worker that ran a request for so long was not lost by what had happened to it before
@@ -70,6 +72,10 @@ def judge(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossR
     return culprit
 
 
+Cause = Literal["lost", "torn", "moved"]
+"""Why attempts cannot go on at their worker: it was lost with them, output is missing in between, or it has to end."""
+
+
 class Run(Protocol):
     """What is known of one attempt at a worker."""
 
@@ -78,6 +84,39 @@ class Run(Protocol):
     awaits_reply: bool
     num_new_tokens: int
     began_s: float | None  # when its first token came
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict(Generic[AnyRun]):
+    """What becomes of attempts: who goes on (those whose clients see them stand still first), who has had enough, who is poison."""
+
+    going_on: list[AnyRun]
+    given_up: list[AnyRun]
+    culprits: list[AnyRun]
+
+
+def after_loss(
+    attempts: Sequence[AnyRun], cause: Cause, config: FailoverConfig, *, max_num_seqs: int | None, now_s: float
+) -> Verdict[AnyRun]:
+    """Draw the conclusions. A worker that has to end is nobody's doing and not counted, nor is one that was never reached."""
+    culprit = None
+    if cause == "lost":
+        ran = may_have_run(attempts, max_num_seqs=max_num_seqs, now_s=now_s)
+        culprit = judge(ran, max_lost_workers=config.max_lost_workers)
+    verdict: Verdict[AnyRun] = Verdict(going_on=[], given_up=[], culprits=[])
+    for attempt in sorted(attempts, key=lambda attempt: not attempt.num_new_tokens):
+        is_counted = cause != "moved" and attempt.is_sent
+        if attempt.record is culprit:
+            verdict.culprits.append(attempt)
+        elif is_counted and attempt.record.num_resumes >= config.max_resumes:
+            verdict.given_up.append(attempt)
+        else:
+            attempt.record.num_resumes += is_counted
+            verdict.going_on.append(attempt)
+    return verdict
 
 
 def may_have_run(attempts: Sequence[Run], *, max_num_seqs: int | None, now_s: float) -> list[LossRecord]:

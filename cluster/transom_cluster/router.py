@@ -10,6 +10,7 @@ from zlib import crc32
 
 from transom_cluster.answer import Answer
 from transom_cluster.dispatcher import WorkerLink
+from transom_cluster.known_limits import KnownLimits
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.openai.errors import unknown_model
 from transom_cluster.openai.to_contract import ModelLimits
@@ -54,7 +55,11 @@ class Router:
         seed = crc32(router_id.encode())  # routers cast lots of their own
         placer = Placer(config.routing_policy, seed=seed, metrics=self.metrics.routing)
         self._drain_s = drain_s
-        self._room = WaitingRoom(self.links, placer, config.failover, self.metrics, wake_workers=workers.wake)
+        self._limits = KnownLimits()
+        self._wake_workers = workers.wake
+        self._room = WaitingRoom(
+            self.links, placer, config.failover, self.metrics, limits=self._limits, wake_workers=workers.wake
+        )
         self._pool = WorkerPool(
             workers, router_id, links=self.links, listener=self._room, metrics=self.metrics, drain_s=drain_s
         )
@@ -92,14 +97,14 @@ class Router:
         Raises:
             EngineDead: no worker was ready so far.
         """
-        if self._room.limits is None:
+        if self._limits.now is None:
             raise EngineDead(_NOT_READY)
-        return self._room.limits
+        return self._limits.now
 
     @property
     def known_limits(self) -> ModelLimits | None:
         """The same; None while no worker was ready."""
-        return self._room.limits
+        return self._limits.now
 
     def check_model(self, name: str | None) -> None:
         """Raise HttpError (404) unless `name` is served here; None means the served one."""
@@ -115,7 +120,7 @@ class Router:
         self.check_model(model)
         if self.is_draining:
             raise WorkerLost(_STOPPING)
-        await self._room.first_limits()
+        await self._limits.wait(self.config.failover.wait_s, wake_workers=self._wake_workers)
 
     def start(self) -> None:
         """Connect to the workers."""

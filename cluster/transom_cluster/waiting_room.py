@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from transom_cluster.background import BackgroundTasks
 from transom_cluster.dispatcher import Attempts, LinkBroken, WorkerLink
-from transom_cluster.failover import RELEASE_TOKENS, judge, may_have_run
+from transom_cluster.failover import RELEASE_TOKENS, Cause, after_loss
+from transom_cluster.known_limits import NO_WORKER, KnownLimits
 from transom_cluster.metrics import RouterMetrics
-from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.requests_in_flight import Flight
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import FailoverConfig
@@ -30,8 +30,7 @@ DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
 POISON = (
     "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
 )
-GAVE_UP = "The worker that computed this answer was lost, for the {n}th time in a row; send the request again."
-NO_WORKER = "No worker could take the request for {s:.0f} s (starting, or being replaced); try again in a moment."
+GAVE_UP = "The worker was lost {n} times while this answer was computed, and it is not sent to another; send the request again."
 LATE = "The request's deadline has passed."
 
 
@@ -45,15 +44,15 @@ class WaitingRoom:
         config: FailoverConfig,
         metrics: RouterMetrics,
         *,
+        limits: KnownLimits,
         wake_workers: Callable[[], None],
     ) -> None:
         self._links = links
         self._placer = placer
         self._config = config
         self._metrics = metrics
+        self._limits = limits
         self._wake_workers = wake_workers
-        self.limits: ModelLimits | None = None  # of those that were open when the last one opened
-        self._limits_known = asyncio.Event()
         self._tasks = BackgroundTasks()
         self._waiting: dict[Flight, None] = {}
         self._examined: dict[str, Flight] = {}  # the suspect that each worker has
@@ -62,20 +61,6 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    async def first_limits(self) -> None:
-        """Wait until a worker has said what it can do.
-
-        Raises:
-            WorkerLost: none has for as long as a request waits.
-        """
-        if self._limits_known.is_set():
-            return
-        self._wake_workers()
-        try:
-            await asyncio.wait_for(self._limits_known.wait(), self._config.wait_s)
-        except TimeoutError:
-            raise WorkerLost(NO_WORKER.format(s=self._config.wait_s)) from None
 
     def enter(self, flights: Iterable[Flight]) -> None:
         """Get these to workers, at once where one can take them."""
@@ -115,9 +100,7 @@ class WaitingRoom:
         """See `LinkListener`."""
         assert link.info is not None
         self._placer.add_worker(link.worker_id, link.info)
-        known = [one.limits for one in self._links.values() if one.takes_requests and one.limits is not None]
-        self.limits = min(known, key=lambda limits: limits.max_model_len, default=self.limits)
-        self._limits_known.set()
+        self._limits.update(self._links.values())
         self._serve_soon()
 
     def closed(self, link: WorkerLink) -> None:
@@ -142,29 +125,21 @@ class WaitingRoom:
             flight.record.release()
             self._vacate(flight)
 
-    def lost(self, link: WorkerLink, flights: list[Flight], *, is_blamed: bool) -> None:
+    def lost(self, link: WorkerLink, flights: list[Flight], cause: Cause) -> None:
         """See `LinkListener`."""
         flights = [flight for flight in flights if not flight.has_ended]
-        culprit = None
-        if is_blamed:
-            max_num_seqs = None if link.load is None else link.load.max_num_seqs
-            ran = may_have_run(flights, max_num_seqs=max_num_seqs, now_s=time.monotonic())
-            culprit = judge(ran, max_lost_workers=self._config.max_lost_workers)
-        going_on = []
         for flight in flights:
             self._left(flight)
-            is_counted = is_blamed and flight.is_sent
-            if flight.record is culprit:
-                self._give_up(flight, "poison", PoisonRequest(POISON.format(n=flight.record.num_losses)))
-            elif is_counted and flight.record.num_resumes >= self._config.max_resumes:
-                self._give_up(flight, "gave_up", WorkerLost(GAVE_UP.format(n=flight.record.num_resumes + 1)))
-            else:
-                flight.record.num_resumes += is_counted
-                flight.is_resuming = True
-                flight.refusals.clear()
-                going_on.append(flight)
-        going_on.sort(key=lambda flight: not flight.token_ids)  # whose clients see them stand still
-        self.enter(going_on)
+        max_num_seqs = None if link.load is None else link.load.max_num_seqs
+        verdict = after_loss(flights, cause, self._config, max_num_seqs=max_num_seqs, now_s=time.monotonic())
+        for flight in verdict.culprits:
+            self._give_up(flight, "poison", PoisonRequest(POISON.format(n=flight.record.num_losses)))
+        for flight in verdict.given_up:
+            self._give_up(flight, "gave_up", WorkerLost(GAVE_UP.format(n=flight.record.num_resumes + 1)))
+        for flight in verdict.going_on:
+            flight.is_resuming = True
+            flight.refusals.clear()
+        self.enter(verdict.going_on)
         self._serve_soon()
 
     def _place(self, flights: Iterable[Flight]) -> None:
@@ -284,5 +259,9 @@ class WaitingRoom:
             flight.refusals.clear()
             if now_s >= flight.wait_until_s:
                 del self._waiting[flight]
-                self._give_up(flight, "gave_up", WorkerLost(NO_WORKER.format(s=self._config.wait_s)))
+                error = WorkerLost(NO_WORKER.format(wait_s=self._config.wait_s))
+                if flight.is_resuming:
+                    self._give_up(flight, "gave_up", error)
+                else:
+                    flight.fail(error)
         self._place(list(self._waiting))

@@ -221,6 +221,7 @@ async def test_resumes_are_bounded(num_events: int) -> None:
         await kill_one(api, healthy_from_now=False)
         await kill_one(api, healthy_from_now=False)
         response = await answer
+        assert "lost 2 times" in response.text
         assert value(api, "transom_router_failovers_total", outcome="gave_up") == 1
         assert sum(len(worker.submitted) for worker in api.workers) == 2
     if num_events:

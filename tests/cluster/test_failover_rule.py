@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster.failover import FORGET_S, RELEASE_TOKENS, LossRecord, judge, may_have_run
+from transom_cluster.failover import FORGET_S, RELEASE_TOKENS, LossRecord, after_loss, judge, may_have_run
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import WorkerLoad
 
@@ -70,6 +70,25 @@ def test_who_merely_waited_is_not_to_blame():
     assert may == [one.record for one in (*streaming, queued, unanswered)]  # one place may have been the queued one's
     full = may_have_run(attempts, max_num_seqs=2, now_s=1.0)
     assert full == [one.record for one in (*streaming, unanswered)]
+
+
+def test_who_goes_on():
+    config = FailoverConfig(max_resumes=1, max_lost_workers=3)
+    queued, streaming, unsent = Attempt(), Attempt(num_new_tokens=3, began_s=0.0), Attempt(is_sent=False)
+    attempts = [queued, streaming, unsent]
+
+    def lose(cause):
+        return after_loss(attempts, cause, config, max_num_seqs=None, now_s=1.0)
+
+    assert lose("moved").going_on == [streaming, queued, unsent]  # who had begun first
+    assert [one.record.num_resumes for one in attempts] == [0, 0, 0]
+    assert lose("lost").given_up == []
+    assert [one.record.num_resumes for one in attempts] == [1, 1, 0]
+    assert [one.record.num_losses for one in attempts] == [1, 1, 0]
+    verdict = lose("torn")
+    assert verdict.given_up == [streaming, queued]
+    assert verdict.going_on == [unsent]
+    assert [one.record.num_losses for one in attempts] == [1, 1, 0]
 
 
 @given(st.data())

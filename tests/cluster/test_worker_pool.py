@@ -61,6 +61,7 @@ async def test_nobody_waits_for_ever() -> None:
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "worker_unavailable"
         assert api.router.num_waiting == 0
+        assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 0  # no worker ever had it
 
 
 async def test_a_full_worker_is_passed_over() -> None:
@@ -149,6 +150,20 @@ async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
         assert sorted(old.aborted) == sorted(request.request_id for request in old.submitted)
         assert old.num_running == 0
         assert sample(api, "transom_router_drains_total", outcome="moved") == 1
+
+
+async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
+    """A poison request must not go on for ever because the directory hears of deaths before the streams break."""
+    async with running_api(*workers(1, max_events=2), failover=FailoverConfig(wait_s=20.0, max_resumes=0)) as api:
+        api.router._pool._drain_s = 20.0
+        answer = asyncio.create_task(api.complete(max_tokens=5))
+        await until(lambda: api.worker.num_silent == 1)
+        api.directory.remove(api.worker)
+        await until(lambda: api.router.links["w0"].is_draining)
+        api.worker.kill()
+        assert (await answer).status_code == 503
+        assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 1
+        await until(lambda: not api.router.links)
 
 
 async def test_a_worker_that_was_missing_for_a_moment_is_linked_again() -> None:
