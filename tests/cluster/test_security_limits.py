@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 from asgi_call import AsgiCall
+from engine_server import engine_server
 from stub_worker import StubWorker
 from test_http_errors import problem
 
@@ -247,3 +248,20 @@ async def test_a_body_that_does_not_come_is_408():
         await call.ended()
         assert call.status == 408
         assert "body did not arrive" in call.text
+
+
+@pytest.fixture(scope="module")
+def slow_server(tiny_model):
+    config = {"limits": LimitsConfig(request_timeout_s=0.3)}
+    with engine_server(tiny_model, server=config, kv_cache_memory_bytes="4MiB") as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_takes_too_long_ends_and_leaves_no_block(slow_server, stream):
+    body = {"prompt": [5] * 50, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    response = httpx.post(f"{slow_server.url}/v1/completions", json=body, timeout=30)
+    assert response.status_code == (200 if stream else 408)
+    assert "request_timeout" in response.text
+    assert "[DONE]" not in response.text
+    asyncio.run(slow_server.until_quiet())
