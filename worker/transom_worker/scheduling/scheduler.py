@@ -131,8 +131,10 @@ class Scheduler:
                 f"{len(self._placement.waiting)} requests are waiting and the limit is {self.config.max_waiting}; try again later."
             )
         self._num_arrived += 1
-        aged = self.config.policy == "priority"
-        virtual_arrival_s = request.arrival_s + request.priority * PRIORITY_AGING_S if aged else 0.0
+        if self.config.policy == "priority":
+            virtual_arrival_s = request.arrival_s + request.priority * PRIORITY_AGING_S
+        else:  # who comes from a lost worker in mid-stream stands before all who have not begun
+            virtual_arrival_s = -1.0 if request.resumed_output_ids else 0.0
         sequence = Sequence(
             request=request,
             key=(virtual_arrival_s, self._num_arrived),
