@@ -24,8 +24,8 @@ from ray import serve
 
 CONFIG = Path("~/ray_bootstrap_config.yaml").expanduser()  # what `ray up` left here: the cluster's YAML
 SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -o ConnectTimeout=5"
-STOP = ". ~/transom/env.sh; ray stop --grace-period 15"
-STOP_TIMEOUT_S = 40.0
+STOP = ". ~/transom/env.sh; ray stop --grace-period 15; ray stop --force"  # by itself it leaves what takes longer
+STOP_TIMEOUT_S = 60.0
 UPDATE_TIMEOUT_S = 1800.0
 START_TIMEOUT_S = 120.0
 

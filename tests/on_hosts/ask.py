@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 BEGUN_AFTER = 8  # tokens
-TIMEOUT_S = 90.0
+TIMEOUT_S = 110.0
 
 
 async def main(url: str, key: str, num_streams: int, max_tokens: int) -> None:

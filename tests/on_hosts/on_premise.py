@@ -53,7 +53,7 @@ class OnPremise:
 
     def up(self) -> str:
         """`ray up`."""
-        return self._on_admin(f"ray up -y --no-config-cache {CLUSTER_YAML}", timeout_s=120)
+        return self._on_admin(f"ray up -y --no-config-cache {CLUSTER_YAML}", timeout_s=180)
 
     def execute(self, command: str, *, timeout_s: float) -> str:
         """A command on the head, by `ray exec`."""
@@ -68,12 +68,12 @@ class OnPremise:
         app["args"] |= {"api_key_file": "/root/transom/api_keys", "model": "/root/transom/model", **settings}
         app["deployments"] += deployments
         _write(path, serve)
-        self._on_admin(f"ray rsync-up {CLUSTER_YAML} serve.yaml /root/serve.yaml", timeout_s=30)
-        return self.execute("serve deploy ~/serve.yaml", timeout_s=60)
+        self._on_admin(f"ray rsync-up {CLUSTER_YAML} serve.yaml /root/serve.yaml", timeout_s=60)
+        return self.execute("serve deploy ~/serve.yaml", timeout_s=120)
 
     def down(self) -> str:
         """The steps of the README."""
-        stopped = self.execute("python ~/transom/stop_cluster.py", timeout_s=100)
+        stopped = self.execute("python ~/transom/every_host.py stop", timeout_s=180)
         return stopped + self._on_admin(f"ray down -y {CLUSTER_YAML}", timeout_s=60)
 
     @property

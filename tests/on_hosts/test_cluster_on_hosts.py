@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -19,11 +19,12 @@ from on_premise import API_KEY, OnPremise, build_wheel
 
 from tiny_checkpoints import tiny_llama
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-HEAD, ONE, TWO = "head", "one", "two"
+CLUSTER = HEAD, ONE, TWO = "head", "one", "two"
 HERE = Path(__file__).parent
 NUM_STREAMS, MAX_TOKENS = 8, 400
+CHANGE_TIMEOUT_S, ANSWER_TIMEOUT_S = 180.0, 120.0  # for machines that are busy
 # The first worker fits on host `one`, the second has room for one of its ranks there and for the other on host `two`.
 SLOTS = {ONE: '--num-cpus=3 --resources={"slot":3}', TWO: '--num-cpus=1 --resources={"slot":1}'}
 SETTINGS = {
@@ -33,6 +34,7 @@ SETTINGS = {
     "num_threads": 1,
     "kv_cache_memory_bytes": "64MiB",
 }
+BOTH = {"Router": 1, "Worker": 2}
 RANK = {"CPU": 0.25, "slot": 1}
 WORKER = {
     "name": "Worker",
@@ -54,9 +56,9 @@ def hosts(machine_as_before: None, tmp_path: Path) -> Iterator[Hosts]:
     """An administrator's host and three that become the cluster; they end with the test, whatever happens."""
     if problem := missing():
         pytest.fail(problem)
-    booted = Hosts(tmp_path, [ADMIN, HEAD, ONE, TWO])
+    booted = Hosts(tmp_path, [ADMIN, *CLUSTER])
     try:
-        for name in (ADMIN, HEAD, ONE, TWO):
+        for name in (ADMIN, *CLUSTER):
             booted.boot(name)
         yield booted
     finally:
@@ -69,23 +71,19 @@ def test_a_cluster_from_nothing_to_nothing(hosts: Hosts, tmp_path: Path, capsys:
     story = Story(capsys)
     cluster = OnPremise(hosts, SLOTS)
     cluster.write_files(build_wheel(tmp_path), tiny_llama(tmp_path / "model", max_position=4096))
-    for name in (HEAD, ONE, TWO):
+    for name in CLUSTER:
         cluster.prepare(name)
     story.tell("hosts, a wheel and a model are there")
 
     cluster.up()
     view = View(hosts[HEAD])
-    addresses = {name: hosts.address(name) for name in (HEAD, ONE, TWO)}
-    view.wait(lambda now: len(now["hosts"]) == 3, "three hosts in the cluster", 60)
+    head, one, two = (hosts.address(name) for name in CLUSTER)
+    view.wait_for("three hosts", hosts=[head, one, two])
     story.tell("ray up: three hosts are one cluster")
 
     cluster.deploy(SETTINGS, [WORKER])
-    now = view.wait(
-        lambda now: now["app"] == "RUNNING" and now["replicas"] == {"Router": 1, "Worker": 2}, "both workers", 90
-    )
-    assert now["spans"] == [[addresses[ONE]], [addresses[ONE], addresses[TWO]]]
+    view.wait_for("both workers", app="RUNNING", replicas=BOTH, spans=[[one], [one, two]])
     story.tell("serve deploy: one worker on one host, one across two")
-
     expected = Streams(hosts[ADMIN]).answers()
     assert all(answer["whole"] and answer["end"] == "length" for answer in expected), expected
     story.tell(f"{NUM_STREAMS} streams from outside are answered")
@@ -93,30 +91,38 @@ def test_a_cluster_from_nothing_to_nothing(hosts: Hosts, tmp_path: Path, capsys:
     streams = Streams(hosts[ADMIN])
     streams.wait_until_begun()
     hosts[TWO].power_off()
-    lost = time.monotonic()
-    view.wait(lambda now: now["hosts"] == sorted([addresses[HEAD], addresses[ONE]]), "the loss to be noticed", 30)
-    story.tell(f"a host is lost, and noticed after {time.monotonic() - lost:.1f} s")
+    story.mark()
+    view.wait_for("the loss to be noticed", hosts=[head, one])
+    story.tell("a host is lost in mid-stream, and noticed")
     assert streams.answers() == expected
-    story.tell(
-        f"{NUM_STREAMS} streams that ran are answered as if nothing had been, after {time.monotonic() - lost:.1f} s"
-    )
+    num_moved = num_resumed(hosts[ADMIN])
+    assert num_moved >= 1
+    story.tell(f"every stream is answered as if nothing had been; {num_moved:.0f} went on elsewhere")
     assert Streams(hosts[ADMIN]).answers() == expected
     story.tell("new streams are answered")
 
     hosts.boot(TWO)
-    view.wait(lambda now: len(now["hosts"]) == 3, "the host to be in the cluster again", 90)
-    story.tell("the host is back")
-    view.wait(
-        lambda now: now["replicas"] == {"Router": 1, "Worker": 2} and len(now["spans"]) == 2, "both workers again", 90
-    )
+    story.mark()
+    view.wait_for("the host to be back", hosts=[head, one, two])
+    story.tell("the host is back, by itself")
+    view.wait_for("both workers again", app="RUNNING", replicas=BOTH, spans=[[one], [one, two]])
     assert Streams(hosts[ADMIN]).answers() == expected
     story.tell("both workers serve again")
 
     view.close()
     cluster.down()
-    for name in (HEAD, ONE, TWO):
+    for name in CLUSTER:
         assert "ray" not in hosts[name].run("ps -eo args=", timeout_s=10).lower(), f"Ray lives on on {name}"
-    story.tell("ray down: no process of Ray on any host")
+    story.tell("ray down: no process of Ray is left on any host")
+
+
+def num_resumed(client: Host) -> float:
+    """How many requests have gone on at another worker, by the router's metrics."""
+    page = client.run(f"python -c \"import httpx; print(httpx.get('http://{HEAD}:8000/metrics').text)\"", timeout_s=30)
+    (line,) = [
+        line for line in page.splitlines() if line.startswith("transom_router_failovers_total") and "resumed" in line
+    ]
+    return float(line.split()[-1])
 
 
 class Story:
@@ -124,11 +130,18 @@ class Story:
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys, self._begin_s = capsys, time.monotonic()
+        self._mark_s: float | None = None
+
+    def mark(self) -> None:
+        """Something has happened, from which on seconds are of interest."""
+        self._mark_s = time.monotonic()
 
     def tell(self, what: str) -> None:
-        """A line with the seconds since the beginning."""
+        """A line with the seconds since the beginning, and since the mark."""
+        now_s = time.monotonic()
+        since = "" if self._mark_s is None else f" ({now_s - self._mark_s:.1f} s after)"
         with self._capsys.disabled():
-            print(f"\n  {time.monotonic() - self._begin_s:5.1f} s  {what}", end="", flush=True)
+            print(f"\n  {now_s - self._begin_s:5.1f} s  {what}{since}", end="", flush=True)
 
 
 class View:
@@ -137,19 +150,21 @@ class View:
     def __init__(self, head: Host) -> None:
         (head.files / "root/look.py").write_bytes((HERE / "look.py").read_bytes())
         self._process = head.start(". ~/transom/env.sh; exec python look.py 2>/dev/null")
-        self._seen: Queue[str] = Queue()
-        threading.Thread(target=_read_into, args=(self._process, self._seen), daemon=True).start()
-        self._now: dict[str, Any] = {"hosts": []}
+        self._lines = _lines(self._process)
+        self._now: dict[str, Any] = {}
 
-    def wait(self, is_it: Callable[[dict[str, Any]], bool], what: str, timeout_s: float) -> dict[str, Any]:
-        """The first view of which `is_it` holds."""
-        give_up_s = time.monotonic() + timeout_s
-        while not is_it(self._now):
+    def wait_for(self, what: str, **wanted: Any) -> None:
+        """Until the head sees what is wanted."""
+        give_up_s = time.monotonic() + CHANGE_TIMEOUT_S
+        while any(self._now.get(name) != value for name, value in wanted.items()):
             try:
-                self._now = json.loads(self._seen.get(timeout=max(0.0, give_up_s - time.monotonic())))
+                line = self._lines.get(timeout=max(0.0, give_up_s - time.monotonic()))
             except Empty:
-                pytest.fail(f"Waited {timeout_s} s for {what}; the cluster is {json.dumps(self._now)}")
-        return self._now
+                pytest.fail(
+                    f"Waited {CHANGE_TIMEOUT_S:.0f} s for {what}; the cluster is {json.dumps(self._now, indent=1)}"
+                )
+            if line.startswith("{"):  # not one of Ray's own messages
+                self._now = json.loads(line)
 
     def close(self) -> None:
         """Look no more."""
@@ -163,28 +178,33 @@ class Streams:
     def __init__(self, client: Host) -> None:
         (client.files / "root/ask.py").write_bytes((HERE / "ask.py").read_bytes())
         self._process = client.start(f"exec python ask.py http://{HEAD}:8000 {API_KEY} {NUM_STREAMS} {MAX_TOKENS} 2>&1")
-        self._said: Queue[str] = Queue()
-        threading.Thread(target=_read_into, args=(self._process, self._said), daemon=True).start()
+        self._lines = _lines(self._process)
 
     def wait_until_begun(self) -> None:
         """All streams have begun and go on."""
-        assert self._said.get(timeout=60) == "begun\n"
+        self._line("begun")
 
     def answers(self) -> list[dict[str, Any]]:
         """What the client has of each in the end."""
-        line = self._said.get(timeout=100)
-        if line == "begun\n":
-            line = self._said.get(timeout=100)
-        self._process.wait(timeout=10)
-        answers: list[dict[str, Any]] = json.loads(line)
+        answers: list[dict[str, Any]] = json.loads(self._line("[{"))
         return answers
 
+    def _line(self, beginning: str) -> str:
+        said = []
+        while not said or not said[-1].startswith(beginning):
+            try:
+                said.append(self._lines.get(timeout=ANSWER_TIMEOUT_S))
+            except Empty:
+                pytest.fail(f"The client was to say {beginning!r} and has said:\n{''.join(said)}")
+        return said[-1]
 
-def _read_into(process: subprocess.Popen[str], queue: Queue[str]) -> None:
+
+def _lines(process: subprocess.Popen[str]) -> Queue[str]:
+    """What it prints, read meanwhile."""
+    lines: Queue[str] = Queue()
     assert process.stdout is not None
-    for line in process.stdout:
-        if not line.startswith("\x1b"):  # Ray's own messages, in colours
-            queue.put(line)
+    threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True).start()
+    return lines
 
 
 def _traces() -> tuple[list[str], str, list[str]]:
