@@ -31,7 +31,7 @@ class Meeting:
     """Where threads bring their tensors; the last to come does what is asked for, once for all."""
 
     def __init__(self, size: int) -> None:
-        self.num_sums = 0
+        self.sum_widths: list[int] = []
         self._brought: list[tuple[str, torch.Tensor] | None] = [None] * size
         self._made: Any = None
         self._barrier = threading.Barrier(size, self._make, timeout=TIMEOUT_S)
@@ -59,7 +59,7 @@ class Meeting:
         match what:
             case "sum":
                 assert len({x.shape for x in tensors}) == 1, [x.shape for x in tensors]
-                self.num_sums += 1
+                self.sum_widths.append(tensors[0].shape[-1])
                 self._made = sum(tensors[1:], tensors[0].clone())
             case "gather":
                 self._made = [x.clone() for x in tensors]
