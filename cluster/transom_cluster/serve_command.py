@@ -70,7 +70,9 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
-    """Wait for /health, then for one token; what the workers say about themselves.
+    """Wait for a router, then for one token; what the workers say about themselves.
+
+    A router holds the request until there is a worker, and has one started where idleness has ended all of them already.
 
     Raises:
         StartFailed: no answer in time, or an error.
@@ -78,10 +80,12 @@ def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict
     keys = known_keys(config)
     headers = {b"authorization": f"Bearer {keys[0]}".encode()} if keys else {}
     give_up_s = time.monotonic() + READY_TIMEOUT_S
-    with httpx.Client(base_url=cluster.local_url, headers=headers, timeout=READY_TIMEOUT_S, trust_env=False) as client:
-        while not _is_healthy(client):
+    with httpx.Client(
+        base_url=cluster.local_url, headers=headers, timeout=2 * READY_TIMEOUT_S, trust_env=False
+    ) as client:
+        while not _router_answers(client):
             if time.monotonic() > give_up_s:
-                raise StartFailed(f"The server did not become healthy within {READY_TIMEOUT_S:.0f} s.")
+                raise StartFailed(f"No router answered within {READY_TIMEOUT_S:.0f} s.")
             time.sleep(0.05)
         response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
         if response.status_code != 200:
@@ -90,10 +94,11 @@ def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict
     return [worker for worker in workers if worker["state"] == "open"]
 
 
-def _is_healthy(client: httpx.Client) -> bool:
+def _router_answers(client: httpx.Client) -> bool:
+    """Whether /health is answered by a router and not by a proxy that has none yet."""
     try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
+        return "status" in client.get("/health").json()
+    except (httpx.TransportError, ValueError):
         return False
 
 
