@@ -2,12 +2,13 @@
 
 Each feature that lands adds its switch here: prefix cache, window repair, chunk size, pool size (preemption), steps in flight,
 the hybrid cache on or off, resumed requests; over models with full, window, sink + window and chunked layers. Chunk
-sizes take turns, the rest meets in every combination.
+sizes take turns, the rest meets in every combination. Several ranks, which share nothing but plans, meet some of them.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from engine_driver import make_engine, make_request, run
 from lost_windows import lose_windows
 from tiny_checkpoints import HybridCase, reference_greedy
+from transom_worker.engine import Engine
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 47, 48, 49, 63, 65, 100, 200)
@@ -29,6 +31,7 @@ MODELS = {
 }
 SWITCHES = list(itertools.product(["repair", "on", "off"], ["tight", "roomy"], [1, 2]))
 CHUNKS = (16, 64, 1024)
+SETTINGS = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
 
 
 def prompts() -> list[list[int]]:
@@ -48,6 +51,34 @@ def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
     }
 
 
+@dataclass(kw_only=True)
+class Seen:
+    """What happened on the way, so that nothing is exact because it did not happen."""
+
+    preemptions: int = 0
+    hits: int = 0
+    repaired: int = 0
+
+
+def check(engine: Engine, want: list[list[int]], where: object, seen: Seen, *, lose: bool) -> None:
+    """All prompts twice: from nothing, and resumed over what is cached then, without its windows if `lose`."""
+    fresh = [make_request(f"r{i}", p, max_tokens=NUM_TOKENS) for i, p in enumerate(prompts())]
+    resumed = [
+        make_request(f"s{i}", p, max_tokens=NUM_TOKENS, resumed=want[i][: i % NUM_TOKENS])
+        for i, p in enumerate(prompts())
+    ]
+    got = run(engine, fresh)
+    assert [whole.token_ids for whole in got] == want, where
+    if lose:
+        lose_windows(engine._scheduler.cache)
+    rest = run(engine, resumed)
+    assert [whole.token_ids for whole in rest] == [w[i % NUM_TOKENS :] for i, w in enumerate(want)], where
+    seen.preemptions += engine.num_preemptions
+    seen.hits += sum(whole.num_cached_tokens for whole in got + rest)
+    seen.repaired += engine.stats().outcome_tokens.get("repaired", 0)
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "dense"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_combination_is_exact(
@@ -55,38 +86,43 @@ def test_every_combination_is_exact(
 ) -> None:
     case, tight_kib = MODELS[name]
     want = expected[name]
-    preemptions = hits = repaired = 0
+    seen = Seen()
     for at, (caching, pool, in_flight) in enumerate(SWITCHES if hybrid else SWITCHES[::3]):
         chunk = CHUNKS[(at + list(MODELS).index(name)) % len(CHUNKS)]
         engine = make_engine(
             str(tiny_model),
             **case.settings(),
+            **SETTINGS,
             hybrid_kv_cache=hybrid,
             enable_prefix_caching=caching != "off",
             window_repair=caching == "repair",
             max_num_batched_tokens=chunk,
             steps_in_flight=in_flight,
-            block_size=8,
-            max_model_len=256,
-            max_num_seqs=8,
             kv_cache_memory_bytes=8 << 20 if pool == "roomy" else (tight_kib if hybrid else 300) << 10,
         )
-        fresh = [make_request(f"r{i}", p, max_tokens=NUM_TOKENS) for i, p in enumerate(prompts())]
-        resumed = [
-            make_request(f"s{i}", p, max_tokens=NUM_TOKENS, resumed=want[i][: i % NUM_TOKENS])
-            for i, p in enumerate(prompts())
-        ]
-        where = (name, caching, chunk, in_flight, pool)
-        got = run(engine, fresh)
-        assert [whole.token_ids for whole in got] == want, where
-        if caching == "repair":
-            lose_windows(engine._scheduler.cache)
-        rest = run(engine, resumed)
-        assert [whole.token_ids for whole in rest] == [w[i % NUM_TOKENS :] for i, w in enumerate(want)], where
-        preemptions += engine.num_preemptions
-        hits += sum(whole.num_cached_tokens for whole in got + rest)
-        repaired += engine.stats().outcome_tokens.get("repaired", 0)
-        engine.shutdown()
-    assert preemptions > 0
-    assert hits > 0
-    assert (repaired > 0) == (hybrid and name not in ("full", "windows only"))
+        check(engine, want, (name, caching, chunk, in_flight, pool), seen, lose=caching == "repair")
+    assert seen.preemptions > 0
+    assert seen.hits > 0
+    assert (seen.repaired > 0) == (hybrid and name not in ("full", "windows only"))
+
+
+@pytest.mark.parametrize(("name", "ranks", "pool"), [("SSF with sinks", 2, "tight"), ("SCF", 3, "roomy")])
+def test_several_ranks_are_exact(
+    tiny_model: Path, expected: dict[str, list[list[int]]], name: str, ranks: int, pool: str
+) -> None:
+    """With everything on; each rank has one of the two KV heads, so half the bytes hold as many blocks."""
+    case, tight_kib = MODELS[name]
+    seen = Seen()
+    engine = make_engine(
+        str(tiny_model),
+        **case.settings(),
+        **SETTINGS,
+        device="cpu",
+        tensor_parallel_size=ranks,
+        max_num_batched_tokens=64,
+        steps_in_flight=2,
+        kv_cache_memory_bytes=4 << 20 if pool == "roomy" else tight_kib << 9,
+    )
+    check(engine, expected[name], (name, ranks), seen, lose=True)
+    assert seen.hits > 0
+    assert (seen.preemptions > 0, seen.repaired > 0) == (pool == "tight", pool == "roomy")

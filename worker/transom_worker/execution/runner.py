@@ -123,11 +123,11 @@ class ModelRunner:
         Raises:
             StepFailed: a plan of another version.  ValueError: a plan that contradicts what this rank knows.
         """
+        self.in_forward = False
         if plan.version != STEP_VERSION:
             raise StepFailed(
                 f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
             )
-        self.in_forward = False
         times = [time.perf_counter()]
         self._apply(plan)
         prepared_s = time.perf_counter()

@@ -1,0 +1,57 @@
+"""Plans that raise: ranks that all refused one go on, ranks that may have parted do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_driver import make_engine, make_request, run
+from transom_worker.engine import Engine
+from transom_worker.errors import RankLost, StepFailed
+from transom_worker.scheduling.step import StepPlan
+
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), device="cpu", tensor_parallel_size=2)
+    yield engine
+    engine.shutdown()
+
+
+def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
+    """What was submitted behind it is dropped on every rank, so that later results are not taken for its."""
+    expected = run(engine, [make_request("before", PROMPT, max_tokens=4)])[0].token_ids
+    executor = engine._executor
+    executor.submit(StepPlan(step_id=1_000, version=99))
+    executor.submit(StepPlan(step_id=1_001))
+    with pytest.raises(StepFailed, match="version 99"):
+        executor.receive()
+    with pytest.raises(StepFailed, match="no plan is waiting"):
+        executor.receive()
+    assert run(engine, [make_request("after", PROMPT, max_tokens=4)])[0].token_ids == expected
+
+
+def test_results_that_nobody_waits_for_any_more(engine: Engine) -> None:
+    """After an interrupt ranks have run what the engine has forgotten."""
+    executor = engine._executor
+    executor.submit(StepPlan(step_id=2_000))
+    executor.drop_in_flight()
+    executor.submit(StepPlan(step_id=2_001))
+    assert executor.receive().step_id == 2_001
+
+
+def test_a_plan_that_fails_in_the_middle(engine: Engine) -> None:
+    executor = engine._executor
+    engine.add(make_request("r", PROMPT))
+    plan = engine._scheduler.schedule()
+    assert plan is not None
+    plan.logits_from = [plan.start[0] + plan.count[0]]  # and it is to sample
+    executor.submit(plan)
+    with pytest.raises(RankLost, match=r"Rank [01] of 2"):
+        executor.receive()
+    with pytest.raises(RankLost, match="not running"):
+        executor.submit(StepPlan(step_id=3_000))

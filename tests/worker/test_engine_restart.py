@@ -1,0 +1,170 @@
+"""An engine whose executor loses a rank: who is told what, that it serves again, and what is left when it cannot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from engine_driver import make_engine, make_request, run
+from transom_worker import LLM, SamplingParams
+from transom_worker import engine as engine_module
+from transom_worker.contract import WorkerMessage
+from transom_worker.engine import Engine
+from transom_worker.engine_thread import EngineThread
+from transom_worker.errors import EngineDead, RankLost, WorkerLost
+from transom_worker.execution.executor import ExecutorInfo
+from transom_worker.execution.local_executor import LocalExecutor
+from transom_worker.scheduling.step import StepResult
+
+PROMPT = list(range(5, 45))
+WAIT_S = 30
+
+
+class Fragile(LocalExecutor):
+    """One rank that can be lost like several."""
+
+    lose_after: int | None = None  # results
+    restarts = 0
+    comes_back = True
+    on_loss: Callable[[], None] = staticmethod(lambda: None)
+    is_lost = False
+
+    def receive(self) -> StepResult:
+        if self.lose_after is not None:
+            if self.lose_after == 0:
+                self.lose_after = None
+                raise RankLost("Rank 1 of 2: it was killed by SIGKILL")
+            self.lose_after -= 1
+        return super().receive()
+
+    @property
+    def lost(self) -> bool:
+        return self.is_lost
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise RankLost("Rank 0 of 2: it ended")
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        self.on_loss = callback  # type: ignore[method-assign]
+
+    def restart(self) -> ExecutorInfo:
+        self.restarts += 1
+        self.is_lost = False
+        if not self.comes_back:
+            raise RankLost("no memory")
+        self.shutdown()
+        return self.start()
+
+
+@pytest.fixture(autouse=True)
+def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "create_executor", Fragile)
+
+
+@pytest.fixture(params=[1, 2])
+def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), steps_in_flight=request.param, max_num_seqs=2)
+    yield engine
+    engine.shutdown()
+
+
+def executor_of(engine: Engine) -> Fragile:
+    executor = engine._executor
+    assert isinstance(executor, Fragile)
+    return executor
+
+
+def test_everybody_is_told_and_served_again(engine: Engine) -> None:
+    requests = [make_request(f"r{i}", PROMPT, max_tokens=6) for i in range(4)]  # two run, two wait
+    expected = [whole.token_ids for whole in run(engine, requests)]
+    for request in requests:
+        engine.add(request)
+    executor_of(engine).lose_after = 2
+    events = []
+    while not engine.is_restarting:
+        events = engine.step()
+    errors = {event.request_id: event.error for event in events if event.error}
+    assert set(errors) == {"r0", "r1", "r2", "r3"}
+    assert {error.kind for error in errors.values()} == {"WorkerLost"}
+    assert all("killed by SIGKILL" in error.message for error in errors.values())
+    stats = engine.stats()
+    assert sum(group.active_blocks + group.cached_blocks for group in stats.groups) == 0  # what ranks held is gone
+    assert engine.load().num_running == engine.load().num_waiting == 0
+    with pytest.raises(WorkerLost, match="again"):
+        engine.add(make_request("early", PROMPT))
+    assert engine.has_work
+    assert engine.step() == []
+    assert [whole.token_ids for whole in run(engine, requests)] == expected
+    assert executor_of(engine).restarts == 1
+
+
+def test_a_mirror_of_the_index_is_told_that_all_is_gone(engine: Engine) -> None:
+    run(engine, [make_request("before", PROMPT, max_tokens=4)])
+    engine.take_kv_update()
+    engine.add(make_request("lost", PROMPT, max_tokens=4))
+    executor_of(engine).lose_after = 0
+    engine.step()
+    update = engine.take_kv_update()
+    assert update is not None
+    assert {run.action for run in update.runs} == {"removed"}
+    assert not any(run.digests for run in engine.whole_kv_index().runs)
+
+
+def test_ranks_that_do_not_come_back_end_the_engine(engine: Engine) -> None:
+    engine.add(make_request("r", PROMPT))
+    executor_of(engine).lose_after, executor_of(engine).comes_back = 0, False
+    engine.step()
+    engine.step()
+    assert isinstance(engine.dead, RankLost)
+    with pytest.raises(EngineDead, match="no memory"):
+        engine.add(make_request("late", PROMPT))
+    assert not engine.is_restarting
+    assert not engine.has_work
+
+
+def test_an_idle_worker_restarts_at_once(engine: Engine) -> None:
+    delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
+    thread = EngineThread(engine, delivered.put)
+    executor = executor_of(engine)
+    restarted = threading.Event()
+    start = executor.start
+
+    def start_and_tell() -> ExecutorInfo:
+        info = start()
+        restarted.set()
+        return info
+
+    executor.start = start_and_tell  # type: ignore[method-assign]
+    executor.is_lost = True
+    executor.on_loss()
+    assert restarted.wait(WAIT_S)
+    thread.shutdown()
+    assert executor.restarts == 1
+
+
+def test_offline_answers_go_on_after_a_restart(tiny_model: Path) -> None:
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, logprobs=1, ignore_eos=True)
+    prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(3)]
+    with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1, max_num_seqs=2) as llm:
+        expected = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        executor_of(llm.engine).lose_after = 5
+        found = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        assert [(out.token_ids, out.text) for out in found] == [(out.token_ids, out.text) for out in expected]
+        assert [len(out.logprobs or ()) for out in found] == [12] * 3
+        assert executor_of(llm.engine).restarts == 1
+
+
+def test_an_offline_prompt_that_loses_every_rank_is_given_up(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(_: object) -> StepResult:
+        raise RankLost("Rank 1 of 2: out of memory")
+
+    with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1) as llm:
+        monkeypatch.setattr(Fragile, "receive", lose)
+        with pytest.raises(WorkerLost, match="out of memory"):
+            llm.generate({"prompt_token_ids": PROMPT}, use_tqdm=False)
+        assert executor_of(llm.engine).restarts == 2
