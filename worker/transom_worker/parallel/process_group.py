@@ -70,9 +70,9 @@ class ProcessGroup:
         try:
             return action()
         except RuntimeError as error:
-            raise RankLost(
-                f"Rank {self._rank} lost the others, or they are late by {self._timeout_s:g} s: {error}"
-            ) from error
+            reason = str(error).partition("\n")[0]
+            late = f"Rank {self._rank} lost the others, or they are late by {self._timeout_s:g} s"
+            raise RankLost(f"{late}: {reason}") from error
 
 
 def listen(ip: str) -> Any:
