@@ -26,8 +26,9 @@ from scheduler_driver import BLOCK, Driver, layout, request
 
 from lost_windows import lose_windows
 
-MAX_MODEL_LEN = 160
+MAX_MODEL_LEN = 112
 NUM_SESSIONS = 7
+SYSTEM_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Fleet:
                 router.coming[name].append(WorkerMessage(kv=worker.cache.whole_index(), load=worker.load))
         self.differences: list[int] = []  # predicted at the version of the search
         self.late: list[int] = []  # predicted at another version
-        self._system = [rng.randrange(50) for _ in range(30)]
+        self._system = [rng.randrange(50) for _ in range(SYSTEM_TOKENS)]
         self._sessions: list[list[int]] = [self._new_session() for _ in range(NUM_SESSIONS)]
         self._running: dict[str, tuple[Router, Worker, int]] = {}
         self._num_sent = 0
@@ -151,7 +152,7 @@ class Fleet:
         rng = self.rng
         session = rng.randrange(NUM_SESSIONS)
         prompt = self._sessions[session]
-        if len(prompt) > 100:
+        if len(prompt) > 66:
             prompt = self._sessions[session] = self._new_session()
         self._num_sent += 1
         resumed = tuple(rng.randrange(50) for _ in range(rng.choice([0, 0, 0, 0, 9])))
@@ -162,7 +163,7 @@ class Fleet:
             resumed=resumed,
             params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=1 if rng.random() < 0.03 else None),
             cache_salt=rng.choice([None, None, None, "tenant"]),
-            turn_boundaries=(30,) if prompt[:30] == self._system else (),
+            turn_boundaries=(SYSTEM_TOKENS,) if prompt[:SYSTEM_TOKENS] == self._system else (),
         )
         router = rng.choice(self.routers)
         router.placed[item.request_id] = placed = router.placer.place(item, list(self.workers))
