@@ -12,7 +12,7 @@ from deploy_files import DEPLOY, document
 
 PATH = DEPLOY / "monitoring/prometheus.yml"
 TOP = {"global", "scrape_configs"}
-OF_A_JOB = {"job_name", "metrics_path", "static_configs", "http_sd_configs"}
+OF_A_JOB = {"job_name", "metrics_path", "static_configs", "http_sd_configs", "authorization"}
 PROMTOOL = shutil.which("promtool")
 
 
