@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -86,10 +87,10 @@ class LocalRay:
 
     def drain(self) -> None:
         """Refuse new requests and return when running answers have ended, or after `DRAIN_S`."""
-        from ray import serve
-
-        with contextlib.suppress(Exception):  # a router that is gone has nothing to finish
-            serve.get_app_handle(APP_NAME).broadcast("drain").results(timeout_s=DRAIN_S)
+        try:
+            asyncio.run(_drain_routers())
+        except Exception as error:  # a router that is gone has nothing to finish
+            logger.warning("Running answers could not be waited for: %r", error)
         time.sleep(SETTLE_S)
 
     def stop(self) -> None:
@@ -158,6 +159,13 @@ class LocalRay:
             if app is not None and state in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartFailed(_reason([app.message, *(d.message for d in app.deployments.values())]))
             time.sleep(POLL_S)
+
+
+async def _drain_routers() -> None:
+    from ray import serve
+
+    handle = serve.get_app_handle(APP_NAME)  # with Serve's throughput settings handles work on an event loop only
+    await handle.broadcast("drain").results_async(timeout_s=DRAIN_S)
 
 
 @contextlib.contextmanager
