@@ -144,6 +144,7 @@ class ModelRunner:
             self._sample(plan, logits_RV, result)
             times.append(time.perf_counter())
             result.timings = StepTimings(
+                begin_s=times[0],
                 prepare_s=times[2] - times[0] - copy_s,
                 copy_s=copy_s,
                 forward_s=times[3] - times[2],

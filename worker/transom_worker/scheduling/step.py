@@ -115,8 +115,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimings:
-    """Seconds that one step took on the first rank, by part."""
+    """Seconds that one step took on the first rank, by part, and when it began by that host's monotonic clock."""
 
+    begin_s: float = 0.0
     prepare_s: float = 0.0
     copy_s: float = 0.0
     forward_s: float = 0.0
