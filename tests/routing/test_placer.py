@@ -158,7 +158,7 @@ def test_a_hot_prefix_spreads_to_a_second_worker_when_the_first_is_swamped() -> 
     made = placer(cached={"a": whole(PROMPT)})
     prompts = [PROMPT + tuple(range(100 * i, 100 * i + 100)) for i in range(40)]
     order = [made.place(request(f"r{i}", prompt), WORKERS).worker_id for i, prompt in enumerate(prompts)]
-    assert order[:10] == ["a"] * 10
+    assert order[:5] == ["a"] * 5
     assert set(order) > {"a"}
 
 

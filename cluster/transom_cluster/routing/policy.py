@@ -10,8 +10,9 @@ from statistics import median
 
 from transom_worker.config import RoutingPolicy
 
-# What a request costs its worker beyond its prompt, in prompt tokens: it takes part in every step until it ends.
-REQUEST_TOKENS = 16
+# What a request costs its worker beyond its prompt, in prompt tokens: it takes part in every step until it ends, and its blocks
+# push others out. Small enough that sessions stay where they are, large enough that not all of them begin where a system prompt is.
+REQUEST_TOKENS = 200
 # How long a request runs once it has begun, in decode steps; nobody knows how long answers will be.
 ANSWER_STEPS = 256
 # Rates of equal machines differ by up to this, with the prompts that they happened to get; no reason to prefer one.
