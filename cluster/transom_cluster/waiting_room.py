@@ -153,7 +153,15 @@ class WaitingRoom:
             among = [one for one in willing if one not in self._examined] if flight.record.is_suspect else willing
             if among:
                 self._waiting.pop(flight, None)
-                groups.setdefault(self._assign(flight, among), []).append((flight, flight.attempt))
+                try:
+                    worker_id = self._assign(flight, among)
+                except (
+                    Exception
+                ) as error:  # a bug, which must leave neither this client waiting for ever nor the others
+                    logger.exception("Request %s could not be placed.", flight.request.request_id)
+                    flight.fail(error)
+                    continue
+                groups.setdefault(worker_id, []).append((flight, flight.attempt))
             else:
                 self._wait(flight, in_line=bool(willing), is_refused=bool(open_ids))
         for worker_id, group in groups.items():

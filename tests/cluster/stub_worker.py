@@ -93,6 +93,7 @@ class StubWorker:
     poison_at: int = 0
     worker: str = "w0"
     num_resyncs: int = 0
+    num_failed_submits: int = 0
     num_silent: int = 0  # attempts that have brought `max_events`
     is_dead: bool = False
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(max_num_seqs=1000))
@@ -119,6 +120,7 @@ class StubWorker:
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
         if self.submit_failure is not None or self.is_dead:
+            self.num_failed_submits += 1
             raise self.submit_failure or ConnectionError("no worker")
         self.submitted += requests
         if self.admission_error is not None:
@@ -145,6 +147,8 @@ class StubWorker:
         self._notify()
 
     async def info(self) -> WorkerInfo:
+        if self.is_dead:
+            raise ConnectionError("no worker")
         return WorkerInfo(worker=self.worker, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, cache=CACHE_SHAPE)
 
     async def metrics_text(self) -> str:

@@ -213,6 +213,23 @@ async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again(mo
         assert api.worker.aborted == [first.request_id]
 
 
+async def test_two_workers_that_die_together_make_no_poison() -> None:
+    """The second one is dead already when it is sent what the first was lost with; its stream just has not said so yet."""
+    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        first = await silent(api)
+        (second,) = [worker for worker in api.workers if worker is not first]
+        second.is_dead, second.can_open = True, False
+        first.kill()
+        await until(lambda: api.router.links[second.worker].in_flight.request_ids)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        second.kill()
+        api.directory.add(StubWorker(worker="w2"))
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
+        assert second.num_failed_submits == 0
+
+
 @pytest.mark.parametrize("num_events", [0, 3])
 async def test_resumes_are_bounded(num_events: int) -> None:
     failover = FailoverConfig(wait_s=20.0, max_resumes=1, max_lost_workers=9)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 
 import pytest
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api, until
 from transom_cluster import waiting_room, worker_pool
+from transom_cluster.routing.placer import Placed, Placer
 from transom_worker.config import FailoverConfig
-from transom_worker.contract import ErrorInfo, WorkerMessage
+from transom_worker.contract import ErrorInfo, Request, WorkerMessage
 from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
 from transom_worker.kvcache.events import KvUpdate
 
@@ -192,6 +193,25 @@ async def test_a_directory_that_fails_is_asked_again(monkeypatch: pytest.MonkeyP
     router.start()
     await until(lambda: router.is_ready)
     await router.stop()
+
+
+async def test_a_request_that_cannot_be_placed_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_api(*workers(1), **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.links)
+        place = Placer.place
+
+        def broken(self: Placer, request: Request, among: Collection[str]) -> Placed:
+            if request.prompt_token_ids == tuple(b"odd"):
+                raise KeyError("a bug")
+            return place(self, request, among)
+
+        monkeypatch.setattr(Placer, "place", broken)
+        odd, fine = (asyncio.create_task(api.complete(prompt=prompt)) for prompt in ("odd", "fine"))
+        await until(lambda: api.router.num_waiting == 2)
+        api.directory.add(StubWorker(worker="w1"))
+        assert (await odd).status_code == 500
+        assert await text(fine) == "abc"
 
 
 async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
