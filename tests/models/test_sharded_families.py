@@ -24,10 +24,12 @@ from engine_driver import Whole, make_request, run
 from lost_windows import lose_windows
 from thread_ranks import ThreadRanks, make_sharded_engine
 from transom_worker.engine import Engine
+from transom_worker.model_files import resolve_model
+from transom_worker.planner import plan_from_config
 
 TOLERANCE = 1e-4
-NUM_TOKENS = 8
-LENGTHS = (5, 41, 90, 120)
+NUM_TOKENS = 6
+LENGTHS = (5, 41, 90)
 NINE_HEADS = {
     "hidden_size": 72,
     "num_attention_heads": 9,
@@ -39,6 +41,8 @@ NINE_HEADS = {
 BLUNT = FamilyCase(family="gemma4_text", config=DENSE["gemma4"].config | {"looking": 0.5})
 NINE = FamilyCase(family="llama", config=NINE_HEADS)
 CASES = DENSE | MIXTURES | {"gemma4": BLUNT, "llama with nine heads": NINE}
+VARIANTS = ("llama3", "mistral without windows", "mixtral", "qwen3_moe as it is", "llama4 without norms", *QUANTISED)
+FAMILIES = [name for name in (*CASES, "deepseek_v4") if name not in VARIANTS]
 SIZES = (2, 3, 4)
 CHUNKS = {"block_size": 8, "max_model_len": 768, "max_num_batched_tokens": 45, "dtype": "float32"}
 
@@ -57,7 +61,6 @@ class OneRank:
 
     folder: Path
     answers: Answers
-    tight: int  # bytes of a pool in which not all prompts fit at once
 
 
 def make_folder(folder: Path, name: str) -> Path:
@@ -76,8 +79,7 @@ def make_folder(folder: Path, name: str) -> Path:
 def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneRank]:
     folder = make_folder(tmp_path_factory.mktemp("sharded"), request.param)
     engine, ranks = make_sharded_engine(str(folder), 1, **CHUNKS)
-    plan = engine.info.plan
-    yield OneRank(folder, ask(engine, ranks), plan.request_bytes + plan.in_flight_bytes)
+    yield OneRank(folder, ask(engine, ranks))
     engine.shutdown()
 
 
@@ -111,17 +113,34 @@ def test_ranks_compute_what_one_rank_does(one_rank: OneRank, size: int) -> None:
     engine.shutdown()
 
 
+@pytest.mark.parametrize("one_rank", FAMILIES, indirect=True)
 @pytest.mark.parametrize("size", SIZES)
 def test_preempted_on_several_ranks(one_rank: OneRank, size: int) -> None:
-    """In the pool that one rank would need for few requests, divided as its blocks are."""
-    settings: dict[str, Any] = CHUNKS | {"enable_prefix_caching": False, "max_model_len": 160, "steps_in_flight": 2}
-    roomy, _ = make_sharded_engine(str(one_rank.folder), size, **settings)
-    plan = roomy.info.plan
-    roomy.shutdown()
-    tight = plan.request_bytes + plan.in_flight_bytes + 4 * plan.page_bytes
+    """In a pool in which not all prompts fit at once."""
+    settings: dict[str, Any] = CHUNKS | {"enable_prefix_caching": False, "max_model_len": 104, "steps_in_flight": 2}
+    plan = plan_from_config(
+        resolve_model(str(one_rank.folder)).config,
+        memory_bytes=8 << 20,
+        block_size=8,
+        max_model_len=104,
+        max_num_batched_tokens=45,
+        tensor_parallel_size=size,
+        kv_cache_dtype="float32",
+        steps_in_flight=2,
+    )
+    tight = plan.request_bytes + plan.in_flight_bytes + 2 * plan.page_bytes
     engine, _ = make_sharded_engine(str(one_rank.folder), size, kv_cache_memory_bytes=tight, **settings)
-    wholes = put(engine, "tight", (120, 41, 120, 90, 120, 120, 90))
+    lengths = (90, 90, 41, 90, 90)
+    wholes = put(engine, "tight", lengths)
     by_length = dict(zip(LENGTHS, tokens(one_rank.answers.wholes["cold"]), strict=True))
-    assert tokens(wholes) == [by_length[n] for n in (120, 41, 120, 90, 120, 120, 90)]
+    assert tokens(wholes) == [by_length[n] for n in lengths]
     assert engine.num_preemptions > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("one_rank", ["smollm3", "gemma4", "gpt_oss", "mimo_v2_flash", "deepseek_v4"], indirect=True)
+def test_without_the_hybrid_cache(one_rank: OneRank) -> None:
+    engine, _ = make_sharded_engine(str(one_rank.folder), 3, hybrid_kv_cache=False, **CHUNKS)
+    for situation in ("cold", "hit"):
+        assert tokens(put(engine, situation)) == tokens(one_rank.answers.wholes[situation])
     engine.shutdown()

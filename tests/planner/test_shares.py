@@ -12,7 +12,7 @@ from model_configs import CONFIGS
 from transom_worker.errors import ConfigError
 from transom_worker.models.architecture import Architecture, LayerAttention, read_architecture
 from transom_worker.models.sharding import check_size, cut, head_share, kv_holders, largest_size
-from transom_worker.models.shares import rank_shares, replicated_parts, share_lines
+from transom_worker.models.shares import rank_lines, rank_shares, replicated_parts
 from transom_worker.planner import cache_groups, make_layout, plan_from_config, rank_layout
 from transom_worker.planner.blocks import DTYPE_BYTES
 
@@ -109,10 +109,9 @@ def test_nine_heads() -> None:
     assert [queries(size) for size in (2, 3, 4, 5, 9)] == [[6, 3], [3, 3, 3], [3, 3, 2, 1], [3, 2, 1, 2, 1], [1] * 9]
     with pytest.raises(ConfigError, match=r"tensor-parallel-size is 10; this llama model has 9 query heads.*at most 9"):
         check_size(architecture, 10)
-    lines = share_lines(architecture, 2)
+    lines = rank_lines(rank_shares(architecture, 2))
     assert lines[0].startswith("rank 0 of 2: query heads 0-5 of 9, KV heads 0-1 of 3; inner columns 0-511 of 1,024;")
     assert lines[1].startswith("rank 1 of 2: query heads 6-8 of 9, KV heads 2 of 3;")
-    assert share_lines(architecture, 1) == []
     assert "each of 3 KV heads (on 1 or 2 ranks)" in replicated_parts(architecture, 5)
 
 

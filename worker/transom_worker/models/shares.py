@@ -73,16 +73,6 @@ def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def share_lines(architecture: Architecture, size: int) -> list[str]:
-    """A line a rank, and one of what several hold alike; none for one rank."""
-    if size == 1:
-        return []
-    return [
-        *rank_lines(rank_shares(architecture, size)),
-        f"on several ranks: {', '.join(replicated_parts(architecture, size))}",
-    ]
-
-
 def rank_lines(shares: Sequence[RankShare]) -> list[str]:
     """A line a rank."""
     return [_line(share, shares[-1]) for share in shares]
