@@ -113,9 +113,9 @@ def _create(group: PlacementGroup, bundle: int) -> Any:
     return ray.remote(RankActor).options(**options).remote()
 
 
-def _how_it_ended(life: Any) -> str:
+def _how_it_ended(life: Any) -> str | None:
     try:
         ray.get(life)
     except RayError as error:
         return f"its actor ended: {' '.join(str(error).split())}"
-    return "it ended"
+    return None

@@ -26,7 +26,8 @@ class RankGroup:
         """
         self.size = config.ranks.size
         self._launcher, self._on_lost = launcher, on_lost
-        self._ended: str | None = None  # the first rank that ended, and how
+        self._ended: str | None = None  # the first rank that ended
+        self._struck: str | None = None  # the first that could not say why, and how it ended
         self._channel = ExecutorChannel(launcher.ip)
         channel = self._channel
         setups = [
@@ -85,8 +86,10 @@ class RankGroup:
         self._launcher.close()
         self._channel.close()
 
-    def _rank_ended(self, rank: int, how: str) -> None:
-        self._ended = self._ended or f"Rank {rank} of {self.size}: {how}"
+    def _rank_ended(self, rank: int, how: str | None) -> None:
+        if how is not None:
+            self._struck = self._struck or f"Rank {rank} of {self.size}: {how}"
+        self._ended = self._ended or self._struck or f"Rank {rank} of {self.size} ended."
         self._channel.wake()
         self._on_lost()
 
@@ -102,8 +105,8 @@ class RankGroup:
             if (left_s := until_s - time.monotonic()) <= 0:
                 break
             found = self._channel.receive(left_s)
-        if words is None:
-            return RankLost(self._ended)
+        if words is None or (self._struck and words[1].error.kind == RankLost.__name__):
+            return RankLost(self._struck or self._ended)
         rank, failed = words
         cause = failed.error.error()
         lost = RankLost(f"Rank {rank} of {self.size}: {cause}")

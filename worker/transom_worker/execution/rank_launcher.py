@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from transom_worker.execution.rank_messages import RankSetup
 
-OnEnd = Callable[[int, str], None]
+OnEnd = Callable[[int, str | None], None]  # rank, and how it ended; None: in good order, having said why
 
 
 class Launcher(ABC):
@@ -22,7 +22,7 @@ class Launcher(ABC):
     def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
         """Start every rank's process.
 
-        `on_end` is called on a thread of the launcher's when a process ends that `kill` did not, with its rank and how it ended.
+        `on_end` is called on a thread of the launcher's when a process ends that `kill` did not.
 
         Raises:
             RankLost: a process cannot be started.  ConfigError: there is not room for all of them.

@@ -135,8 +135,10 @@ def _environment(setup: RankSetup) -> dict[str, str]:
     return {**environment, VISIBLE_DEVICES: devices[setup.rank] if setup.rank < len(devices) else ""}
 
 
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
+def _how_it_ended(code: int) -> str | None:
+    if code == 0:
+        return None
+    if code > 0:
         return f"it ended with exit code {code}"
     try:
         return f"it was killed by {signal.Signals(-code).name}"
