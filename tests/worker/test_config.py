@@ -14,8 +14,9 @@ def test_defaults_resolve() -> None:
     assert Settings.parse(model="m").server_config().served_model_name == "m"
 
 
-def test_two_steps_in_flight_on_cuda() -> None:
-    assert Settings.parse(model="m", device="cuda").engine_config().scheduler.steps_in_flight == 2
+def test_two_steps_in_flight_where_others_compute() -> None:
+    for settings in ({"device": "cuda"}, {"tensor_parallel_size": 2}):
+        assert Settings.parse(model="m", **settings).engine_config().scheduler.steps_in_flight == 2
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ class Settings(BaseModel):
         "fcfs", description="priority: lower numbers first; each step of priority counts as much as 30 s of waiting."
     )
     steps_in_flight: int | None = Field(
-        None, ge=1, le=2, description="Plans ahead of results; if unset 2 with --device cuda, else 1."
+        None, ge=1, le=2, description="Plans ahead of results; if unset 2 with --device cuda or several ranks, else 1."
     )
     seed: int | None = Field(None, description="Makes unseeded requests repeatable.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker; all cores if unset.")
@@ -289,7 +289,7 @@ class Settings(BaseModel):
             raise ConfigError("--sinks and --window-pattern need --window; give a window in tokens.")
 
     def engine_config(self) -> EngineConfig:
-        """The worker's part. `steps_in_flight` unset becomes 2 on an explicit cuda device, else 1."""
+        """The worker's part. `steps_in_flight` unset becomes 2 on an explicit cuda device and with several ranks, else 1."""
         return EngineConfig(
             model=ModelConfig(
                 model=self.model,
@@ -315,7 +315,8 @@ class Settings(BaseModel):
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 policy=self.scheduling_policy,
                 max_waiting=self.max_waiting,
-                steps_in_flight=self.steps_in_flight or (2 if self.device == "cuda" else 1),
+                steps_in_flight=self.steps_in_flight
+                or (2 if self.device == "cuda" or self.tensor_parallel_size > 1 else 1),
             ),
             ranks=RanksConfig(size=self.tensor_parallel_size, step_timeout_s=self.step_timeout_s),
             num_threads=self.num_threads,
