@@ -32,6 +32,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
     engine = make_engine(
         str(tiny_model), device="cpu", tensor_parallel_size=2, steps_in_flight=2, step_timeout_s=STEP_TIMEOUT_S
     )
+    assert "rank 1 of 2: query heads 3-5 of 6, KV heads 1 of 2; inner columns 96-191 of 192" in engine.report
     yield engine
     engine.shutdown()
     assert not left_behind(os.getpid())
