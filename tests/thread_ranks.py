@@ -68,20 +68,27 @@ class Meeting:
 
 
 class ThreadComm:
-    """One thread's `Communicator`; sums are in order of rank."""
+    """One thread's `Communicator`; sums are in order of rank. Counts what it passes round."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
+        self.num_operations = 0
+        self.gathered_elements = 0
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._meeting.come(self._rank, "sum", x))
+        return x.copy_(self._come("sum", x))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        gathered = self._meeting.come(self._rank, "gather", x)
+        self.gathered_elements += x.numel()
+        gathered: list[torch.Tensor] = self._come("gather", x)
         return gathered if self._rank == 0 else None
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._meeting.come(self._rank, "broadcast", x))
+        return x.copy_(self._come("broadcast", x))
+
+    def _come(self, what: str, x: torch.Tensor) -> Any:
+        self.num_operations += 1
+        return self._meeting.come(self._rank, what, x)
 
     def close(self) -> None:
         self._meeting.leave()
@@ -119,6 +126,15 @@ class RankThreads:
         """End the threads."""
         for thread in self._threads:
             thread.shutdown()
+
+
+def on_ranks(size: int, call: Callable[[Parallel], Any]) -> list[Any]:
+    """What `call` returns on each of `size` ranks that run at once."""
+    threads = RankThreads(size)
+    try:
+        return threads.on_each(call)
+    finally:
+        threads.close()
 
 
 class KeptLogits:

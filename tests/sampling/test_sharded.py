@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampler import KINDS
-from thread_ranks import ThreadCommunicator, on_ranks
+from thread_ranks import ThreadComm, on_ranks
 
 from transom_worker.contract import SamplingParams
 from transom_worker.parallel import Parallel
@@ -97,7 +97,7 @@ def test_only_rows_that_need_it_are_gathered() -> None:
         sampler = ShardedSampler(parallel, first_id=share.start)
         kinds = [GREEDY, NOISY, SamplingParams(top_k=5), SamplingParams(temperature=0.5), KINDS["penalised"]]
         run(sampler, kinds, [torch.zeros(5, 1000)[:, share]], [None])
-        assert isinstance(parallel.comm, ThreadCommunicator)
+        assert isinstance(parallel.comm, ThreadComm)
         return parallel.comm.gathered_elements, parallel.comm.num_operations
 
     assert on_ranks(2, one_rank) == [(2 * 500, 3)] * 2
@@ -107,7 +107,7 @@ def test_a_step_of_plain_rows_is_one_exchange() -> None:
     def one_rank(parallel: Parallel) -> tuple[int, int]:
         share = parallel.share(1000)
         run(ShardedSampler(parallel, first_id=share.start), [GREEDY, NOISY], [torch.zeros(2, 1000)[:, share]], [None])
-        assert isinstance(parallel.comm, ThreadCommunicator)
+        assert isinstance(parallel.comm, ThreadComm)
         return parallel.comm.gathered_elements, parallel.comm.num_operations
 
     assert on_ranks(3, one_rank) == [(0, 1)] * 3
