@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampler import KINDS
-from thread_ranks import ThreadComm, on_ranks
 
+from thread_ranks import ThreadComm, on_ranks
 from transom_worker.contract import SamplingParams
 from transom_worker.parallel import Parallel
 from transom_worker.sampling.sampler import Sampled, Sampler
