@@ -15,7 +15,7 @@ from transom_worker import engine as engine_module
 from transom_worker.contract import WorkerMessage
 from transom_worker.engine import Engine
 from transom_worker.engine_thread import EngineThread
-from transom_worker.errors import EngineDead, RankLost, WorkerLost
+from transom_worker.errors import ConfigError, EngineDead, RankLost, WorkerLost
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.scheduling.step import StepResult
@@ -30,6 +30,7 @@ class Fragile(LocalExecutor):
     lose_after: int | None = None  # results
     restarts = 0
     comes_back = True
+    refusal: Exception = RankLost("no memory")
     on_loss: Callable[[], None] = staticmethod(lambda: None)
     is_lost = False
 
@@ -56,7 +57,7 @@ class Fragile(LocalExecutor):
         self.restarts += 1
         self.is_lost = False
         if not self.comes_back:
-            raise RankLost("no memory")
+            raise self.refusal
         self.shutdown()
         return self.start()
 
@@ -115,15 +116,24 @@ def test_a_mirror_of_the_index_is_told_that_all_is_gone(engine: Engine) -> None:
     assert not any(run.digests for run in engine.whole_kv_index().runs)
 
 
-def test_ranks_that_do_not_come_back_end_the_engine(engine: Engine) -> None:
+@pytest.mark.parametrize("refusal", [RankLost("no memory"), ConfigError("no memory for so many ranks")])
+def test_ranks_that_do_not_come_back_end_the_engine(engine: Engine, refusal: Exception) -> None:
     engine.add(make_request("r", PROMPT))
-    executor_of(engine).lose_after, executor_of(engine).comes_back = 0, False
+    executor = executor_of(engine)
+    executor.lose_after, executor.comes_back, executor.refusal = 0, False, refusal
     engine.step()
     engine.step()
-    assert isinstance(engine.dead, RankLost)
+    assert engine.dead is refusal
     with pytest.raises(EngineDead, match="no memory"):
         engine.add(make_request("late", PROMPT))
     assert not engine.is_restarting
+    assert not engine.has_work
+
+
+def test_ranks_that_end_after_their_engine_are_no_work(engine: Engine) -> None:
+    """Its thread would never rest."""
+    engine.fail(ValueError("a step failed"))
+    executor_of(engine).is_lost = True
     assert not engine.has_work
 
 

@@ -64,6 +64,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
+        if self._dead is not None:
+            return bool(self._ready)
         return bool(self._answers or self._ready or self._sizes or self.is_restarting or self._executor.lost)
 
     @property
@@ -142,6 +144,7 @@ class Engine:
     def fail(self, reason: Exception) -> list[OutputEvent]:
         """End the engine: `add` refuses from now on, and every request gets an error event, with which it can go on elsewhere."""
         self._dead = self._dead or reason
+        self.is_restarting = False
         self._sizes.clear()
         told = reason if isinstance(reason, WorkerLost) else EngineDead(f"The worker's engine has ended: {reason}")
         return [self._error_event(request_id, told) for request_id in list(self._answers)]
@@ -221,7 +224,6 @@ class Engine:
     def _lose_ranks(self, error: RankLost) -> list[OutputEvent]:
         """Nothing that the ranks held is left: every request has to go on elsewhere, or here after the restart."""
         if self.is_restarting:  # again, while starting: there is no point in a third attempt
-            self.is_restarting = False
             return self.fail(error)
         logger.error("A rank was lost (%s); starting all ranks again.", error)
         self.is_restarting = True
