@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from engine_driver import make_engine, make_request, run
 from transom_worker.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
+from transom_worker.execution.rank_channel import ExecutorChannel
 from transom_worker.scheduling.step import StepPlan
 
 PROMPT = list(range(5, 45))
@@ -42,6 +44,26 @@ def test_results_that_nobody_waits_for_any_more(engine: Engine) -> None:
     executor.drop_in_flight()
     executor.submit(StepPlan(step_id=2_001))
     assert executor.receive().step_id == 2_001
+
+
+def test_an_interrupt_while_a_plan_is_sent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has the plan and the other does not: they may not go on as they are."""
+    send = ExecutorChannel._send
+
+    def send_and_interrupt(channel: ExecutorChannel, rank: int, frame: zmq.Frame) -> None:
+        send(channel, rank, frame)
+        raise KeyboardInterrupt
+
+    expected = run(engine, [make_request("whole", PROMPT, max_tokens=4)])[0].token_ids
+    engine.add(make_request("interrupted", PROMPT, max_tokens=4))
+    monkeypatch.setattr(ExecutorChannel, "_send", send_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    engine.step()
+    assert engine.is_restarting
+    engine.step()
+    assert run(engine, [make_request("again", PROMPT, max_tokens=4)])[0].token_ids == expected
 
 
 def test_a_plan_that_fails_in_the_middle(engine: Engine) -> None:

@@ -61,7 +61,11 @@ class RanksExecutor(Executor):
         """Send one plan to all ranks. Raises RankLost."""
         self.check()
         assert self._group is not None
-        self._group.send_all(Step(self._epoch, plan))
+        try:
+            self._group.send_all(Step(self._epoch, plan))
+        except BaseException:  # such as an interrupt: some ranks may have the plan and others not
+            self._kill()
+            raise
         self._in_flight.append((plan.step_id, time.monotonic()))
 
     def receive(self) -> StepResult:
@@ -104,11 +108,14 @@ class RanksExecutor(Executor):
         try:
             return action()
         except RankLost:
-            self._killed = True
-            self._in_flight.clear()
-            if self._group is not None:
-                self._group.kill()
+            self._kill()
             raise
+
+    def _kill(self) -> None:
+        self._killed = True
+        self._in_flight.clear()
+        if self._group is not None:
+            self._group.kill()
 
     def _start(self) -> ExecutorInfo:
         self._forget_steps()
