@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rank_watch import left_behind, rank_processes_of, wait_until_gone
+from rank_watch import left_behind, process_ids, rank_processes_of, wait_until_gone
+
+from transom_worker import LLM
 
 PROGRAM = Path(__file__).with_name("offline_program.py")
 
@@ -58,3 +60,12 @@ def test_an_end_without_warning_in_start_up(tiny_model: Path) -> None:
         process.kill()
         wait_until_gone(process.pid, *pids)
         assert not left_behind(process.pid)
+
+
+def test_a_model_that_is_forgotten_leaves_no_rank(tiny_model: Path) -> None:
+    settings = {"device": "cpu", "tensor_parallel_size": 2, "kv_cache_memory_bytes": "8MiB", "num_threads": 1}
+    llm = LLM(str(tiny_model), **settings)
+    pids = process_ids(llm.engine)
+    del llm
+    wait_until_gone(*pids)
+    assert not left_behind(os.getpid())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,6 +75,7 @@ class LLM:
         parsed = Settings.parse(model=model, dtype=dtype, **settings)
         show_logs()
         self.engine: Engine = build_engine(parsed.engine_config())
+        self._end = weakref.finalize(self, self.engine.shutdown)  # ranks would outlive whoever forgets it
         self._seed = parsed.seed
         self._ids = itertools.count()
 
@@ -125,8 +127,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
-        """Free the model and the KV pool; idempotent."""
-        self.engine.shutdown()
+        """Free the model and the KV pool; idempotent. The end of the object, or of the program, does it too."""
+        self._end()
 
     def _params_per_prompt(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
