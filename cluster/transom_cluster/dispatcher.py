@@ -249,7 +249,13 @@ class WorkerLink:
             logger.info("An abort did not reach worker %s: %r", self.worker_id, error)
 
     async def _ask_resync(self) -> None:
-        try:
-            await self.client.resync(self._router_id)
-        except Exception as error:  # its stream breaks as well then
-            logger.info("Worker %s was not asked for its index: %r", self.worker_id, error)
+        """Until the worker has heard it, or its stream ends: a mirror tells of a gap only once."""
+        stream_ended, pause_s = self._ended, FIRST_PAUSE_S
+        while not stream_ended.is_set():
+            try:
+                await self.client.resync(self._router_id)
+                return
+            except Exception as error:
+                logger.info("Worker %s was not asked for its index: %r", self.worker_id, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

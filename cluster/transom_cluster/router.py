@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 from collections.abc import AsyncIterator, Sequence
 from zlib import crc32
 
@@ -120,7 +121,8 @@ class Router:
         self.check_model(model)
         if self.is_draining:
             raise WorkerLost(_STOPPING)
-        await self._limits.wait(self.config.failover.wait_s, wake_workers=self._wake_workers)
+        wait_s = min(self.config.failover.wait_s, self.config.limits.request_timeout_s or math.inf)
+        await self._limits.wait(wait_s, wake_workers=self._wake_workers)
 
     def start(self) -> None:
         """Connect to the workers."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from transom_cluster.background import BackgroundTasks
 from transom_cluster.dispatcher import Attempts, LinkBroken, WorkerLink
 from transom_cluster.failover import RELEASE_TOKENS, Cause, after_loss
+from transom_cluster.failures import traceback_lines
 from transom_cluster.known_limits import NO_WORKER, KnownLimits
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.requests_in_flight import Flight
@@ -26,12 +27,14 @@ logger = logging.getLogger("transom.router")
 
 RETRY_S = 0.25  # after which workers that refused are asked again
 DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
+MAX_WAITING = 4096  # new requests without a worker; resumed ones always wait
 
 POISON = (
     "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
 )
 GAVE_UP = "The worker was lost {n} times while this answer was computed, and it is not sent to another; send the request again."
 LATE = "The request's deadline has passed."
+TOO_MANY = "{n} requests wait for a worker already; try again later."
 
 
 class WaitingRoom:
@@ -121,7 +124,7 @@ class WaitingRoom:
             self._placer.first_event(event.request_id, event.usage)
         if flight.has_ended:
             self._left(flight)
-        elif flight.record.is_suspect and flight.num_new_tokens >= RELEASE_TOKENS:
+        elif not flight.record.is_suspect or flight.num_new_tokens >= RELEASE_TOKENS:  # or somebody else was named
             flight.record.release()
             self._vacate(flight)
 
@@ -155,10 +158,9 @@ class WaitingRoom:
                 self._waiting.pop(flight, None)
                 try:
                     worker_id = self._assign(flight, among)
-                except (
-                    Exception
-                ) as error:  # a bug, which must leave neither this client waiting for ever nor the others
-                    logger.exception("Request %s could not be placed.", flight.request.request_id)
+                except Exception as error:  # a bug: neither this client nor the others may wait for ever because of it
+                    details = "".join(traceback_lines(error, with_messages=False))
+                    logger.error("Request %s could not be placed.\n%s", flight.request.request_id, details)
                     flight.fail(error)
                     continue
                 groups.setdefault(worker_id, []).append((flight, flight.attempt))
@@ -185,6 +187,9 @@ class WaitingRoom:
         if full is not None and is_refused and not in_line and not flight.is_admitted:
             self._waiting.pop(flight, None)
             flight.fail(full)
+            return
+        if not flight.is_admitted and flight not in self._waiting and len(self._waiting) >= MAX_WAITING:
+            flight.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
             return
         if in_line:  # the line moves
             flight.wait_until_s = time.monotonic() + self._config.wait_s

@@ -163,6 +163,32 @@ async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
         assert len(workers) == 3
 
 
+async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
+    """Of two losses one is explained; who was cleared of it goes on, and suspects of the other one may join it."""
+    first, second, third, last = (
+        StubWorker(worker=f"w{i}", max_events=1, poison=POISON, poison_at=2) for i in range(4)
+    )
+    config = FailoverConfig(wait_s=20.0)
+    async with running_api(first, failover=config) as api:
+        innocent, poison = (asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in ("innocent", "poison!"))
+        await until(lambda: first.num_silent == 2 and first.is_read)
+        first.kill()
+        api.directory.add(second)
+        await until(lambda: second.num_silent == 1 and second.is_read and api.router.num_waiting == 1)
+        api.directory.add(third)
+        await until(lambda: third.num_silent == 1 and third.is_read)
+        assert api.router._room._examined.keys() == {"w1", "w2"}
+        third.go()
+        assert (await poison).status_code == 500
+        begun = second.submitted[0]
+        second.push(second._event(begun, len(begun.resumed_output_ids) + 1, is_last=False))
+        await until(lambda: not api.router._room._examined)  # long before its eighth token
+        second.kill()
+        last.go()
+        api.directory.add(last)
+        assert (await innocent).json()["choices"][0]["text"] == LETTERS
+
+
 async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once() -> None:
     """Two places, both streaming: the others never ran, and need not be looked at one by one."""
     first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))

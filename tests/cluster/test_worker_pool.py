@@ -9,9 +9,9 @@ import pytest
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api, until
-from transom_cluster import waiting_room, worker_pool
+from transom_cluster import dispatcher, waiting_room, worker_pool
 from transom_cluster.routing.placer import Placed, Placer
-from transom_worker.config import FailoverConfig
+from transom_worker.config import FailoverConfig, LimitsConfig
 from transom_worker.contract import ErrorInfo, Request, WorkerMessage
 from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
 from transom_worker.kvcache.events import KvUpdate
@@ -51,6 +51,28 @@ async def test_a_router_that_never_had_a_worker_keeps_its_clients_waiting_as_wel
         await until(lambda: api.directory.num_wakes)
         api.directory.add(StubWorker(worker="w1"))
         assert await text(answer) == "abc"
+
+
+async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request_may_take() -> None:
+    limits = LimitsConfig(request_timeout_s=0.05)
+    async with running_api(StubWorker(can_open=False), limits=limits, **PATIENT) as api:
+        async with asyncio.timeout(10):
+            response = await api.complete()
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_room, "MAX_WAITING", 2)
+    async with running_api(*workers(1), **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.links)
+        waiting = [asyncio.create_task(api.complete()) for _ in range(2)]
+        await until(lambda: api.router.num_waiting == 2)
+        refused = await api.complete(stream=True)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "overloaded"
+        api.directory.add(StubWorker(worker="w1"))
+        assert [await text(answer) for answer in waiting] == ["abc"] * 2
 
 
 async def test_nobody_waits_for_ever() -> None:
@@ -195,7 +217,9 @@ async def test_a_directory_that_fails_is_asked_again(monkeypatch: pytest.MonkeyP
     await router.stop()
 
 
-async def test_a_request_that_cannot_be_placed_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_cannot_be_placed_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_api(*workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.links)
@@ -203,7 +227,7 @@ async def test_a_request_that_cannot_be_placed_fails_alone(monkeypatch: pytest.M
 
         def broken(self: Placer, request: Request, among: Collection[str]) -> Placed:
             if request.prompt_token_ids == tuple(b"odd"):
-                raise KeyError("a bug")
+                raise KeyError(request.prompt_token_ids)
             return place(self, request, among)
 
         monkeypatch.setattr(Placer, "place", broken)
@@ -212,6 +236,8 @@ async def test_a_request_that_cannot_be_placed_fails_alone(monkeypatch: pytest.M
         api.directory.add(StubWorker(worker="w1"))
         assert (await odd).status_code == 500
         assert await text(fine) == "abc"
+        assert "KeyError" in caplog.text
+        assert str(tuple(b"odd")) not in caplog.text
 
 
 async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
@@ -220,6 +246,24 @@ async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
         await until(lambda: api.worker.num_resyncs == 1)
         assert api.workers[1].num_resyncs == 0
         assert (await api.complete()).status_code == 200
+
+
+async def test_a_call_for_the_index_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mirror asks once for each gap: without the index it would say nothing of this worker for ever."""
+    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
+    async with running_api(*workers(1)) as api:
+        resync, calls = api.worker.resync, []
+
+        async def fails_at_first(router_id: str) -> None:
+            calls.append(router_id)
+            if len(calls) < 3:
+                raise ConnectionError("not now")
+            await resync(router_id)
+
+        api.worker.resync = fails_at_first  # type: ignore[method-assign]
+        api.worker._queue.put_nowait(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
+        await until(lambda: api.worker.num_resyncs == 1)
+        assert len(calls) == 3
 
 
 async def test_a_router_that_drains_finishes_its_answers_and_takes_no_others() -> None:
