@@ -22,7 +22,9 @@ def plan(
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), bf16, fp16, fp32 or fp8.")] = "auto",
     block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per KV block and unit of hashing.")] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed per step.")] = 1024,
-    steps_in_flight: Annotated[int, typer.Option(min=1, max=2, help="2 as with --device cuda.")] = 1,
+    steps_in_flight: Annotated[
+        int | None, typer.Option(min=1, max=2, help="2 as with --device cuda; unset, 2 with several ranks, else 1.")
+    ] = None,
     hybrid_kv_cache: Annotated[bool, typer.Option(help="Off: every layer keeps full length.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -43,7 +45,7 @@ def plan(
             tensor_parallel_size=tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype,
             hybrid=hybrid_kv_cache,
-            steps_in_flight=steps_in_flight,
+            steps_in_flight=steps_in_flight or (2 if tensor_parallel_size > 1 else 1),
         )
     except (ConfigError, ModelError) as error:
         typer.echo(f"transom: {error}", err=True)

@@ -69,6 +69,7 @@ def test_json_has_the_planners_integers(folder: Path) -> None:
         tensor_parallel_size=2,
         kv_cache_dtype="fp8",
         max_num_batched_tokens=1024,
+        steps_in_flight=2,  # as several ranks have
     )
     assert found == {"model": str(folder), **expected.as_json()}
     assert [group["name"] for group in found["groups"]] == ["full", "window_128"]
