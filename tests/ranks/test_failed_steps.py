@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from engine_driver import make_engine, make_request, run
 from transom_worker.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
 from transom_worker.execution.rank_channel import ExecutorChannel
+from transom_worker.execution.rank_messages import Step, decode, encode
 from transom_worker.scheduling.step import StepPlan
 
 PROMPT = list(range(5, 45))
@@ -64,6 +66,27 @@ def test_an_interrupt_while_a_plan_is_sent(engine: Engine, monkeypatch: pytest.M
     assert engine.is_restarting
     engine.step()
     assert run(engine, [make_request("again", PROMPT, max_tokens=4)])[0].token_ids == expected
+
+
+def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one began it and waits; what is told is why."""
+    send = ExecutorChannel._send
+
+    def send_another(channel: ExecutorChannel, rank: int, frame: zmq.Frame) -> None:
+        if rank == 1:
+            step = decode(frame.bytes)
+            frame = zmq.Frame(encode(Step(step.epoch, StepPlan(step_id=step.plan.step_id, version=99))))
+        send(channel, rank, frame)
+
+    engine.add(make_request("refused", PROMPT, max_tokens=4))
+    monkeypatch.setattr(ExecutorChannel, "_send", send_another)
+    (event,) = engine.step()
+    monkeypatch.undo()
+    assert event.error is not None
+    assert event.error.kind == "WorkerLost"
+    assert re.search("Rank 1 of 2: .*version 99", event.error.message)
+    engine.step()
+    assert len(run(engine, [make_request("again", PROMPT, max_tokens=4)])[0].token_ids) == 4
 
 
 def test_a_plan_that_fails_in_the_middle(engine: Engine) -> None:

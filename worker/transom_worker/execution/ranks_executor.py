@@ -132,7 +132,10 @@ class RanksExecutor(Executor):
     def _receive(self) -> StepResult:
         assert self._group is not None
         while True:
-            rank, message = self._group.receive(self._deadline_s())
+            try:
+                rank, message = self._group.receive(self._deadline_s())
+            except RankLost as error:
+                raise self._failed_alone() or error from error.__cause__
             if isinstance(message, Done):
                 if self._in_flight and message.result.step_id == self._in_flight[0][0]:
                     self._in_flight.popleft()
@@ -152,7 +155,7 @@ class RanksExecutor(Executor):
         assert self._group is not None
         if not self._failures:
             self._failed_s = time.monotonic()
-        self._failures.add(rank)
+        self._failures[rank] = failed
         if len(self._failures) < self._group.size:
             return
         self._failures.clear()
@@ -161,11 +164,18 @@ class RanksExecutor(Executor):
             self._in_flight.clear()
             raise StepFailed(f"Step {failed.step_id} failed: {failed.error.message}")
 
+    def _failed_alone(self) -> RankLost | None:
+        """What a rank said that refused a step which others began: they can only say that they waited for it."""
+        if not self._failures:
+            return None
+        rank, failed = next(iter(self._failures.items()))
+        return RankLost(f"Rank {rank} of {self._config.ranks.size}: {failed.error.message}")
+
     def _forget_steps(self) -> None:
         self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were submitted
         self._answered_s = 0.0
         self._epoch = 0  # steps that have failed
-        self._failures: set[int] = set()  # ranks on which the step that fails now has failed
+        self._failures: dict[int, Failed] = {}  # of the step that fails now, by rank
         self._failed_s = 0.0
 
     def _close(self) -> None:
