@@ -1,8 +1,8 @@
 """Who goes on when a worker is lost, and which request is to blame. Pure; docs/failover.md has the reasons.
 
 Whatever may have run on a lost worker is a *suspect*: it goes on, but no two suspects on one worker, until it has brought
-`RELEASE_TOKENS` more tokens. So when a worker is lost with a suspect on it, that one is named; named after `max_lost_workers`
-losses in all it is stopped, and whoever else was blamed for the same losses is cleared.
+`RELEASE_TOKENS` more tokens; then all losses are forgotten. So when a worker is lost with a suspect on it, that one is named; named
+after `max_lost_workers` losses in all it is stopped, and whoever else was blamed for the same losses is cleared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Generic, Literal, Protocol, TypeVar
 from transom_worker.config import FailoverConfig
 
 RELEASE_TOKENS = 8  # more than the last steps before a loss whose events may be lost with the worker
-FORGET_S = 30.0  # a worker that ran a request for so long was not lost by what had happened to it before
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +37,7 @@ class LossRecord:
         return len(self.incidents)
 
     def release(self) -> None:
-        """It has shown that the same step does not lose a worker again."""
-        self.is_suspect = False
-
-    def forget(self) -> None:
-        """Whatever was lost before, this request was not the reason."""
+        """It has shown that the same step does not lose a worker again: whatever was lost before, it was not the reason."""
         for incident in self.incidents:
             incident.suspects.remove(self)
         self.incidents.clear()
@@ -55,15 +50,19 @@ class LossRecord:
 
 
 def judge(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossRecord | None:
-    """A worker was lost with these on it: make suspects of whom that concerns; the one that must not be sent again, if any."""
-    blamed = [record for record in may_have_run if record.is_suspect] or list(may_have_run)
+    """A worker was lost with these on it: make suspects of whom that concerns; the one that must not be sent again, if any.
+
+    Only a suspect is named: who was alone there may have been alone for this router only.
+    """
+    suspects = [record for record in may_have_run if record.is_suspect]
+    blamed = suspects or list(may_have_run)
     incident = Incident(blamed)
     for record in blamed:
         record.incidents.append(incident)
         record.is_suspect = True
-    if len(blamed) != 1 or blamed[0].num_losses < max_lost_workers:
+    if len(suspects) != 1 or suspects[0].num_losses < max_lost_workers:
         return None
-    culprit = blamed[0]
+    culprit = suspects[0]
     for shared in culprit.incidents:
         for other in shared.suspects:
             if other is not culprit:
@@ -83,7 +82,6 @@ class Run(Protocol):
     is_sent: bool
     awaits_reply: bool
     num_new_tokens: int
-    began_s: float | None  # when its first token came
 
 
 AnyRun = TypeVar("AnyRun", bound=Run)
@@ -99,12 +97,12 @@ class Verdict(Generic[AnyRun]):
 
 
 def after_loss(
-    attempts: Sequence[AnyRun], cause: Cause, config: FailoverConfig, *, max_num_seqs: int | None, now_s: float
+    attempts: Sequence[AnyRun], cause: Cause, config: FailoverConfig, *, max_num_seqs: int | None
 ) -> Verdict[AnyRun]:
     """Draw the conclusions. A worker that has to end is nobody's doing and not counted, nor is one that was never reached."""
     culprit = None
     if cause == "lost":
-        ran = may_have_run(attempts, max_num_seqs=max_num_seqs, now_s=now_s)
+        ran = may_have_run(attempts, max_num_seqs=max_num_seqs)
         culprit = judge(ran, max_lost_workers=config.max_lost_workers)
     verdict: Verdict[AnyRun] = Verdict(going_on=[], given_up=[], culprits=[])
     for attempt in sorted(attempts, key=lambda attempt: not attempt.num_new_tokens):
@@ -119,18 +117,16 @@ def after_loss(
     return verdict
 
 
-def may_have_run(attempts: Sequence[Run], *, max_num_seqs: int | None, now_s: float) -> list[LossRecord]:
+def may_have_run(attempts: Sequence[Run], *, max_num_seqs: int | None) -> list[LossRecord]:
     """Which of the attempts at a lost worker it may have computed when it was lost.
 
     Those without a token merely waited if those that had begun took all of its places. Places that other routers' requests took
-    are not known, so that in doubt an attempt ran. Losses of long ago are forgotten here.
+    are not known, so that in doubt an attempt ran.
     """
     num_streaming = sum(attempt.num_new_tokens > 0 for attempt in attempts)
     had_place = max_num_seqs is None or num_streaming < max_num_seqs
-    records = []
-    for attempt in attempts:
-        if attempt.began_s is not None and now_s - attempt.began_s > FORGET_S:
-            attempt.record.forget()
-        if attempt.is_sent and (had_place or attempt.num_new_tokens or attempt.awaits_reply):
-            records.append(attempt.record)
-    return records
+    return [
+        attempt.record
+        for attempt in attempts
+        if attempt.is_sent and (had_place or attempt.num_new_tokens or attempt.awaits_reply)
+    ]

@@ -39,7 +39,7 @@ class Flight:
         self.record = LossRecord()
         self.refusals: dict[str, ErrorInfo] = {}  # by workers that need not be asked again just now
         self.wait_until_s = 0.0
-        self.began_s: float | None = None  # when the attempt brought its first token
+        self.has_begun = False  # the attempt has brought an event
         self.timer: asyncio.TimerHandle | None = None
         self._num_attempts = 0
         self._num_chars: int | None = None  # unknown until the first event: a resumed request starts in mid-text
@@ -52,7 +52,7 @@ class Flight:
         self._num_attempts += 1
         self.num_new_tokens = 0
         self.is_sent = self.awaits_reply = False
-        self.began_s = None
+        self.has_begun = False
         return self.attempt
 
     def send(self) -> None:

@@ -117,8 +117,8 @@ class WaitingRoom:
 
     def advanced(self, flight: Flight, event: OutputEvent) -> None:
         """See `LinkListener`."""
-        if flight.began_s is None:
-            flight.began_s = time.monotonic()
+        if not flight.has_begun:
+            flight.has_begun = True
             self._admitted(flight)
         if event.usage is not None and event.token_ids:
             self._placer.first_event(event.request_id, event.usage)
@@ -134,7 +134,7 @@ class WaitingRoom:
         for flight in flights:
             self._left(flight)
         max_num_seqs = None if link.load is None else link.load.max_num_seqs
-        verdict = after_loss(flights, cause, self._config, max_num_seqs=max_num_seqs, now_s=time.monotonic())
+        verdict = after_loss(flights, cause, self._config, max_num_seqs=max_num_seqs)
         for flight in verdict.culprits:
             self._give_up(flight, "poison", PoisonRequest(POISON.format(n=flight.record.num_losses)))
         for flight in verdict.given_up:

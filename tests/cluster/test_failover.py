@@ -130,6 +130,16 @@ async def test_a_chat_that_is_killed_twice(monkeypatch: pytest.MonkeyPatch) -> N
         assert (await answer).json()["choices"][0]["message"]["content"] == LETTERS[:12]
 
 
+async def test_a_lone_stream_whose_workers_are_killed_now_and_then_is_no_poison() -> None:
+    """It goes on for more than 8 tokens each time."""
+    async with running_api(*workers(3, max_events=9), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=26, stream=True))
+        await kill_one(api, healthy_from_now=False)
+        await kill_one(api)
+        objects, _ = without_ids((await answer).text)
+    assert texts(objects) == {0: LETTERS}
+
+
 async def test_killed_during_the_resume_before_its_first_event() -> None:
     failover = FailoverConfig(wait_s=20.0, max_lost_workers=3)
     async with running_api(*workers(3, max_events=0), failover=failover) as api:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster.failover import FORGET_S, RELEASE_TOKENS, LossRecord, after_loss, judge, may_have_run
+from transom_cluster.failover import RELEASE_TOKENS, LossRecord, after_loss, judge, may_have_run
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import WorkerLoad
 
@@ -26,7 +26,6 @@ class Attempt:
     is_sent: bool = True
     awaits_reply: bool = False
     num_new_tokens: int = 0
-    began_s: float | None = None
 
 
 def test_alone_on_two_lost_workers():
@@ -54,31 +53,41 @@ def test_suspects_that_were_lost_together_are_not_stopped():
     assert records[1].num_losses == 0
 
 
-def test_losses_are_forgotten_by_those_that_ran_long_enough():
+def test_losses_are_forgotten_by_those_that_went_on_well():
+    record, other = LossRecord(), LossRecord()
+    judge([record, other], max_lost_workers=2)
+    record.release()
+    assert (record.num_losses, other.num_losses) == (0, 1)
+    for _ in range(5):
+        assert judge([record], max_lost_workers=2) is None
+        record.release()
+
+
+def test_who_is_alone_for_one_router_only_becomes_a_suspect():
+    """Another router's requests may have been there too."""
     record = LossRecord()
-    judge([record], max_lost_workers=2)
-    ran = Attempt(record, num_new_tokens=1, began_s=100.0)
-    assert may_have_run([ran], max_num_seqs=None, now_s=101.0 + FORGET_S) == [record]
-    assert judge([record], max_lost_workers=2) is None
+    assert judge([record], max_lost_workers=1) is None
+    assert record.is_suspect
+    assert judge([record], max_lost_workers=1) is record
 
 
 def test_who_merely_waited_is_not_to_blame():
-    streaming = [Attempt(num_new_tokens=3, began_s=0.0) for _ in range(2)]
+    streaming = [Attempt(num_new_tokens=3) for _ in range(2)]
     queued, unsent, unanswered = Attempt(), Attempt(is_sent=False), Attempt(awaits_reply=True)
     attempts = [*streaming, queued, unsent, unanswered]
-    may = may_have_run(attempts, max_num_seqs=3, now_s=1.0)
+    may = may_have_run(attempts, max_num_seqs=3)
     assert may == [one.record for one in (*streaming, queued, unanswered)]  # one place may have been the queued one's
-    full = may_have_run(attempts, max_num_seqs=2, now_s=1.0)
+    full = may_have_run(attempts, max_num_seqs=2)
     assert full == [one.record for one in (*streaming, unanswered)]
 
 
 def test_who_goes_on():
     config = FailoverConfig(max_resumes=1, max_lost_workers=3)
-    queued, streaming, unsent = Attempt(), Attempt(num_new_tokens=3, began_s=0.0), Attempt(is_sent=False)
+    queued, streaming, unsent = Attempt(), Attempt(num_new_tokens=3), Attempt(is_sent=False)
     attempts = [queued, streaming, unsent]
 
     def lose(cause):
-        return after_loss(attempts, cause, config, max_num_seqs=None, now_s=1.0)
+        return after_loss(attempts, cause, config, max_num_seqs=None)
 
     assert lose("moved").going_on == [streaming, queued, unsent]  # who had begun first
     assert [one.record.num_resumes for one in attempts] == [0, 0, 0]
