@@ -14,6 +14,13 @@ def test_defaults_resolve() -> None:
     assert Settings.parse(model="m").server_config().served_model_name == "m"
 
 
+def test_how_long_a_request_waits_for_a_worker() -> None:
+    assert Settings.parse(model="m").server_config().failover.wait_s == 60.0
+    assert Settings.parse(model="m", worker_wait_s=5).server_config().failover.wait_s == 5.0
+    with pytest.raises(ConfigError, match="worker_wait_s"):
+        Settings.parse(model="m", worker_wait_s=0)
+
+
 def test_two_steps_in_flight_where_others_compute() -> None:
     for settings in ({"device": "cuda"}, {"tensor_parallel_size": 2}):
         assert Settings.parse(model="m", **settings).engine_config().scheduler.steps_in_flight == 2

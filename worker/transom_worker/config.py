@@ -211,6 +211,9 @@ class Settings(BaseModel):
         description="kv: least expected cost, cached prefixes counted; or least_tokens, round_robin, power_of_two.",
     )
     max_resumes: int = Field(4, ge=0, description="How often an answer goes on elsewhere when its worker is lost.")
+    worker_wait_s: float = Field(
+        60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
+    )
     kv_cache_dtype: str = "auto"
     swap_space: float = Field(0.0, ge=0)
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
@@ -353,7 +356,7 @@ class Settings(BaseModel):
                 request_timeout_s=self.request_timeout_s,
                 max_header_bytes=self.max_header_bytes,
             ),
-            failover=FailoverConfig(max_resumes=self.max_resumes),
+            failover=FailoverConfig(max_resumes=self.max_resumes, wait_s=self.worker_wait_s),
         )
 
 
