@@ -44,7 +44,9 @@ class WorkerResources:
     @property
     def has_room_for_one_more(self) -> bool:
         """Whether a worker can start beside all others: cores are shares, GPUs may all be in use."""
-        return not any("GPU" in bundle or "num_gpus" in bundle for bundle in [self.actor_options, *(self.bundles or ())])
+        return not any(
+            "GPU" in bundle or "num_gpus" in bundle for bundle in [self.actor_options, *(self.bundles or ())]
+        )
 
 
 def worker_resources(settings: Settings, machines: Machines) -> WorkerResources:
