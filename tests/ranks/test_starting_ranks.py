@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from rank_watch import left_behind, wait_until_gone
@@ -68,6 +70,35 @@ def test_a_rank_that_hangs_in_start_up(tiny_model: Path, pids: list[int], monkey
     before(Load, monkeypatch, lambda: os.kill(pids[1], signal.SIGSTOP))
     with pytest.raises(RankLost, match=r"Rank 1.*did not come within"):
         RanksExecutor(config(tiny_model, step_timeout_s=1.0), RankProcesses).start()
+    wait_until_gone(*pids)
+
+
+def test_a_start_that_is_interrupted(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank hangs in Load: who shuts its worker down does not wait for it."""
+    hangs, told = threading.Event(), SimpleQueue[str]()
+
+    def hang() -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        hangs.set()
+
+    def start() -> None:
+        try:
+            executor.start()
+        except RankLost as error:
+            told.put(str(error))
+
+    before(Load, monkeypatch, hang)
+    executor = RanksExecutor(config(tiny_model), RankProcesses)
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert hangs.wait(30)
+    executor.interrupt()
+    assert "interrupted" in told.get(timeout=10)
+    thread.join()
+    wait_until_gone(*pids)
+    assert not left_behind(os.getpid())
+    with pytest.raises(RankLost, match="interrupted"):
+        executor.restart()
     wait_until_gone(*pids)
 
 

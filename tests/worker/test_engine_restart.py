@@ -157,6 +157,41 @@ def test_an_idle_worker_restarts_at_once(engine: Engine) -> None:
     assert executor.restarts == 1
 
 
+def test_shutdown_does_not_wait_for_a_restart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(engine)
+    restarting, interrupted = threading.Event(), threading.Event()
+
+    def hang() -> ExecutorInfo:
+        restarting.set()
+        assert interrupted.wait(WAIT_S)
+        raise RankLost("The start of the ranks was interrupted.")
+
+    monkeypatch.setattr(executor, "restart", hang)
+    monkeypatch.setattr(executor, "interrupt", interrupted.set)
+    thread = EngineThread(engine, lambda _: None)
+    executor.is_lost = True
+    executor.on_loss()
+    assert restarting.wait(WAIT_S)
+    thread.shutdown()
+    assert "interrupted" in str(engine.dead)
+
+
+@pytest.mark.parametrize("fails", ["Scheduler", "startup_report"])
+def test_an_engine_that_cannot_be_made_leaves_no_ranks(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    ended: list[Fragile] = []
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Fragile, "shutdown", lambda executor: ended.append(executor))
+    monkeypatch.setattr(engine_module, fails, fail)
+    with pytest.raises(ValueError, match="a bug"):
+        make_engine(str(tiny_model))
+    assert len(ended) == 1
+
+
 def test_offline_answers_go_on_after_a_restart(tiny_model: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, logprobs=1, ignore_eos=True)
     prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(3)]

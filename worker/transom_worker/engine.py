@@ -41,6 +41,7 @@ class Engine:
     """One worker's engine. Not thread-safe: one thread calls it."""
 
     def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
+        """Starts the executor; where that or anything after it raises, `build_engine` shuts it down."""
         self.config = config
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -182,6 +183,11 @@ class Engine:
         """Have `callback` called, on any thread, when a rank ends by itself: there is work then."""
         self._executor.on_lost(callback)
 
+    def interrupt(self) -> None:
+        """Have a restart that is under way, or about to begin, fail soon; from any thread. `shutdown` follows."""
+        if self.is_restarting:
+            self._executor.interrupt()
+
     def shutdown(self) -> None:
         """Free the executor's memory and processes; idempotent."""
         self._executor.shutdown()
@@ -306,7 +312,6 @@ class Engine:
         if capacity >= max_model_len:
             return max_model_len
         if self.config.model.max_model_len is not None or capacity < 2:
-            self._executor.shutdown()
             raise ConfigError(
                 f"The KV pool holds {capacity} tokens of one sequence, and the model's length is {max_model_len}; "
                 f"give a larger --kv-cache-memory-bytes, or --max-model-len {max(2, capacity)} at most."
@@ -334,8 +339,13 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     """
     files = resolve_model(config.model.model)
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
-    engine = Engine(config, create_executor(config), Tokenizer.load(files), metrics)
-    engine.report = startup_report(engine.info, model=model_name or files.name)
+    tokenizer, executor = Tokenizer.load(files), create_executor(config)
+    try:
+        engine = Engine(config, executor, tokenizer, metrics)
+        engine.report = startup_report(engine.info, model=model_name or files.name)
+    except BaseException:
+        executor.shutdown()
+        raise
     for line in engine.report.splitlines():
         logger.info(line)
     return engine

@@ -76,9 +76,10 @@ class EngineThread:
         return self._engine.dead or (None if self._thread.is_alive() else EngineDead("The engine's thread has ended."))
 
     def shutdown(self) -> None:
-        """End the thread after the present step, then the engine; idempotent."""
+        """End the thread after the present step, then the engine; a restart is not waited for. Idempotent."""
         self._stopping = True
         self._wake.set()
+        self._engine.interrupt()
         self._thread.join()
         self._engine.shutdown()
 

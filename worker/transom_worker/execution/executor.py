@@ -54,7 +54,8 @@ class Executor(ABC):
 
     `submit` hands over one plan and returns at once; `receive` waits for the oldest unanswered plan's result. A failing step
     raises StepFailed from `receive`; plans submitted after it are dropped. After RankLost, from `submit` or `receive`, nothing
-    works until `restart`. Only the engine's thread calls these, and it calls `shutdown` whatever happened before.
+    works until `restart`. Only the engine's thread calls these, and it calls `shutdown` whatever happened before; `lost` and
+    `interrupt` are for any thread.
     """
 
     @abstractmethod
@@ -93,6 +94,9 @@ class Executor(ABC):
             RankLost: it did not come up.
         """
         raise RankLost("This executor has no ranks that could be started again.")
+
+    def interrupt(self) -> None:  # noqa: B027  most executors start nothing that others could wait for
+        """Have a start that is under way, and every later one, raise RankLost soon; from any thread. `shutdown` follows."""
 
     @abstractmethod
     def shutdown(self) -> None:

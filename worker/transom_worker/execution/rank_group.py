@@ -80,11 +80,21 @@ class RankGroup:
         """End all processes at once. Only `close` is of use then."""
         self._launcher.kill()
 
+    def interrupt(self, reason: str) -> None:
+        """End all processes, and have whoever waits for them raise RankLost with this reason; from any thread."""
+        self._ended = self._ended or reason
+        try:
+            self._launcher.kill()
+        finally:
+            self._channel.wake()
+
     def close(self) -> None:
         """End all processes, wait until they are gone, and close the channel; idempotent."""
-        self._launcher.kill()
-        self._launcher.close()
-        self._channel.close()
+        try:
+            self._launcher.kill()
+            self._launcher.close()
+        finally:
+            self._channel.close()
 
     def _rank_ended(self, rank: int, how: str | None) -> None:
         if how is not None:

@@ -22,8 +22,9 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 T = TypeVar("T")
 
-START_TIMEOUT_S = 600.0  # without a word from any rank
+SILENCE_TIMEOUT_S = 120.0  # in start-up, without a word from any rank: those that load tell of it every second
 FAILURE_TIMEOUT_S = 1.0  # within which a step that failed on one rank has failed on all, if it is the same failure
+INTERRUPTED = "The start of the ranks was interrupted: their worker shuts down."
 
 
 class RanksExecutor(Executor):
@@ -34,10 +35,12 @@ class RanksExecutor(Executor):
         config: EngineConfig,
         make_launcher: Callable[[], Launcher],
         *,
-        start_timeout_s: float = START_TIMEOUT_S,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
     ) -> None:
-        self._config, self._make_launcher, self._start_timeout_s = config, make_launcher, start_timeout_s
+        self._config, self._make_launcher, self._silence_timeout_s = config, make_launcher, silence_timeout_s
         self._group: RankGroup | None = None
+        self._starting: RankGroup | None = None
+        self._interrupted = False
         self._killed = False  # after a loss, until the next start
         self._pool_bytes: int | None = None
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
@@ -99,6 +102,13 @@ class RanksExecutor(Executor):
         self._close()
         return self._start()
 
+    def interrupt(self) -> None:
+        """Kill the ranks that are being started, now and ever after."""
+        self._interrupted = True
+        group = self._starting
+        if group is not None:
+            group.interrupt(INTERRUPTED)
+
     def shutdown(self) -> None:
         """End all ranks; idempotent."""
         self._close()
@@ -120,12 +130,16 @@ class RanksExecutor(Executor):
     def _start(self) -> ExecutorInfo:
         self._forget_steps()
         self._killed = False
-        group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
+        self._starting = group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
         try:
-            info, self._pool_bytes = start_ranks(group, timeout_s=self._start_timeout_s, pool_bytes=self._pool_bytes)
+            if self._interrupted:
+                raise RankLost(INTERRUPTED)
+            info, self._pool_bytes = start_ranks(group, timeout_s=self._silence_timeout_s, pool_bytes=self._pool_bytes)
         except BaseException:
             group.close()
             raise
+        finally:
+            self._starting = None
         self._group, self.ranks = group, info.ranks
         return info
 
