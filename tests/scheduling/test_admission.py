@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler_driver import Driver, layout, request
 
-from transom_worker.contract import KvPolicy, Request
-from transom_worker.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge
+from transom_worker.contract import CONTRACT_VERSION, KvPolicy, Request
+from transom_worker.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_worker.scheduling.admission import check_request
 
 
 def driver(num_pages: int = 100, **config: object) -> Driver:
     return Driver(layout(["full", "window"], num_pages=num_pages), **config)  # type: ignore[arg-type]
+
+
+def test_a_request_of_another_version_goes_to_another_worker() -> None:
+    with pytest.raises(WorkerLost, match=f"version {CONTRACT_VERSION - 1}; this worker speaks {CONTRACT_VERSION}"):
+        check_request(replace(request("old", range(3)), version=CONTRACT_VERSION - 1), vocab_size=100)
 
 
 def test_a_prompt_needs_room_for_one_more_token() -> None:

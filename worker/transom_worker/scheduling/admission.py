@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transom_worker.contract import CONTRACT_VERSION, Request
-from transom_worker.errors import PromptTooLong, RequestError, RequestTooLarge
+from transom_worker.errors import PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_worker.kvcache.manager import KvCache
 
 UNSUPPORTED = {
@@ -14,9 +14,14 @@ UNSUPPORTED = {
 
 
 def check_request(request: Request, *, vocab_size: int) -> None:
-    """Raises RequestError for a request of another contract version, without a prompt, or with ids outside the vocabulary."""
+    """Whether this worker understands a request.
+
+    Raises:
+        RequestError: no prompt, or ids outside the vocabulary.
+        WorkerLost: another contract version, as in mid-upgrade; a worker of the router's own version can take it.
+    """
     if request.version != CONTRACT_VERSION:
-        raise RequestError(
+        raise WorkerLost(
             f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}. Update the older side."
         )
     if not request.prompt_token_ids:
