@@ -1,6 +1,6 @@
 """Ranks as Ray actors, placed by the placement group that this process runs in: bundle i + 1 for rank i, bundle 0 is its own.
 
-Without such a group one is made, and removed with the ranks. Ray ends the actors when this process ends, however that comes about.
+Ray ends the actors when this process ends, however that comes about.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util import get_current_placement_group, get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from transom_worker.errors import ConfigError
 from transom_worker.execution.rank_launcher import Launcher, OnEnd
 from transom_worker.execution.rank_messages import RankSetup
 
-PLACEMENT_TIMEOUT_S = 120.0
 KILL_TIMEOUT_S = 10.0
 LOOK_PERIOD_S = 0.5  # between looks at whether anybody still wants to know; an end is seen at once
 
@@ -42,7 +41,6 @@ class RankActors(Launcher):
     def __init__(self) -> None:
         self._actors: list[Any] = []
         self._lives: list[Any] = []
-        self._own_group: PlacementGroup | None = None
         self._killed = threading.Event()
 
     @property
@@ -51,10 +49,10 @@ class RankActors(Launcher):
         return str(get_node_ip_address())
 
     def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
-        """Start every rank's actor. Raises ConfigError where the cluster has no room for all of them."""
-        group, first_bundle = self._placement(setups)
+        """Start every rank's actor. Raises ConfigError where this process runs in no placement group with a bundle for each."""
+        group = _placement(len(setups))
         for setup in setups:
-            self._actors.append(_create(group, first_bundle + setup.rank))
+            self._actors.append(_create(group, 1 + setup.rank))
         self._lives = [actor.live.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
         threading.Thread(target=self._watch, args=(on_end,), name="transom-ranks", daemon=True).start()
 
@@ -65,31 +63,10 @@ class RankActors(Launcher):
             ray.kill(actor)
 
     def close(self) -> None:
-        """Wait until they are gone; a placement group that was made for them goes too."""
+        """Wait until they are gone."""
         if self._lives:
             ray.wait(self._lives, num_returns=len(self._lives), timeout=KILL_TIMEOUT_S)
-        if self._own_group is not None:
-            remove_placement_group(self._own_group)
-        self._actors, self._lives, self._own_group = [], [], None
-
-    def _placement(self, setups: Sequence[RankSetup]) -> tuple[PlacementGroup, int]:
-        """The group, and the bundle of the first rank."""
-        current = get_current_placement_group()
-        if current is not None:
-            if current.bundle_count != len(setups) + 1:
-                raise ConfigError(
-                    f"The worker's placement group has {current.bundle_count} bundles; {len(setups)} ranks need "
-                    f"{len(setups) + 1}, of which the first is the worker's own."
-                )
-            return current, 1
-        on_gpu = setups[0].config.model.device == "cuda"
-        bundle = {"CPU": 1.0, "GPU": 1.0} if on_gpu else {"CPU": 1.0}
-        self._own_group = placement_group([bundle] * len(setups), strategy="PACK")
-        if not self._own_group.wait(PLACEMENT_TIMEOUT_S):
-            raise ConfigError(
-                f"The cluster has no room for {len(setups)} ranks of {bundle}; give a smaller --tensor-parallel-size."
-            )
-        return self._own_group, 0
+        self._actors, self._lives = [], []
 
     def _watch(self, on_end: OnEnd) -> None:
         running = {life: rank for rank, life in enumerate(self._lives)}
@@ -99,6 +76,20 @@ class RankActors(Launcher):
                 rank = running.pop(life)
                 if not self._killed.is_set():
                     on_end(rank, _how_it_ended(life))
+
+
+def _placement(num_ranks: int) -> PlacementGroup:
+    """The group that this process runs in."""
+    group = get_current_placement_group()
+    if group is None or group.bundle_count != num_ranks + 1:
+        found = (
+            "runs in no placement group" if group is None else f"has a placement group of {group.bundle_count} bundles"
+        )
+        raise ConfigError(
+            f"The worker {found}; {num_ranks} ranks as Ray actors need {num_ranks + 1} bundles, of which the first is the "
+            f"worker's own. Start it with `transom serve`, or give its actor such a group."
+        )
+    return group
 
 
 def _create(group: PlacementGroup, bundle: int) -> Any:

@@ -1,0 +1,31 @@
+"""Ranks as Ray actors ask for a placement group with a bundle for each, and for the worker's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from transom_worker.config import Settings
+from transom_worker.errors import ConfigError
+from transom_worker.execution import rank_actors
+from transom_worker.execution.rank_actors import RankActors
+from transom_worker.execution.rank_messages import RankSetup
+
+
+@pytest.mark.parametrize(
+    ("num_bundles", "told"), [(None, "runs in no placement group"), (2, "of 2 bundles"), (4, "of 4 bundles")]
+)
+def test_a_group_of_the_wrong_size(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_bundles: int | None, told: str
+) -> None:
+    config = Settings.parse(model=str(tiny_model), tensor_parallel_size=2).engine_config()
+    setups = [RankSetup(config=config, rank=rank, size=2, endpoint="", server_key=b"") for rank in range(2)]
+    group = None if num_bundles is None else SimpleNamespace(bundle_count=num_bundles)
+    monkeypatch.setattr(rank_actors, "get_current_placement_group", lambda: group)
+    launcher = RankActors()
+    with pytest.raises(ConfigError, match=f"{told}; 2 ranks as Ray actors need 3 bundles"):
+        launcher.launch(setups, lambda rank, how: None)
+    launcher.kill()
+    launcher.close()
