@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from transom_cluster.background import BackgroundTasks
 from transom_cluster.failover import Cause
+from transom_cluster.failures import traceback_lines
 from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.requests_in_flight import Flight, Progress, RequestsInFlight
 from transom_cluster.worker_client import WorkerClient
@@ -52,6 +53,9 @@ class LinkListener(Progress, Protocol):
 
     def lost(self, link: WorkerLink, flights: list[Flight], cause: Cause) -> None:
         """These cannot go on here."""
+
+    def failed(self, flight: Flight, error: Exception) -> None:
+        """Something went wrong with this one here: it ends, if it has not ended yet."""
 
 
 class WorkerLink:
@@ -109,7 +113,8 @@ class WorkerLink:
         flights = self.in_flight.take_all()
         if flights:
             request_ids = [flight.attempt.request_id for flight in flights]
-            self._listener.lost(self, flights, "moved")
+            self._withdrawn |= self._submitting.intersection(request_ids)
+            self._hand_over(flights, "moved")
             await self._send_abort(request_ids)
         return len(flights)
 
@@ -127,8 +132,9 @@ class WorkerLink:
         try:
             if any(flight.record.num_resumes for flight, _ in attempts):
                 await self._ask(self.client.info())
-            for flight, _ in attempts:
-                flight.send()
+            for flight, request in attempts:
+                if flight.attempt is request:  # it may have moved meanwhile
+                    flight.send()
             return await self._ask(self.client.submit(self._router_id, [request for _, request in attempts]))
         except NoAnswer:
             self._abort(list(request_ids))  # it may have taken them
@@ -217,13 +223,16 @@ class WorkerLink:
             self.load = message.load
         if message.kv is not None or message.load is not None:
             self._listener.told(self, message)
-        lost, torn = self.in_flight.dispatch(message.events)
+        lost, torn, failed = self.in_flight.dispatch(message.events)
         if torn:
             logger.warning("Output of %d requests is missing between worker %s and here.", len(torn), self.worker_id)
             self._abort([flight.attempt.request_id for flight in torn])
-            self._listener.lost(self, torn, "torn")
+            self._hand_over(torn, "torn")
         if lost:
-            self._listener.lost(self, lost, "lost")
+            self._hand_over(lost, "lost")
+        for flight, error in failed:
+            self._fail(flight, error)
+            self._abort([flight.attempt.request_id])
 
     def _lose(self) -> list[str]:
         """The stream has ended: hand over what was on it; returns the attempts' ids."""
@@ -234,9 +243,26 @@ class WorkerLink:
         request_ids = [flight.attempt.request_id for flight in flights]
         if self.is_open:
             self.is_open = False
-            self._listener.closed(self)
-            self._listener.lost(self, flights, "lost")
+            try:
+                self._listener.closed(self)
+            except Exception as error:  # a bug; what was taken must be handed over all the same
+                logger.error("Worker %s could not be taken off the list.\n%s", self.worker_id, _details(error))
+            self._hand_over(flights, "lost")
         return request_ids
+
+    def _hand_over(self, flights: list[Flight], cause: Cause) -> None:
+        """Requests that cannot go on here. Should that fail, which would be a bug, they end: nobody waits for ever."""
+        try:
+            self._listener.lost(self, flights, cause)
+        except Exception as error:
+            for flight in flights:
+                if not flight.has_ended and flight.worker_id in (None, self.worker_id):
+                    self._fail(flight, error)
+
+    def _fail(self, flight: Flight, error: Exception) -> None:
+        """Something went wrong with this flight, which would be a bug: it ends, and nothing else does."""
+        logger.error("Request %s failed in the router.\n%s", flight.request.request_id, _details(error))
+        self._listener.failed(flight, error)
 
     def _abort(self, request_ids: list[str]) -> None:
         if self.is_open:
@@ -259,3 +285,7 @@ class WorkerLink:
                 logger.info("Worker %s was not asked for its index: %r", self.worker_id, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _details(error: Exception) -> str:
+    return "".join(traceback_lines(error, with_messages=False))

@@ -80,10 +80,10 @@ class Flight:
         self.token_ids += fresh.token_ids
         self._num_chars = num_chars + len(fresh.text)
         first = fresh.usage is not None or fresh.prompt_logprobs is not None
-        if fresh.finish_reason is not None:
-            self.end()
         if fresh.token_ids or fresh.text or fresh.finish_reason or first:
             self.answer.put(self.index, fresh)
+        if fresh.finish_reason is not None:
+            self.end()
         return True
 
     def fail(self, error: Exception) -> None:
@@ -168,25 +168,33 @@ class RequestsInFlight:
         """Wait until nothing is expected."""
         await self._empty.wait()
 
-    def dispatch(self, events: Iterable[OutputEvent]) -> tuple[list[Flight], list[Flight]]:
+    def dispatch(
+        self, events: Iterable[OutputEvent]
+    ) -> tuple[list[Flight], list[Flight], list[tuple[Flight, Exception]]]:
         """Hand one step's events to their answers; those of unknown (withdrawn) attempts are dropped.
 
-        Returns flights that the worker has lost, and flights of which output is missing; none of them is expected any more.
+        Returns flights that the worker has lost, flights of which output is missing, and flights whose event set off an exception;
+        none of them is expected any more.
         """
         lost: list[Flight] = []
         torn: list[Flight] = []
+        failed: list[tuple[Flight, Exception]] = []
         for event in events:
             flight = self._flights.get(event.request_id)
             if flight is None:
                 continue
-            if event.error is not None and isinstance(event.error.error(), WorkerLost):
-                self.remove(event.request_id)
-                lost.append(flight)
-            elif flight.take(event):
-                if flight.has_ended:
+            try:
+                if event.error is not None and isinstance(event.error.error(), WorkerLost):
                     self.remove(event.request_id)
-                self._listener.advanced(flight, event)
-            else:
+                    lost.append(flight)
+                elif not flight.take(event):
+                    self.remove(event.request_id)
+                    torn.append(flight)
+                else:
+                    if flight.has_ended:
+                        self.remove(event.request_id)
+                    self._listener.advanced(flight, event)
+            except Exception as error:  # a bug, and this flight's alone
                 self.remove(event.request_id)
-                torn.append(flight)
-        return lost, torn
+                failed.append((flight, error))
+        return lost, torn, failed

@@ -26,6 +26,7 @@ from transom_worker.errors import Overloaded, PoisonRequest, RequestTimeout, Wor
 logger = logging.getLogger("transom.router")
 
 RETRY_S = 0.25  # after which workers that refused are asked again
+REST_S = 1.0  # for which a worker that could not take a request gets none, if others are there
 DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
 MAX_WAITING = 4096  # new requests without a worker; resumed ones always wait
 
@@ -35,6 +36,11 @@ POISON = (
 GAVE_UP = "The worker was lost {n} times while this answer was computed, and it is not sent to another; send the request again."
 LATE = "The request's deadline has passed."
 TOO_MANY = "{n} requests wait for a worker already; try again later."
+
+
+def place_in_line(flight: Flight) -> tuple[bool, int, float]:
+    """Streams that somebody is reading come first, then lower priority numbers, then who came first."""
+    return not flight.token_ids, flight.request.priority, flight.request.arrival_s
 
 
 class WaitingRoom:
@@ -59,6 +65,7 @@ class WaitingRoom:
         self._tasks = BackgroundTasks()
         self._waiting: dict[Flight, None] = {}
         self._examined: dict[str, Flight] = {}  # the suspect that each worker has
+        self._rests_until_s: dict[str, float] = {}  # workers that said they cannot take requests just now
         self._soon: asyncio.Handle | None = None
         self._tick: asyncio.TimerHandle | None = None
 
@@ -104,11 +111,13 @@ class WaitingRoom:
         assert link.info is not None
         self._placer.add_worker(link.worker_id, link.info)
         self._limits.update(self._links.values())
+        self._rests_until_s.pop(link.worker_id, None)
         self._serve_soon()
 
     def closed(self, link: WorkerLink) -> None:
         """See `LinkListener`."""
         self._placer.remove_worker(link.worker_id)
+        self._rests_until_s.pop(link.worker_id, None)
 
     def told(self, link: WorkerLink, message: WorkerMessage) -> None:
         """See `LinkListener`."""
@@ -145,12 +154,21 @@ class WaitingRoom:
         self.enter(verdict.going_on)
         self._serve_soon()
 
+    def failed(self, flight: Flight, error: Exception) -> None:
+        """See `LinkListener`."""
+        try:
+            self._left(flight)
+        finally:
+            if not flight.has_ended:
+                flight.fail(error)
+
     def _place(self, flights: Iterable[Flight]) -> None:
         """Send each to the best worker that may take it; the others wait."""
         groups: dict[str, list[tuple[Flight, Request]]] = {}
-        open_ids = [worker_id for worker_id, link in self._links.items() if link.takes_requests]
+        open_ids = self._open_ids()
         for flight in flights:
             if flight.has_ended:
+                self._waiting.pop(flight, None)
                 continue
             willing = [worker_id for worker_id in open_ids if worker_id not in flight.refusals]
             among = [one for one in willing if one not in self._examined] if flight.record.is_suspect else willing
@@ -170,6 +188,11 @@ class WaitingRoom:
             self._tasks.spawn(self._send(self._links[worker_id], group))
         if self._waiting and not open_ids:
             self._wake_workers()
+
+    def _open_ids(self) -> list[str]:
+        """Workers that take requests; those that rest only if there are no others."""
+        open_ids, now_s = [one for one, link in self._links.items() if link.takes_requests], time.monotonic()
+        return [one for one in open_ids if self._rests_until_s.get(one, 0.0) <= now_s] or open_ids
 
     def _assign(self, flight: Flight, among: list[str]) -> str:
         attempt = flight.begin_attempt()
@@ -226,6 +249,8 @@ class WaitingRoom:
         self._left(flight)
         if error is None:
             return True
+        if isinstance(error.error(), WorkerLost):
+            self._rests_until_s[link.worker_id] = time.monotonic() + REST_S
         if isinstance(error.error(), (Overloaded, WorkerLost)):
             flight.refusals[link.worker_id] = error
             return True
@@ -234,9 +259,9 @@ class WaitingRoom:
 
     def _left(self, flight: Flight) -> None:
         """A flight is no longer at its worker."""
-        self._placer.ended(flight.attempt.request_id)
         self._vacate(flight)
         flight.worker_id = None
+        self._placer.ended(flight.attempt.request_id)
 
     def _vacate(self, flight: Flight) -> None:
         """Its worker may take another suspect."""
@@ -262,7 +287,11 @@ class WaitingRoom:
 
     def _serve(self) -> None:
         self._soon = None
-        self._place(list(self._waiting))
+        self._place(self._line())
+
+    def _line(self) -> list[Flight]:
+        """Who waits, in the order in which places are given."""
+        return sorted(self._waiting, key=place_in_line)
 
     def _on_tick(self) -> None:
         """Some have waited long enough; the others may ask again those who refused."""
@@ -277,4 +306,4 @@ class WaitingRoom:
                     self._give_up(flight, "gave_up", error)
                 else:
                     flight.fail(error)
-        self._place(list(self._waiting))
+        self._place(self._line())

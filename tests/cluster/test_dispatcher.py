@@ -87,11 +87,21 @@ def test_a_resumed_request_goes_on_from_its_position():
 
 def test_a_request_of_which_output_is_missing_is_handed_back():
     in_flight, _ = flying(request())
-    lost, (torn,) = in_flight.dispatch([event(0, 2), event(4, 5)])
-    assert lost == []
+    lost, (torn,), failed = in_flight.dispatch([event(0, 2), event(4, 5)])
+    assert lost == failed == []
     assert torn.token_ids == [0, 1]
-    assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == ([], [])  # nobody waits
+    assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == ([], [], [])  # nobody waits
     assert len(in_flight) == 0
+
+
+async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
+    worker = StubWorker(max_events=0)
+    flight = Flight(Answer([request()]), 0, request())
+    old = flight.begin_attempt()
+    flight.begin_attempt()
+    await dispatcher.WorkerLink("w0", worker, "r0", Listener()).submit([(flight, old)])
+    assert not flight.is_sent
+    worker._cancel_all()
 
 
 def test_a_slow_reader_gets_everything_and_few_events():

@@ -12,7 +12,7 @@ from conftest import Api, make_router, running_api, until
 from transom_cluster import dispatcher, waiting_room, worker_pool
 from transom_cluster.routing.placer import Placed, Placer
 from transom_worker.config import FailoverConfig, LimitsConfig
-from transom_worker.contract import ErrorInfo, Request, WorkerMessage
+from transom_worker.contract import ErrorInfo, Request, Usage, WorkerMessage
 from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
 from transom_worker.kvcache.events import KvUpdate
 
@@ -238,6 +238,77 @@ async def test_a_request_that_cannot_be_placed_fails_alone(
         assert await text(fine) == "abc"
         assert "KeyError" in caplog.text
         assert str(tuple(b"odd")) not in caplog.text
+
+
+async def test_an_event_that_cannot_be_handled_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: Placer, request_id: str, usage: Usage) -> None:
+        if usage.num_prompt_tokens == len("odd"):
+            raise KeyError(request_id)
+
+    monkeypatch.setattr(Placer, "first_event", broken)
+    async with running_api(*workers(1), **PATIENT) as api:
+        odd, fine = (asyncio.create_task(api.complete(prompt=prompt, max_tokens=9)) for prompt in ("odd", "fine"))
+        assert (await odd).status_code == 500
+        assert await text(fine) == "abcdefghi"
+        await until(lambda: api.worker.aborted)
+        assert api.worker.num_streams == 1  # the link is whole
+        assert api.router.num_in_flight == 0
+        assert "KeyError" in caplog.text
+
+
+async def test_what_was_taken_from_a_lost_worker_is_handed_over_whatever_else_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError
+
+    first, second = workers(2, max_events=2)
+    async with running_api(first, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: first.num_silent == 1)
+        monkeypatch.setattr(Placer, "remove_worker", broken)
+        first.kill()
+        api.directory.add(second)
+        assert await text(answer) == "abc"
+        second.num_silent = 0
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: second.num_silent == 1)
+        monkeypatch.setattr(waiting_room, "after_loss", broken)
+        second.kill()
+        assert (await answer).status_code == 500
+        assert api.router.num_waiting == 0
+
+
+async def test_a_worker_that_cannot_take_requests_is_left_alone_for_a_while() -> None:
+    starting, ready = workers(2)
+    starting.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
+    async with running_api(starting, ready, routing_policy="round_robin") as api:
+        for _ in range(6):
+            assert (await api.complete()).status_code == 200
+        assert (len(starting.submitted), len(ready.submitted)) == (1, 6)
+        api.router._room._rests_until_s["w0"] = 0.0  # a second later
+        starting.admission_error = None
+        for _ in range(2):
+            assert (await api.complete()).status_code == 200
+        assert len(starting.submitted) == 2
+
+
+async def test_streams_that_have_begun_come_first_and_then_what_matters_most() -> None:
+    first, second = workers(2, max_events=1)
+    async with running_api(first, **PATIENT) as api:
+        answers = [asyncio.create_task(api.complete(prompt="begun", priority=9))]
+        await until(lambda: first.num_silent == 1)
+        second.go()
+        first.kill()
+        await until(lambda: api.router.num_waiting == 1)
+        for num, priority in enumerate((3, 0, -1, 0)):
+            answers.append(asyncio.create_task(api.complete(prompt=str(num), priority=priority)))
+            await until(lambda num=num: api.router.num_waiting == num + 2)
+        api.directory.add(second)
+        assert [await text(answer) for answer in answers] == ["abc"] * 5
+        assert [bytes(r.prompt_token_ids).decode() for r in second.submitted] == ["begun", "2", "1", "3", "0"]
 
 
 async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
