@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import torch
 
@@ -12,7 +14,18 @@ from transom_worker.weights.checkpoint import WHOLE, Part
 
 OnProgress = Callable[[float, int], None]
 
+T = TypeVar("T")
+
 PERIOD_S = 1.0
+
+
+def fetched(fetch: Callable[[], T], on_progress: OnProgress) -> T:
+    """What `fetch` gives or raises. It may download for long and tell nothing: `on_progress` says once a second that it does."""
+    with ThreadPoolExecutor(1, thread_name_prefix="transom-fetch") as pool:
+        future = pool.submit(fetch)
+        while not wait([future], timeout=PERIOD_S).done:
+            on_progress(0.0, 0)
+        return future.result()
 
 
 class CountedWeights:

@@ -14,7 +14,7 @@ import torch
 
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
-from transom_worker.execution.load_progress import CountedWeights, OnProgress
+from transom_worker.execution.load_progress import CountedWeights, OnProgress, fetched
 from transom_worker.model_files import ModelFiles, resolve_model
 from transom_worker.models.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_worker.models.model import Model
@@ -51,7 +51,7 @@ def load_model(
         ModelError: its files are missing, broken or of an unknown family.  ConfigError: the device is not there, or
             the model cannot be shared by so many ranks.
     """
-    files = resolve_model(config.model)
+    files = fetched(lambda: resolve_model(config.model), on_progress) if on_progress else resolve_model(config.model)
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)

@@ -1,0 +1,31 @@
+"""Who waits for a rank that downloads its model hears of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from transom_worker.execution import load_progress
+from transom_worker.execution.load_progress import fetched
+
+
+def test_a_long_download_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_progress, "PERIOD_S", 0.01)
+    told, told_twice = [], threading.Event()
+
+    def tell(share: float, num_bytes: int) -> None:
+        told.append((share, num_bytes))
+        if len(told) == 2:
+            told_twice.set()
+
+    assert fetched(lambda: told_twice.wait(30), tell)
+    assert told[:2] == [(0.0, 0)] * 2
+
+
+def test_what_a_download_raises() -> None:
+    def fail() -> None:
+        raise TimeoutError("no answer")
+
+    with pytest.raises(TimeoutError, match="no answer"):
+        fetched(fail, lambda share, num_bytes: None)
