@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from rank_watch import wait_until_gone
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tiny_checkpoints import reference_greedy
@@ -23,6 +24,7 @@ PROMPTS = [[(31 * i + 17 * j) % 1900 + 40 for j in range(length)] for i, length 
 NUM_TOKENS = 8
 TESTS = Path(__file__).parent.parent
 NUM_RANKS = 2
+STEP_TIMEOUT_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,12 @@ class Owner:
         from transom_worker.engine import build_engine
 
         config = Settings.parse(
-            model=model, device="cpu", tensor_parallel_size=NUM_RANKS, kv_cache_memory_bytes="8MiB", num_threads=1
+            model=model,
+            device="cpu",
+            tensor_parallel_size=NUM_RANKS,
+            kv_cache_memory_bytes="8MiB",
+            num_threads=1,
+            step_timeout_s=STEP_TIMEOUT_S,
         ).engine_config()
         self.engine = build_engine(replace(config, ranks=replace(config.ranks, launcher="ray")))
 
@@ -74,14 +81,25 @@ class Owner:
         self.engine.add(make_request("lost", PROMPTS[0], max_tokens=NUM_TOKENS))
         os.kill(pid, signal.SIGKILL)
         assert lost.wait(20)
+        return self.errors_and_restart()
+
+    def stop(self, pid: int) -> list[str]:
+        """Stop a rank; what `step` says of it once its time is over, and the restart."""
+        from engine_driver import make_request
+
+        self.engine.add(make_request("stopped", PROMPTS[0], max_tokens=NUM_TOKENS))
+        os.kill(pid, signal.SIGSTOP)
+        return self.errors_and_restart()
+
+    def errors_and_restart(self) -> list[str]:
         events = self.engine.step()
         assert self.engine.is_restarting
         self.engine.step()
-        return [event.error.kind for event in events if event.error]
+        return [event.error.message for event in events if event.error]
 
 
-def start(model: Path, group: PlacementGroup | None) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0) if group else "DEFAULT"
+def start(model: Path, group: PlacementGroup) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     return ray.remote(Owner).options(num_cpus=0.1, scheduling_strategy=strategy).remote(str(model))
 
 
@@ -95,10 +113,14 @@ def test_ranks_in_the_group_of_their_owner(cluster: None, tiny_model: Path, expe
     owner = start(tiny_model, group)
     assert ray.get(owner.answers.remote("first")) == expected
     launched = ray.get(owner.rank_processes.remote())
-    assert ray.get(owner.lose.remote(launched[1])) == ["WorkerLost"]
+    (told,) = ray.get(owner.lose.remote(launched[1]))
+    assert "lost a rank" in told
     wait_until_gone(*launched)
     assert ray.get(owner.answers.remote("again")) == expected
-    assert len(placement_group_table()) == 1
+    again = ray.get(owner.rank_processes.remote())
+    (told,) = ray.get(owner.stop.remote(again[1]))
+    assert re.search("Rank 1 .*did not come within", told)
+    wait_until_gone(*again)
     again = ray.get(owner.rank_processes.remote())
     ray.kill(owner)
     wait_until_gone(*again)
