@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from transom_worker.llm import LLM, SamplingParams
@@ -13,6 +14,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
 
 def main() -> None:
     """No guard against a second import by the ranks is needed: they do not run this file."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would this
     llm = LLM(
         sys.argv[1],
         device="cpu",
