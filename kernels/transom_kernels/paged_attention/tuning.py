@@ -1,0 +1,48 @@
+"""Sizes of the Triton path by shape: what each program holds, and its warps and stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom_kernels.paged_attention.work import Tiling
+
+DECODE_TOKENS = 4  # sequences with up to so many new tokens are cut along their keys
+DECODE_SPLIT_KEYS = 1024
+LEAST_ROWS = 16  # of a product on tensor cores
+PROMPT_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """Rows and keys of a program's tiles, warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int, element_bytes: int) -> KernelConfig:
+    """For tiles of at most `rows` rows (tokens times query heads of a KV head)."""
+    block_m = LEAST_ROWS
+    while block_m < rows:
+        block_m *= 2
+    widest = max(key_size, value_size)
+    if block_m <= 32:  # decoding: memory-bound, keep several loads in flight
+        block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
+        return KernelConfig(block_m=block_m, block_n=max(block_n, block_size), num_warps=4, num_stages=3)
+    small = widest * element_bytes <= 256
+    return KernelConfig(
+        block_m=block_m, block_n=max(64 if small else 32, block_size), num_warps=8, num_stages=3 if small else 2
+    )
+
+
+def decode_tiling() -> Tiling:
+    """Sequences with a few new tokens: one tile each, cut along the keys."""
+    return Tiling(least=1, most=DECODE_TOKENS, tile_tokens=DECODE_TOKENS, split_keys=DECODE_SPLIT_KEYS)
+
+
+def prompt_tiling(*, group: int, key_size: int) -> Tiling:
+    """Prompts and their chunks, where `group` query heads share a KV head."""
+    rows = PROMPT_ROWS if key_size <= 256 else PROMPT_ROWS // 2
+    return Tiling(least=DECODE_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0)

@@ -1,0 +1,197 @@
+"""The Triton path against the reference, in the interpreter (or on a GPU where there is one)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_case import Case, Sequence, Shape, make_case
+
+from transom_kernels.paged_attention import tuning
+from transom_kernels.paged_attention.gpu import ByProducts, CompactTable, paged_attention_triton
+from transom_kernels.paged_attention.reference import paged_attention_reference
+from transom_kernels.paged_attention.rule import MaskRule
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+SMALL = Shape(heads=6, kv_heads=2, size=16, block_size=8)
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few dozen keys make several splits."""
+    monkeypatch.setattr(tuning, "DECODE_SPLIT_KEYS", 32)
+
+
+def check(case: Case, *, by_products: ByProducts | None = None, **options: Any) -> torch.Tensor:
+    mask = {name: options.pop(name) for name in ("window", "num_sink_tokens", "chunk") if name in options}
+    arguments = {"scale": case.q.shape[-1] ** -0.5, "rule": MaskRule(**mask), **options}
+    inputs = (case.q, case.k_cache, case.v_cache, case.batch)
+    expected = paged_attention_reference(*inputs, **arguments)
+    out = paged_attention_triton(*inputs, **arguments, by_products=by_products)
+    again = paged_attention_triton(*inputs, **arguments)  # from what the first call left in scratch
+    assert torch.equal(out, again)
+    limit = TOLERANCE[case.q.dtype]
+    torch.testing.assert_close(out.float(), expected.float(), atol=limit, rtol=limit)
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 64, 65, 96])
+def test_decode_at_the_edges_of_blocks_rounds_and_splits(length: int) -> None:
+    check(make_case([Sequence(start=length - 1, count=1)], SMALL), sink_logits=torch.randn(6))
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 41, 42, 43, 85])
+@pytest.mark.parametrize("start", [0, 13])
+def test_prompts_at_the_edges_of_tiles(start: int, count: int) -> None:
+    check(make_case([Sequence(start=start, count=count), Sequence(start=0, count=0), Sequence(start=3, count=1)], SMALL))
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 33])
+@pytest.mark.parametrize("sinks", [0, 5, 8])
+def test_windows_and_sink_tokens_whose_run_has_slid(window: int, sinks: int) -> None:
+    shape = replace(SMALL, num_pinned_blocks=-(-sinks // 8))
+    long, chunk = max(0, 70 - window + 1), max(0, 50 - window + 1)
+    sequences = [Sequence(start=70, count=1, first_key=long), Sequence(start=50, count=20, first_key=chunk)]
+    check(make_case([*sequences, Sequence(start=2, count=1), Sequence(start=0, count=9)], shape), window=window, num_sink_tokens=sinks)
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 17])
+def test_chunks_and_lower_bounds(chunk: int) -> None:
+    sequences = [Sequence(start=63, count=1), Sequence(start=64, count=1), Sequence(start=40, count=30, attend_from=50)]
+    check(make_case([*sequences, Sequence(start=20, count=2, attend_from=30)], SMALL), chunk=chunk, window=40)
+
+
+@pytest.mark.parametrize(("size", "v_size"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)])
+def test_head_sizes(size: int, v_size: int) -> None:
+    shape = Shape(heads=3, kv_heads=1, size=size, v_size=v_size, block_size=16)
+    check(make_case([Sequence(start=40, count=1), Sequence(start=0, count=6)], shape))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (5, 1), (7, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_head_counts_and_formats(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    shape = Shape(heads=heads, kv_heads=kv_heads, size=32, block_size=8, dtype=dtype)
+    check(make_case([Sequence(start=37, count=1), Sequence(start=11, count=7)], shape), soft_cap=2.0)
+
+
+@pytest.mark.parametrize("sink", [float("-inf"), -50.0, 0.0, 90.0])
+def test_sink_logits_of_any_size(sink: float) -> None:
+    case = make_case([Sequence(start=70, count=1), Sequence(start=0, count=9)], SMALL)
+    check(case, sink_logits=torch.tensor([sink, 0.0, 1.0] * 2))
+
+
+def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
+    many = make_case([Sequence(start=70, count=1), Sequence(start=300, count=1), Sequence(start=10, count=60)], SMALL)
+    whole = check(many)
+    batch = many.batch
+    for b, count in enumerate(batch.count_host):
+        rows = slice(sum(batch.count_host[:b]), sum(batch.count_host[: b + 1]))
+        alone = replace(
+            batch,
+            block_table=batch.block_table[b : b + 1].contiguous(),
+            first_block=batch.first_block[b : b + 1],
+            attend_from=batch.attend_from[b : b + 1],
+            first_block_host=batch.first_block_host[b : b + 1],
+            attend_from_host=batch.attend_from_host[b : b + 1],
+            start_host=batch.start_host[b : b + 1],
+            count_host=[count],
+            scratch={},
+        )
+        one = paged_attention_triton(many.q[rows], many.k_cache, many.v_cache, alone, scale=0.25, rule=MaskRule())
+        assert torch.equal(one, whole[rows])
+
+
+def test_log_sum_exp_and_mass_by_block() -> None:
+    case = make_case([Sequence(start=70, count=1), Sequence(start=20, count=1)], SMALL)
+    sinks = torch.randn(6)
+    columns = case.batch.block_table.shape[1]
+    wanted = ByProducts(lse=torch.full((2, 6), float("nan")), block_lse=torch.full((2, 2, columns, 3), float("-inf")))
+    check(case, sink_logits=sinks, by_products=wanted)
+    assert wanted.lse is not None
+    assert wanted.block_lse is not None
+    for b, length in enumerate((71, 21)):
+        keys = case.keys[b].repeat_interleave(3, dim=1)
+        scores = torch.einsum("hd,lhd->hl", case.q[b].float(), keys) * 16**-0.5
+        torch.testing.assert_close(wanted.lse[b], torch.cat([scores, sinks[:, None]], 1).logsumexp(1))
+        mass = (wanted.block_lse[b].exp2() * (-wanted.lse[b]).exp().view(2, 1, 3)).permute(1, 0, 2).flatten(1)
+        weights = (scores - wanted.lse[b][:, None]).exp()
+        for column in range(columns):
+            torch.testing.assert_close(mass[column], weights[:, column * 8 : min(column * 8 + 8, length)].sum(1))
+
+
+def test_a_table_from_which_blocks_were_dropped() -> None:
+    case = make_case([Sequence(start=70, count=1)], SMALL)
+    kept = [0, 2, 3, 7, 8]
+    batch = replace(case.batch, block_table=case.batch.block_table[:, kept].contiguous(), start_host=[4 * 8 + 6])
+    compact = CompactTable(
+        key_blocks=torch.tensor([kept], dtype=torch.int32), position_shift=torch.tensor([32], dtype=torch.int32)
+    )
+    out = paged_attention_triton(
+        case.q, case.k_cache, case.v_cache, batch, scale=0.25, rule=MaskRule(), compact=compact
+    )
+    read = [position for block in kept for position in range(block * 8, block * 8 + 8) if position <= 70]
+    keys, values = (part[0][read].repeat_interleave(3, dim=1) for part in (case.keys, case.values))
+    weights = (torch.einsum("hd,lhd->hl", case.q[0], keys) * 0.25).softmax(1)
+    torch.testing.assert_close(out[0], torch.einsum("hl,lhd->hd", weights, values), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("start", [3, 70])
+def test_sink_tokens_may_have_a_query_of_their_own(start: int) -> None:
+    shape = replace(SMALL, num_pinned_blocks=1)
+    case = make_case([Sequence(start=start, count=1, first_key=max(0, start - 19))], shape)
+    sink_q = torch.randn_like(case.q)
+    rule = MaskRule(window=20, num_sink_tokens=5)
+    out = paged_attention_triton(
+        case.q, case.k_cache, case.v_cache, case.batch, scale=0.25, rule=rule, sink_q=sink_q
+    )
+    read = [key for key in range(start + 1) if key < 5 or key > start - 20]
+    keys, values = (part[0][read].repeat_interleave(3, dim=1) for part in (case.keys, case.values))
+    far, near = (torch.einsum("hd,lhd->hl", query[0], keys) for query in (sink_q, case.q))
+    weights = (torch.where(torch.tensor(read) < 5, far, near) * 0.25).softmax(1)
+    torch.testing.assert_close(out[0], torch.einsum("hl,lhd->hd", weights, values), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_eight_bit_caches_with_a_scale_per_head(dtype: torch.dtype) -> None:
+    case = make_case([Sequence(start=70, count=1), Sequence(start=0, count=9)], SMALL)
+    scales = tuple(torch.tensor([0.02, 0.03]) if dtype is torch.int8 else torch.tensor([0.5, 0.25]) for _ in range(2))
+    caches = []
+    for cache, scale in zip((case.k_cache, case.v_cache), scales, strict=True):
+        small = (cache.nan_to_num(0.0) / scale[:, None]).clamp(-127, 127)
+        caches.append((small.round() if dtype is torch.int8 else small).to(dtype))
+    wide = [cache.float() * scale[:, None] for cache, scale in zip(caches, scales, strict=True)]
+    expected = paged_attention_reference(case.q, *wide, case.batch, scale=0.25, rule=MaskRule())
+    out = paged_attention_triton(case.q, *caches, case.batch, scale=0.25, rule=MaskRule(), kv_scales=scales)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+sequences = st.lists(
+    st.tuples(st.integers(0, 70), st.integers(0, 12), st.integers(0, 80)).map(
+        lambda t: Sequence(start=t[0], count=t[1], attend_from=t[2])
+    ),
+    min_size=1,
+    max_size=4,
+).filter(lambda found: any(s.count for s in found))
+
+
+@given(
+    sequences,
+    st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3)]),
+    st.sampled_from([4, 8, 16]),
+    st.sampled_from([16, 20]),
+    st.one_of(st.none(), st.integers(1, 80)),
+    st.integers(0, 6),
+    st.one_of(st.none(), st.integers(4, 40)),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_anything(
+    found: list[Sequence], heads: tuple[int, int], block: int, size: int, window: int | None, sinks: int, chunk: int | None, cap: bool
+) -> None:
+    shape = Shape(heads=heads[0], kv_heads=heads[1], size=size, block_size=block)
+    options = {"window": window, "num_sink_tokens": sinks, "chunk": chunk, "soft_cap": 2.0 if cap else None}
+    check(make_case(found, shape), **options, sink_logits=torch.linspace(-1, 1, heads[0]) if cap else None)
