@@ -17,3 +17,8 @@ def split_width(width: int, *, least: int = 16) -> tuple[int, int]:
     first = max(least, 1 << (width.bit_length() - 1))
     rest = max(0, width - first)
     return first, max(least, next_power_of_two(rest)) if rest else 0
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program that keeps so many elements in registers."""
+    return min(16, max(1, elements // 512))

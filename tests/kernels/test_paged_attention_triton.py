@@ -47,7 +47,9 @@ def test_decode_at_the_edges_of_blocks_rounds_and_splits(length: int) -> None:
 @pytest.mark.parametrize("count", [1, 4, 5, 41, 42, 43, 85])
 @pytest.mark.parametrize("start", [0, 13])
 def test_prompts_at_the_edges_of_tiles(start: int, count: int) -> None:
-    check(make_case([Sequence(start=start, count=count), Sequence(start=0, count=0), Sequence(start=3, count=1)], SMALL))
+    check(
+        make_case([Sequence(start=start, count=count), Sequence(start=0, count=0), Sequence(start=3, count=1)], SMALL)
+    )
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 33])
@@ -56,7 +58,11 @@ def test_windows_and_sink_tokens_whose_run_has_slid(window: int, sinks: int) -> 
     shape = replace(SMALL, num_pinned_blocks=-(-sinks // 8))
     long, chunk = max(0, 70 - window + 1), max(0, 50 - window + 1)
     sequences = [Sequence(start=70, count=1, first_key=long), Sequence(start=50, count=20, first_key=chunk)]
-    check(make_case([*sequences, Sequence(start=2, count=1), Sequence(start=0, count=9)], shape), window=window, num_sink_tokens=sinks)
+    check(
+        make_case([*sequences, Sequence(start=2, count=1), Sequence(start=0, count=9)], shape),
+        window=window,
+        num_sink_tokens=sinks,
+    )
 
 
 @pytest.mark.parametrize("chunk", [8, 16, 17])
@@ -65,7 +71,9 @@ def test_chunks_and_lower_bounds(chunk: int) -> None:
     check(make_case([*sequences, Sequence(start=20, count=2, attend_from=30)], SMALL), chunk=chunk, window=40)
 
 
-@pytest.mark.parametrize(("size", "v_size"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)])
+@pytest.mark.parametrize(
+    ("size", "v_size"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)]
+)
 def test_head_sizes(size: int, v_size: int) -> None:
     shape = Shape(heads=3, kv_heads=1, size=size, v_size=v_size, block_size=16)
     check(make_case([Sequence(start=40, count=1), Sequence(start=0, count=6)], shape))
@@ -145,9 +153,7 @@ def test_sink_tokens_may_have_a_query_of_their_own(start: int) -> None:
     case = make_case([Sequence(start=start, count=1, first_key=max(0, start - 19))], shape)
     sink_q = torch.randn_like(case.q)
     rule = MaskRule(window=20, num_sink_tokens=5)
-    out = paged_attention_triton(
-        case.q, case.k_cache, case.v_cache, case.batch, scale=0.25, rule=rule, sink_q=sink_q
-    )
+    out = paged_attention_triton(case.q, case.k_cache, case.v_cache, case.batch, scale=0.25, rule=rule, sink_q=sink_q)
     read = [key for key in range(start + 1) if key < 5 or key > start - 20]
     keys, values = (part[0][read].repeat_interleave(3, dim=1) for part in (case.keys, case.values))
     far, near = (torch.einsum("hd,lhd->hl", query[0], keys) for query in (sink_q, case.q))
@@ -190,7 +196,14 @@ sequences = st.lists(
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_anything(
-    found: list[Sequence], heads: tuple[int, int], block: int, size: int, window: int | None, sinks: int, chunk: int | None, cap: bool
+    found: list[Sequence],
+    heads: tuple[int, int],
+    block: int,
+    size: int,
+    window: int | None,
+    sinks: int,
+    chunk: int | None,
+    cap: bool,
 ) -> None:
     shape = Shape(heads=heads[0], kv_heads=heads[1], size=size, block_size=block)
     options = {"window": window, "num_sink_tokens": sinks, "chunk": chunk, "soft_cap": 2.0 if cap else None}

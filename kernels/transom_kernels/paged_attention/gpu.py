@@ -58,7 +58,22 @@ def paged_attention_triton(
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     group, key_size = q.shape[1] // k_cache.shape[2], q.shape[2]
     for part in _parts(batch, rule, group, key_size, q.device):
-        _attend(part, q, k_cache, v_cache, batch, scale, rule, soft_cap, sink_logits, sink_q, compact, kv_scales, out, wanted)
+        _attend(
+            part,
+            q,
+            k_cache,
+            v_cache,
+            batch,
+            scale,
+            rule,
+            soft_cap,
+            sink_logits,
+            sink_q,
+            compact,
+            kv_scales,
+            out,
+            wanted,
+        )
     return out
 
 

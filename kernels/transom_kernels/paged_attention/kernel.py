@@ -11,12 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transom_kernels.triton_math import tanh
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
@@ -161,7 +158,7 @@ def attend(
             score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
         score *= qk_scale
         if HAS_SOFT_CAP:
-            score = soft_cap * _tanh(score / soft_cap)
+            score = soft_cap * tanh(score / soft_cap)
         visible = (key[None, :] <= position[:, None]) & ((key[None, :] >= low[:, None]) | (key[None, :] < SINKS))
         visible = visible & readable[None, :] & is_row[:, None]
         score = tl.where(visible, score * LOG2_E, float("-inf"))

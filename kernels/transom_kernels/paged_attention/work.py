@@ -63,9 +63,7 @@ def plan_work(batch: PagedBatch, rule: MaskRule, tiling: Tiling, device: torch.d
                 items.append((row + done, tokens, position, b, *sinks, begin, end, partial))
                 sinks = (0, 0)  # the first split has them
         row += count
-    return Work(
-        items=_tensor(items, FIELDS, device), joins=_tensor(joins, 4, device), num_partials=num_partials
-    )
+    return Work(items=_tensor(items, FIELDS, device), joins=_tensor(joins, 4, device), num_partials=num_partials)
 
 
 def _slots(

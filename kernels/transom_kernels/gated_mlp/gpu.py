@@ -1,0 +1,23 @@
+"""Launch of the activation kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.gated_mlp.kernel import activate
+from transom_kernels.launch import next_power_of_two
+
+MOST_ELEMENTS = 2048  # of a program
+
+
+def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    """See `op.gated_activation`."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    rows = gate_up.reshape(-1, 2 * width)
+    block = min(MOST_ELEMENTS, next_power_of_two(width))
+    if len(rows):
+        activate[(len(rows), -(-width // block))](
+            rows, out, rows.stride(0), width, GELU=gelu, BLOCK_N=block, num_warps=4
+        )
+    return out

@@ -1,0 +1,84 @@
+"""`prepare_qkv`: what happens to a token's projections before attention, in one pass: norms, rotation, the write into the cache.
+
+Legend: T tokens, H query heads, KVH heads, D key width, E value width, R rotated width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What a layer does to queries, keys and values; the default is nothing."""
+
+    norm: bool = False  # of each query and key head, before rotation
+    q_weight: torch.Tensor | None = None  # [H, D]; with `norm`, both or none
+    k_weight: torch.Tensor | None = None  # [KVH, D]
+    norm_after_rotation: bool = False  # without a weight
+    value_norm: bool = False  # without a weight
+    value_factor: float = 1.0
+    eps: float = 1e-6
+    interleaved: bool = False  # rotary pairs lie side by side
+
+
+PLAIN = Preparation()
+
+
+def prepare_qkv_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor] | None,
+    how: Preparation = PLAIN,
+    query_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification, in float32: returns the queries, writes keys and values.
+
+    `q` [T, H, D], `k` [T, KVH, D], `v` [T, KVH, E]; `tables` are cosines and signed sines [T, R] (`rotary`); `query_scale` [T]
+    multiplies queries. Token `t` goes to slot `slots[t]` (block * P + offset); below 0 it is not written.
+    """
+    queries = _prepare(q, how.q_weight, tables, how)
+    keys = _prepare(k, how.k_weight, tables, how)
+    values = v.float()
+    if how.value_norm:
+        values = _normalised(values, how.eps)
+    values = values * how.value_factor
+    if query_scale is not None:
+        queries = queries * query_scale[:, None, None]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, k_cache.shape[1])
+            k_cache[block, offset] = keys[token].to(k_cache.dtype)
+            v_cache[block, offset] = values[token].to(v_cache.dtype)
+    return queries.to(q.dtype)
+
+
+def _prepare(
+    x: torch.Tensor, weight: torch.Tensor | None, tables: tuple[torch.Tensor, torch.Tensor] | None, how: Preparation
+) -> torch.Tensor:
+    x = x.float()
+    if how.norm:
+        x = _normalised(x, how.eps) * (1.0 if weight is None else weight.float())
+    if tables is not None:
+        x = _rotated(x, *(table.float()[:, None] for table in tables), interleaved=how.interleaved)
+    return _normalised(x, how.eps) if how.norm_after_rotation else x
+
+
+def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    width = cos.shape[-1]
+    part = x[..., :width]
+    if interleaved:
+        swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        swapped = part.roll(width // 2, dims=-1)
+    return torch.cat([part * cos + swapped * signed_sin, x[..., width:]], dim=-1)

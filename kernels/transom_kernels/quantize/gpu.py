@@ -1,0 +1,35 @@
+"""Launches of the 8-bit kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.launch import next_power_of_two, warps_for
+from transom_kernels.quantize.kernel import round_rows, widen_rows
+from transom_kernels.quantize.reference import LARGEST
+
+MOST_ELEMENTS = 2048  # of a program that widens
+
+
+def quantize_triton(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `op.quantize`."""
+    rows, width = x.shape
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = next_power_of_two(width)
+    if rows:
+        round_rows[(rows,)](
+            x, values, scales, x.stride(0),
+            N=width, LARGEST=LARGEST[dtype], TO_INTEGER=dtype is torch.int8, BLOCK_N=block, num_warps=warps_for(block),
+        )  # fmt: skip
+    return values, scales
+
+
+def dequantize_triton(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `op.dequantize`."""
+    rows, width = values.shape
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    block = min(MOST_ELEMENTS, next_power_of_two(width))
+    if rows:
+        widen_rows[(rows, -(-width // block))](values, scale, out, values.stride(0), width, BLOCK_N=block, num_warps=4)
+    return out

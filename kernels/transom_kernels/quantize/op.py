@@ -1,0 +1,44 @@
+"""`quantize` and `dequantize`: rows of 8-bit numbers, each with a scale.
+
+Legend: T rows, N width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.quantize.reference import LARGEST, dequantize_reference, quantize_reference
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [T, N] as `dtype` (int8 or float8_e4m3fn), symmetric, and each row's scale [T] in float32.
+
+    The largest element of a row becomes the largest number; rounding is to nearest.
+
+    Raises:
+        ValueError: another dtype, or not two axes.
+    """
+    if dtype not in LARGEST or x.dim() != 2:
+        raise ValueError(
+            f"x {tuple(x.shape)} cannot become {dtype}; give [rows, width], and one of {', '.join(map(str, LARGEST))}."
+        )
+    if x.device.type == "cuda":
+        from transom_kernels.quantize.gpu import quantize_triton
+
+        return quantize_triton(x, dtype)
+    return quantize_reference(x, dtype)
+
+
+def dequantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` [T, N] times `scale` [T], in `dtype`.
+
+    Raises:
+        ValueError: not one scale per row.
+    """
+    if values.dim() != 2 or scale.shape != values.shape[:1]:
+        raise ValueError(f"values {tuple(values.shape)} need a scale per row, not {tuple(scale.shape)}.")
+    if values.device.type == "cuda":
+        from transom_kernels.quantize.gpu import dequantize_triton
+
+        return dequantize_triton(values, scale, dtype)
+    return dequantize_reference(values, scale, dtype)

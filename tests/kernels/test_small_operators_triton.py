@@ -1,0 +1,139 @@
+"""The small Triton kernels against their references, in the interpreter (or on a GPU where there is one)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_case import Shape, empty_caches
+
+from transom_kernels.block_copy.gpu import copy_blocks_triton
+from transom_kernels.gated_mlp.gpu import gated_activation_triton
+from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
+from transom_kernels.kv_write.gpu import prepare_qkv_triton
+from transom_kernels.kv_write.prepare import Preparation, prepare_qkv_reference
+from transom_kernels.quantize.gpu import dequantize_triton, quantize_triton
+from transom_kernels.quantize.reference import dequantize_reference, quantize_reference
+from transom_kernels.rms_norm.gpu import head_norm_triton_, rms_norm_triton
+from transom_kernels.rms_norm.reference import head_norm_reference, rms_norm_reference
+from transom_kernels.rotary.gpu import rotary_triton_
+from transom_kernels.rotary.reference import rotary_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def rounding_of(values: torch.Tensor) -> torch.Tensor:
+    """What 8-bit numbers may differ by. int8: nothing. The interpreter drops small fp8 numbers, rounds the others otherwise, by a
+    step, and halves what is rounded up to a power of two."""
+    if values.dtype is torch.int8:
+        return torch.zeros(values.shape)
+    wide = values.float().abs()
+    is_power = wide.clamp(min=2**-9).log2().frac().eq(0)
+    return torch.where(is_power, wide / 2, wide / 8) + 2**-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 7), (2, 64), (1, 1000)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(dtype: torch.dtype, rows: int, width: int, with_residual: bool) -> None:
+    wide = torch.randn(rows, width + 3).to(dtype)
+    x, weight = wide[:, :width], torch.randn(width).to(dtype)
+    residual = torch.randn(rows, width).to(dtype) if with_residual else None
+    total = x if residual is None else x + residual
+    out, sums = rms_norm_triton(x, weight, 1e-5, residual)
+    torch.testing.assert_close(sums.float(), total.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
+    wanted = rms_norm_reference(total, weight, 1e-5)
+    torch.testing.assert_close(out.float(), wanted.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("heads", "width"), [(1, 8), (5, 10), (40, 64)])
+def test_head_norm(weighted: bool, heads: int, width: int) -> None:
+    wide = torch.randn(2, heads + 2, width)
+    before, weight = wide.clone(), torch.randn(heads, width) if weighted else None
+    head_norm_triton_(wide[:, 1:-1], weight, 1e-5)
+    torch.testing.assert_close(wide[:, 1:-1], head_norm_reference(before[:, 1:-1], weight, 1e-5))
+    assert wide[:, [0, -1]].equal(before[:, [0, -1]])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "table_heads", "width"), [(1, 1, 2), (3, 1, 10), (3, 3, 6), (40, 1, 10)])
+def test_rotary(interleaved: bool, heads: int, table_heads: int, width: int) -> None:
+    wide = torch.full((3, heads + 2, 10), 7.0)
+    wide[:, :heads] = torch.randn(3, heads, 10)
+    cos, sin = torch.randn(3, table_heads, width), torch.randn(3, table_heads, width)
+    wanted = rotary_reference(wide[:, :heads].clone(), cos, sin, interleaved=interleaved)
+    rotary_triton_(wide[:, :heads], cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(wide[:, :heads], wanted)
+    assert wide[:, heads:].eq(7).all()
+
+
+@pytest.mark.parametrize("width", [1, 6, 2500])
+def test_gated_activations(width: int) -> None:
+    x = torch.randn(3, 2 * width)
+    torch.testing.assert_close(gated_activation_triton(x, gelu=False), gated_silu_reference(x))
+    torch.testing.assert_close(gated_activation_triton(x, gelu=True), gated_gelu_tanh_reference(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantize_and_back(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(4, 70) * torch.tensor([[1e-3], [1.0], [50.0], [1e5]]), torch.zeros(1, 70)])
+    wanted, wanted_scale = quantize_reference(x, dtype)
+    values, scale = quantize_triton(x, dtype)
+    torch.testing.assert_close(scale, wanted_scale)
+    assert bool((values.float() - wanted.float()).abs().le(rounding_of(wanted)).all())
+    torch.testing.assert_close(
+        dequantize_triton(values, scale, torch.float32), dequantize_reference(values, scale, torch.float32)
+    )
+
+
+def test_blocks_go_between_two_places() -> None:
+    slab, staging = (torch.randint(0, 255, (6, 3 * 4096 + 256), dtype=torch.uint8) for _ in range(2))
+    wanted = staging.clone()
+    wanted[[0, 4, 5]] = slab[[3, 3, 1]]
+    copy_blocks_triton(slab, staging, [(3, 0), (3, 4), (1, 5)])
+    assert staging.equal(wanted)
+    copy_blocks_triton(slab, staging, [])
+
+
+PREPARATIONS = [
+    Preparation(),
+    Preparation(norm=True, eps=1e-5),
+    Preparation(norm=True, q_weight=torch.randn(6, 16), k_weight=torch.randn(2, 16), interleaved=True),
+    Preparation(norm_after_rotation=True, value_norm=True, value_factor=0.7),
+]
+
+
+@pytest.mark.parametrize("how", PREPARATIONS, ids=["plain", "norm", "weights", "after"])
+@pytest.mark.parametrize("rotated", [0, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prepare_and_write(how: Preparation, rotated: int, dtype: torch.dtype) -> None:
+    shape = Shape(heads=6, kv_heads=2, size=16, v_size=12, block_size=4, dtype=dtype)
+    wanted_caches, caches = empty_caches(shape, 5), empty_caches(shape, 5)
+    row = torch.randn(4, 6 * 16 + 2 * 16 + 2 * 12 + 5).to(dtype)
+    q, k = row[:, : 6 * 16].unflatten(1, (6, 16)), row[:, 96:128].unflatten(1, (2, 16))
+    v = row[:, 128:152].unflatten(1, (2, 12))
+    tables = (torch.randn(4, rotated), torch.randn(4, rotated)) if rotated else None
+    slots, scale = torch.tensor([7, -1, 0, 19]), torch.rand(4)
+    wanted = prepare_qkv_reference(q, k, v, *wanted_caches, slots, tables, how, scale)
+    got = prepare_qkv_triton(q, k, v, *caches, slots, tables, how, scale)
+    limit = {"atol": LIMIT[dtype], "rtol": LIMIT[dtype], "equal_nan": True}
+    torch.testing.assert_close(got.float(), wanted.float(), **limit)
+    for one, other in zip(caches, wanted_caches, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), **limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_prepare_and_write_eight_bits(dtype: torch.dtype) -> None:
+    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    caches = [torch.zeros(2, 4, 2, 16, dtype=dtype) for _ in range(2)]
+    scales = (torch.tensor([0.03, 0.04]), torch.tensor([0.05, 0.02]))
+    prepare_qkv_triton(
+        k, k, v, *caches, torch.tensor([0, 5, 7]), None, replace(Preparation(), eps=1e-5), kv_scales=scales
+    )
+    for cache, source, scale in zip(caches, (k, v), scales, strict=True):
+        got, step = cache.view(8, 2, 16)[[0, 5, 7]], scale[:, None]
+        wanted = (source / step).round().to(dtype) if dtype is torch.int8 else (source / step).to(dtype)
+        assert bool((got.float() - wanted.float()).abs().le(rounding_of(wanted)).all())
