@@ -1,4 +1,4 @@
-"""Triton kernels run in its interpreter here: the variable is read when a kernel is defined, so it is set before any is imported."""
+"""Triton kernels run in its interpreter here; the variable is read when a kernel is defined, so it is set before any is."""
 
 from __future__ import annotations
 

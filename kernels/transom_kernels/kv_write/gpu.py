@@ -27,9 +27,9 @@ def prepare_qkv_triton(
     query_scale: torch.Tensor | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See `prepare.prepare_qkv_reference`; caches of 8 bits take `kv_scales` ([KVH] float32 each), by which keys and values are divided.
+    """See `prepare.prepare_qkv_reference`.
 
-    Heads of a token must lie together; tokens may be strided.
+    Caches of 8 bits take `kv_scales` ([KVH] float32 each), by which keys and values are divided. Heads of a token must lie together; tokens may be strided.
     """
     tokens, heads, width = q.shape
     kv_heads, value_width = k.shape[1], v.shape[2]

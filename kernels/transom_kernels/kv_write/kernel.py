@@ -127,9 +127,10 @@ def prepare_and_write(
         return
     slot = tl.load(slots + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    is_written = slot + tl.zeros([BLOCK_H], tl.int64) >= 0
     if part < Q_PARTS + KV_PARTS:
         head = (part - Q_PARTS) * BLOCK_H + h
-        kept = (head < KVH) & (slot >= 0)
+        kept = (head < KVH) & is_written
         keys = _prepared(
             k + token * k_stride_t + head[:, None] * D, k_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
             head < KVH, eps, D, R, INTERLEAVED, NORM, HAS_WEIGHT, NORM_AFTER, BLOCK_D,
@@ -147,4 +148,4 @@ def prepare_and_write(
     values *= value_factor
     place = v_cache + block * v_stride_b + offset * v_stride_p + head[:, None] * v_stride_h + e[None, :]
     scale = tl.load(v_scale + head, mask=head < KVH, other=1.0)[:, None] if LARGEST > 0 else 1.0
-    _store(place, values, scale, inside & (slot >= 0), TO_INTEGER, LARGEST)
+    _store(place, values, scale, inside & is_written[:, None], TO_INTEGER, LARGEST)

@@ -51,8 +51,8 @@ def paged_attention_triton(
 ) -> torch.Tensor:
     """See `op.paged_attention`.
 
-    `sink_q` (as `q`) are queries for sink tokens, rotated for where these stand. `kv_scales` ([KVH] float32 each) is what 8-bit keys
-    and values are multiplied by.
+    `sink_q` (as `q`) are queries for sink tokens, rotated for where these stand. `kv_scales` ([KVH] float32 each) is what 8-bit
+    keys and values are multiplied by.
     """
     wanted = by_products or ByProducts()
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])

@@ -10,6 +10,7 @@ Legend: W programs per KV head, a slot is a key's place in column order: column 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ Item = tuple[int, int, int, int, int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """Sequences with `least` to `most` new tokens, in tiles of `tile_tokens`, each cut into splits of `split_keys` keys (0: not)."""
+    """Sequences with `least` to `most` new tokens, in tiles of `tile_tokens`, cut into splits of `split_keys` keys (0: not)."""
 
     least: int
     most: int
@@ -85,7 +86,7 @@ def _cut(run: tuple[int, int], split_keys: int) -> list[tuple[int, int]]:
     """At multiples of `split_keys`, so that a sequence that grows keeps its cuts."""
     begin, end = run
     edges = [begin, *range((begin // split_keys + 1) * split_keys, end, split_keys), end]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def _tensor(rows: list[Item] | list[tuple[int, int, int, int]], width: int, device: torch.device) -> torch.Tensor:
