@@ -1,0 +1,5 @@
+"""Mixtures of experts: every token through the experts that it chose."""
+
+from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+
+__all__ = ["ExpertTensors", "GateRule", "MxTensor"]

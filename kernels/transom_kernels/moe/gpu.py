@@ -1,0 +1,69 @@
+"""Launches of the grouped products.
+
+Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.launch import INTERPRETED, next_power_of_two
+from transom_kernels.moe.dispatch import block_rows
+from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
+from transom_kernels.moe.tuning import choose_tile
+from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+
+MOST_COLUMNS = 1024  # of a program that adds up
+
+
+def moe_triton(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    tensors: ExpertTensors,
+    rule: GateRule,
+    *,
+    scales_input: bool = False,
+) -> torch.Tensor:
+    """See `op.moe`."""
+    (tokens, width), chosen = x.shape, experts.shape[1]
+    num_experts, double, _ = tensors.gate_up.shape
+    inner, num_pairs = double // 2, tokens * chosen
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    tile = choose_tile(num_pairs, num_experts)
+    pairs, block_expert = block_rows(experts.reshape(-1).long(), num_experts, tile.block_m)
+    inner_P = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+    parts_P = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
+    weights_P = weights.reshape(-1).float().contiguous()
+    sizes = {
+        "UPCAST": INTERPRETED,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_J": tile.block_j,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    blocks, scales, is_mx = _operands(tensors.gate_up)
+    into_experts[(-(-inner // tile.block_n), len(pairs))](
+        x, blocks, scales, x if tensors.gate_up_bias is None else tensors.gate_up_bias, weights_P, inner_P, pairs,
+        block_expert, num_pairs, width, inner, x.stride(0), rule.limit or 0.0, rule.gain, rule.up_offset,
+        NUM_CHOSEN=chosen, INTERLEAVED=tensors.interleaved, IS_MX=is_mx, HAS_BIAS=tensors.gate_up_bias is not None,
+        SCALES_INPUT=scales_input, HAS_LIMIT=rule.limit is not None, GELU=rule.activation == "gelu_tanh", **sizes,
+    )  # fmt: skip
+    blocks, scales, is_mx = _operands(tensors.down)
+    out_of_experts[(-(-width // tile.block_n), len(pairs))](
+        inner_P, blocks, scales, x if tensors.down_bias is None else tensors.down_bias, weights_P, parts_P, pairs,
+        block_expert, num_pairs, inner, width,
+        IS_MX=is_mx, HAS_BIAS=tensors.down_bias is not None, SCALES_OUTPUT=not scales_input, **sizes,
+    )  # fmt: skip
+    columns = min(MOST_COLUMNS, next_power_of_two(width))
+    add_up[(tokens, -(-width // columns))](parts_P, out, width, NUM_CHOSEN=chosen, BLOCK_N=columns, num_warps=4)
+    return out
+
+
+def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    if isinstance(weight, MxTensor):
+        return weight.blocks, weight.scales, True
+    return weight, weight, False

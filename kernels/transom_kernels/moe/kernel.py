@@ -1,0 +1,201 @@
+"""Two grouped products in Triton: into the experts, gates applied, and out of them, routing weights applied.
+
+A program has one block of rows that chose one expert, and one block of columns. MXFP4 weights are widened in registers, the even and
+the odd elements of a byte in products of their own.
+
+Legend: P pairs of token and expert, K experts per token; a tile is M rows by N columns, J inner elements a round.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from transom_kernels.triton_math import gelu_tanh
+
+
+@triton.jit
+def _mx_value(nibble):
+    """fp4 as float32: sign, two bits of exponent, one of fraction."""
+    low = nibble & 7
+    fraction = 1.0 + 0.5 * (low & 1).to(tl.float32)
+    size = tl.where(low < 2, low.to(tl.float32) * 0.5, fraction * ((1 << (low >> 1)).to(tl.float32) * 0.5))
+    return tl.where(nibble >= 8, -size, size)
+
+
+@triton.jit
+def _power(scale):
+    """2 ** (scale - 127) as float32, from its bits; the smallest is below normal numbers, and stays zero."""
+    return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _plain_product(
+    acc, rows, weight_rows, j0, width, is_row, is_column, factor, UPCAST: tl.constexpr, BLOCK_J: tl.constexpr
+):
+    """`acc + rows @ weight.T` over elements [j0, j0 + BLOCK_J)."""
+    j = j0 + tl.arange(0, BLOCK_J)
+    inside = j < width
+    a = tl.load(rows + j[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+    b = tl.load(weight_rows + j[None, :], mask=is_column[:, None] & inside[None, :], other=0.0)
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot((a * factor).to(a.dtype), tl.trans(b), acc, input_precision="ieee")
+
+
+@triton.jit
+def _mx_product(
+    acc, rows, block_rows, scale_rows, j0, width, is_row, is_column, factor, UPCAST: tl.constexpr, BLOCK_J: tl.constexpr
+):
+    """The same where weights are MXFP4."""
+    half = tl.arange(0, BLOCK_J // 2)
+    inside = j0 + 2 * half < width
+    kept = is_column[:, None] & inside[None, :]
+    packed = tl.load(block_rows + (j0 // 2 + half)[None, :], mask=kept, other=0).to(tl.int32)
+    power = _power(tl.load(scale_rows + ((j0 + 2 * half) // 32)[None, :], mask=kept, other=0))
+    wanted = is_row[:, None] & inside[None, :]
+    for odd in tl.static_range(2):
+        a = tl.load(rows + (j0 + 2 * half + odd)[None, :], mask=wanted, other=0.0)
+        b = _mx_value((packed >> (4 * odd)) & 15) * power
+        if UPCAST:
+            a = a.to(tl.float32)
+        acc = tl.dot((a * factor).to(a.dtype), tl.trans(b.to(a.dtype)), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def into_experts(
+    x,  # [T, width]
+    gate_up,  # [E, 2I, width], or MXFP4 [E, 2I, width / 2]
+    scales,  # [E, 2I, width / 32], or unused
+    bias,  # [E, 2I], or unused
+    weights,  # [P] float32, or unused
+    out,  # [P, I]
+    pairs,  # [blocks, BLOCK_M] int32: P where there is none
+    block_expert,  # [blocks] int32; below 0: nothing to do
+    num_pairs,
+    width,
+    inner,
+    x_stride,
+    limit,
+    gain,
+    up_offset,
+    NUM_CHOSEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    IS_MX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALES_INPUT: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    GELU: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """Inner rows of some pairs: one accumulator for gates, one for ups."""
+    expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pairs + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_row = pair < num_pairs
+    rows = x + (pair // NUM_CHOSEN).to(tl.int64)[:, None] * x_stride
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = n < inner
+    gate_row = expert * 2 * inner + (2 * n if INTERLEAVED else n)
+    up_row = gate_row + (1 if INTERLEAVED else inner)
+    factor = tl.full([BLOCK_M, 1], 1.0, tl.float32)
+    if SCALES_INPUT:
+        factor = tl.load(weights + pair, mask=is_row, other=0.0)[:, None]
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for j0 in range(0, width, BLOCK_J):
+        if IS_MX:
+            half, groups = width // 2, width // 32
+            gate = _mx_product(
+                gate, rows, gate_up + gate_row[:, None] * half, scales + gate_row[:, None] * groups,
+                j0, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+            )  # fmt: skip
+            up = _mx_product(
+                up, rows, gate_up + up_row[:, None] * half, scales + up_row[:, None] * groups,
+                j0, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+            )  # fmt: skip
+        else:
+            gate = _plain_product(
+                gate, rows, gate_up + gate_row[:, None] * width, j0, width, is_row, is_column, factor, UPCAST, BLOCK_J
+            )
+            up = _plain_product(
+                up, rows, gate_up + up_row[:, None] * width, j0, width, is_row, is_column, factor, UPCAST, BLOCK_J
+            )
+    if HAS_BIAS:
+        gate += tl.load(bias + gate_row, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + up_row, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    active = gelu_tanh(gate) if GELU else gate * tl.sigmoid(gain * gate)
+    result = active * (up + up_offset)
+    place = out + pair.to(tl.int64)[:, None] * inner + n[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def out_of_experts(
+    x,  # [P, width] inner rows
+    down,  # [E, columns, width], or MXFP4
+    scales,
+    bias,  # [E, columns], or unused
+    weights,  # [P] float32, or unused
+    out,  # [P, columns] float32
+    pairs,
+    block_expert,
+    num_pairs,
+    width,
+    columns,
+    IS_MX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALES_OUTPUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """What the experts make of some pairs."""
+    expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pairs + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_row = pair < num_pairs
+    rows = x + pair.to(tl.int64)[:, None] * width
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = n < columns
+    row = expert * columns + n
+    factor = tl.full([BLOCK_M, 1], 1.0, tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for j0 in range(0, width, BLOCK_J):
+        if IS_MX:
+            acc = _mx_product(
+                acc, rows, down + row[:, None] * (width // 2), scales + row[:, None] * (width // 32),
+                j0, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+            )  # fmt: skip
+        else:
+            acc = _plain_product(
+                acc, rows, down + row[:, None] * width, j0, width, is_row, is_column, factor, UPCAST, BLOCK_J
+            )
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if SCALES_OUTPUT:
+        acc *= tl.load(weights + pair, mask=is_row, other=0.0)[:, None]
+    place = out + pair.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(place, acc, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def add_up(parts, out, columns, NUM_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A token's experts in the order in which it chose them, so that sums do not depend on the batch."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < columns
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for choice in tl.static_range(NUM_CHOSEN):
+        total += tl.load(parts + (token * NUM_CHOSEN + choice) * columns + n, mask=inside, other=0.0)
+    tl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=inside)

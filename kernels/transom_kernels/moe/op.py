@@ -1,0 +1,52 @@
+"""`moe`: every token through the experts that it chose, and their results added up.
+
+Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.moe.reference import moe_reference
+from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+
+
+def moe(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    tensors: ExpertTensors,
+    rule: GateRule,
+    *,
+    scales_input: bool = False,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N]; a token's experts are added in the order of its choice.
+
+    `x` [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies what goes into the expert
+    instead. An expert is `down @ gated(gate_up @ x + bias) + bias`, see `ExpertTensors` and `GateRule`.
+
+    Raises:
+        ValueError: shapes that do not fit, or MXFP4 widths that are no multiples of 32.
+    """
+    _check(x, experts, weights, tensors)
+    if x.device.type == "cuda":
+        from transom_kernels.moe.gpu import moe_triton
+
+        return moe_triton(x, experts, weights, tensors, rule, scales_input=scales_input)
+    return moe_reference(x, experts, weights, tensors, rule, scales_input=scales_input)
+
+
+def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensors: ExpertTensors) -> None:
+    num_experts, double, width = tensors.gate_up.shape
+    if tuple(tensors.down.shape) != (num_experts, x.shape[1], double // 2) or width != x.shape[1] or double % 2:
+        raise ValueError(
+            f"x {tuple(x.shape)} does not fit experts {tuple(tensors.gate_up.shape)} and {tuple(tensors.down.shape)}: "
+            "give [E, 2I, N] and [E, N, I]."
+        )
+    if experts.shape != weights.shape or len(experts) != len(x):
+        raise ValueError(
+            f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
+        )
+    mx = [part for part in (tensors.gate_up, tensors.down) if isinstance(part, MxTensor)]
+    if any(part.shape[2] % 32 or part.scales.shape[2] * 32 != part.shape[2] for part in mx):
+        raise ValueError(f"MXFP4 weights {[part.shape for part in mx]} must have a scale for every 32 columns.")

@@ -1,0 +1,28 @@
+"""Tiles of the grouped products by how many rows an expert gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows, columns and inner elements of a round; warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    block_j: int
+    num_warps: int
+    num_stages: int
+
+
+SMALL = Tile(block_m=16, block_n=64, block_j=128, num_warps=4, num_stages=3)  # few rows: reading weights is all
+MIDDLE = Tile(block_m=64, block_n=64, block_j=64, num_warps=4, num_stages=3)
+LARGE = Tile(block_m=128, block_n=64, block_j=64, num_warps=8, num_stages=3)
+TILES = (SMALL, MIDDLE, LARGE)
+
+
+def choose_tile(num_pairs: int, num_experts: int) -> Tile:
+    """By the mean number of rows of an expert."""
+    rows = num_pairs / num_experts
+    return SMALL if rows <= 16 else MIDDLE if rows <= 96 else LARGE
