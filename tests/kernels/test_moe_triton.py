@@ -101,5 +101,5 @@ def test_what_does_not_fit_is_refused() -> None:
     tensors, (which, weights) = plain_experts(2, 20, 36), routes(3, 1, 2)
     with pytest.raises(ValueError, match=r"give \[E, 2I, N\]"):
         moe(torch.zeros(3, 35), which, weights, tensors, PLAIN)
-    with pytest.raises(ValueError, match="3 tokens|4 tokens"):
+    with pytest.raises(ValueError, match="4 tokens"):
         moe(torch.zeros(4, 36), which, weights, tensors, PLAIN)

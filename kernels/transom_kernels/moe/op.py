@@ -22,8 +22,8 @@ def moe(
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N]; a token's experts are added in the order of its choice.
 
-    `x` [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies what goes into the expert
-    instead. An expert is `down @ gated(gate_up @ x + bias) + bias`, see `ExpertTensors` and `GateRule`.
+    `x` [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies what goes into the
+    expert instead. An expert is `down @ gated(gate_up @ x + bias) + bias`, see `ExpertTensors` and `GateRule`.
 
     Raises:
         ValueError: shapes that do not fit, or MXFP4 widths that are no multiples of 32.

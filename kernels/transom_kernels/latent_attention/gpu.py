@@ -1,0 +1,87 @@
+"""Launches of the latent kernels.
+
+Legend: T queries, H heads, D width, W window slots, K entry slots, N entries, E entries that close.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
+from transom_kernels.latent_attention.tuning import attend_config, score_config
+from transom_kernels.launch import INTERPRETED, next_power_of_two
+
+POOL_CHANNELS = 128
+
+
+def latent_attention_triton(
+    q: torch.Tensor,
+    window_cache: torch.Tensor,
+    window_slots: torch.Tensor,
+    sink_logits: torch.Tensor,
+    *,
+    scale: float,
+    entry_cache: torch.Tensor | None = None,
+    entry_slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `op.latent_attention`."""
+    tokens, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if entry_cache is None or entry_slots is None:
+        entry_cache, entry_slots = window_cache, window_slots[:, :0]
+    config = attend_config(heads, width)
+    if tokens:
+        attend_rows[(tokens, -(-heads // config.block_h))](
+            q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), sink_logits, out, scale, heads,
+            window_slots.shape[1], entry_slots.shape[1], q.stride(0), q.stride(1),
+            *window_cache.stride()[:2], *entry_cache.stride()[:2],
+            D=width, WINDOW_P=window_cache.shape[1], ENTRY_P=entry_cache.shape[1], UPCAST=INTERPRETED,
+            BLOCK_H=config.block_h, BLOCK_D=next_power_of_two(width), BLOCK_N=config.block_n,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def select_entries_triton(
+    q: torch.Tensor,
+    head_weights: torch.Tensor,
+    key_cache: torch.Tensor,
+    slots: torch.Tensor,
+    sequence: torch.Tensor,
+    num_visible: torch.Tensor,
+    *,
+    top_k: int,
+    scale: float,
+) -> torch.Tensor:
+    """See `index.select_entries`."""
+    (tokens, heads, width), num_entries = q.shape, slots.shape[1]
+    chosen = min(top_k, num_entries)
+    if not tokens or not chosen:
+        return torch.full((tokens, chosen), -1, dtype=torch.int64, device=q.device)
+    scores = torch.empty((tokens, num_entries), dtype=torch.float32, device=q.device)
+    config = score_config(heads, width)
+    score_entries[(tokens, -(-num_entries // config.block_n))](
+        q, head_weights.contiguous(), key_cache, slots.contiguous(), sequence, num_visible, scores, scale, heads, num_entries,
+        q.stride(0), q.stride(1), *key_cache.stride()[:2],
+        D=width, P=key_cache.shape[1], UPCAST=INTERPRETED, BLOCK_H=config.block_h, BLOCK_D=next_power_of_two(width),
+        BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    best = scores.topk(chosen, dim=1).indices
+    return best.masked_fill_(best >= num_visible[:, None], -1)
+
+
+def pool_rows_triton(
+    kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
+) -> torch.Tensor:
+    """See `compress.pool_rows`."""
+    ratio, channels = position_bias.shape
+    num_groups = slots.shape[1] // ratio
+    width = channels // num_groups
+    out = torch.empty((len(slots), width), dtype=torch.float32, device=slots.device)
+    block = min(POOL_CHANNELS, next_power_of_two(width))
+    if len(slots):
+        pool[(len(slots), -(-width // block))](
+            kv_cache, gate_cache, slots.contiguous(), position_bias, out, *kv_cache.stride()[:2], *gate_cache.stride()[:2],
+            D=width, R=ratio, G=num_groups, P=kv_cache.shape[1], BLOCK_D=block, num_warps=4,
+        )  # fmt: skip
+    return out
