@@ -29,8 +29,8 @@ def prepare_qkv_triton(
 ) -> torch.Tensor:
     """See `prepare.prepare_qkv_reference`.
 
-    Caches of 8 bits take `kv_scales` ([KVH] float32 each), by which keys and values are divided. Heads of a token must lie together;
-    tokens may be strided.
+    Caches of 8 bits take `kv_scales` ([KVH] float32 each), by which keys and values are divided. Heads of a token must lie
+    together; tokens may be strided.
     """
     tokens, heads, width = q.shape
     kv_heads, value_width = k.shape[1], v.shape[2]

@@ -1,6 +1,6 @@
 """Two grouped products in Triton: into the experts, gates applied, and out of them, routing weights applied.
 
-A program has one block of rows that chose one expert, and one block of columns. MXFP4 weights are widened in registers, the even and
+A program has a block of rows that chose one expert, and a block of columns. MXFP4 weights are widened in registers, the even and
 the odd elements of a byte in products of their own.
 
 Legend: P pairs of token and expert, K experts per token; a tile is M rows by N columns, J inner elements a round.

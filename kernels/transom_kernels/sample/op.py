@@ -1,0 +1,52 @@
+"""`sample`: penalties, temperature, top-k, top-p, min-p and seeded noise, to one token a row.
+
+Legend: S rows, V vocabulary, C changes to logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transom_kernels.sample.reference import sample_reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleParams:
+    """Of each row. Filters are off at `top_k` 0, `top_p` 1 and `min_p` 0; `temperature` 0 takes the most likely token.
+
+    Changes come first: logit `change_id` of row `change_row` is divided by `change_factor` if positive, multiplied if negative, then
+    `change_minus` is subtracted. A pair of row and id appears once at most.
+    """
+
+    temperature: torch.Tensor  # [S] float32
+    top_k: torch.Tensor  # [S] int32
+    top_p: torch.Tensor  # [S] float32
+    min_p: torch.Tensor  # [S] float32
+    keys: torch.Tensor  # [S] int64: the noise is a function of a row's key and the token id
+    change_row: torch.Tensor | None = None  # [C] int64
+    change_id: torch.Tensor | None = None  # [C] int64
+    change_factor: torch.Tensor | None = None  # [C] float32
+    change_minus: torch.Tensor | None = None  # [C] float32
+
+
+def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
+    """The token of each row of `logits` [S, V] float32, [S] int64; of equal scores the lowest id. Changes are made in place.
+
+    top_p is taken over what top_k left, min_p is relative to the most likely token; equal logits stay or go together.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    rows = len(logits)
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}; give [rows, vocabulary] in float32.")
+    for name in ("temperature", "top_k", "top_p", "min_p", "keys"):
+        if getattr(params, name).shape != (rows,):
+            raise ValueError(f"{name} has shape {tuple(getattr(params, name).shape)}; give one for each of {rows} rows.")
+    if logits.device.type == "cuda":
+        from transom_kernels.sample.gpu import sample_triton
+
+        return sample_triton(logits, params)
+    return sample_reference(logits, params)
