@@ -21,8 +21,8 @@ class LatentConfig:
 
 def attend_config(num_heads: int, width: int) -> LatentConfig:
     """A row of 512 is 1 KiB: few of them fit beside the accumulators of many heads."""
-    block_h = min(64, max(LEAST_ROWS, next_power_of_two(num_heads)))
     wide = width > 256
+    block_h = min(32 if wide else 64, max(LEAST_ROWS, next_power_of_two(num_heads)))
     return LatentConfig(
         block_h=block_h, block_n=32 if wide else 64, num_warps=8 if block_h > 16 else 4, num_stages=2 if wide else 3
     )

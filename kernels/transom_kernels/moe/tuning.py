@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,14 @@ LARGE = Tile(block_m=128, block_n=64, block_j=64, num_warps=8, num_stages=3)
 TILES = (SMALL, MIDDLE, LARGE)
 
 
-def choose_tile(num_pairs: int, num_experts: int) -> Tile:
+WIDENING = (  # of MXFP4 weights, in registers that several warps must share
+    SMALL,
+    replace(MIDDLE, num_warps=8),
+    replace(LARGE, block_n=32),
+)
+
+
+def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool) -> Tile:
     """By the mean number of rows of an expert."""
     rows = num_pairs / num_experts
-    return SMALL if rows <= 16 else MIDDLE if rows <= 96 else LARGE
+    return (WIDENING if is_mx else TILES)[0 if rows <= 16 else 1 if rows <= 96 else 2]

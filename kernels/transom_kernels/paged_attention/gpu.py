@@ -56,8 +56,8 @@ def paged_attention_triton(
     """
     wanted = by_products or ByProducts()
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
-    group, key_size = q.shape[1] // k_cache.shape[2], q.shape[2]
-    for part in _parts(batch, rule, group, key_size, q.device):
+    group = q.shape[1] // k_cache.shape[2]
+    for part in _parts(batch, rule, group, q):
         _attend(
             part,
             q,
@@ -85,17 +85,17 @@ class _Part:
     most_tokens: int  # of a tile
 
 
-def _parts(batch: PagedBatch, rule: MaskRule, group: int, key_size: int, device: torch.device) -> list[_Part]:
+def _parts(batch: PagedBatch, rule: MaskRule, group: int, q: torch.Tensor) -> list[_Part]:
     """The batch's work under this rule, cut by the first layer that asks."""
-    held: dict[tuple[MaskRule, int, int], list[_Part]] = batch.scratch.setdefault("paged_attention_gpu", {})
-    key = (rule, group, key_size)
+    held: dict[tuple[MaskRule, int, int, int], list[_Part]] = batch.scratch.setdefault("paged_attention_gpu", {})
+    key = (rule, group, q.shape[2], q.element_size())
     if key not in held:
         few = [count for count in batch.count_host if count <= DECODE_TOKENS]
         tilings = [(decode_tiling(), max(few, default=0))]
         if len(few) < len(batch.count_host):
-            prompt = prompt_tiling(group=group, key_size=key_size)
+            prompt = prompt_tiling(group=group, key_size=q.shape[2], element_bytes=q.element_size())
             tilings.append((prompt, prompt.tile_tokens))
-        held[key] = [_Part(plan_work(batch, rule, tiling, device), most) for tiling, most in tilings if most]
+        held[key] = [_Part(plan_work(batch, rule, tiling, q.device), most) for tiling, most in tilings if most]
     return held[key]
 
 

@@ -1,0 +1,295 @@
+"""Compiles every kernel in every configuration for GPUs that need not be there; prints a JSON line each.
+
+A process of its own: triton decides when a kernel is defined whether it is interpreted, and these must not be.
+
+    python tests/kernels/ahead_of_time.py [sm_90|sm_80] [words of names to choose]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transom_kernels.block_copy.gpu import WORDS
+from transom_kernels.block_copy.kernel import copy_words
+from transom_kernels.gated_mlp.kernel import activate
+from transom_kernels.kv_write.kernel import prepare_and_write
+from transom_kernels.latent_attention.gpu import POOL_CHANNELS
+from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
+from transom_kernels.latent_attention.tuning import attend_config, score_config
+from transom_kernels.launch import next_power_of_two, split_width, warps_for
+from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
+from transom_kernels.moe.tuning import TILES, WIDENING
+from transom_kernels.paged_attention.join import join
+from transom_kernels.paged_attention.kernel import attend
+from transom_kernels.paged_attention.tuning import kernel_config
+from transom_kernels.quantize.kernel import round_rows, widen_rows
+from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
+from transom_kernels.rotary.kernel import rotate
+from transom_kernels.sample.gpu import CHANGES, MOST_IDS, SEARCH_IDS
+from transom_kernels.sample.kernel import change_logits, sample_rows
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+FP8 = "fp8e4nv"  # from sm_89 on
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compilation:
+    """A kernel, its arguments' types (`i32` where not given) and constants, and how it is launched."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    unaligned: tuple[str, ...] = field(default=())  # integers that are no multiples of 16
+
+    @property
+    def needs_fp8(self) -> bool:
+        return any(FP8 in kind for kind in self.types.values())
+
+
+def attention(rows: int, width: int, value_width: int, *, dtype: str = "bf16", cache: str = "", **flags: Any) -> Compilation:
+    config = kernel_config(
+        rows=rows, key_size=width, value_size=value_width, block_size=16, element_bytes=ELEMENT_BYTES[dtype]
+    )
+    (d1, d2), (e1, e2) = split_width(width), split_width(value_width)
+    off = ("SOFT_CAP", "SINK_LOGITS", "KEY_BLOCKS", "SINK_QUERY", "SCALES")
+    constants = {
+        **{"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "D1": d1, "D2": d2, "E": value_width, "E1": e1, "E2": e2},
+        **{"WINDOW": 0, "SINKS": 0, "CHUNK": 0, "WRITES_LSE": False, "WRITES_BLOCK_LSE": False, "UPCAST": False},
+        **{f"HAS_{name}": False for name in off},
+        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, **flags},
+    }
+    kept = cache or dtype
+    floats = ("lse_out", "partial_out", "partial_stats", "block_lse", "sink_logits", "k_scale", "v_scale")
+    integers = ("items", "block_table", "first_block", "attend_from", "key_blocks", "position_shift")
+    types = {
+        **{"q": f"*{dtype}", "sink_q": f"*{dtype}", "out": f"*{dtype}", "k_cache": f"*{kept}", "v_cache": f"*{kept}"},
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(integers, "*i32"),
+        **{"scale": "fp32", "soft_cap": "fp32", "k_stride_b": "i64", "v_stride_b": "i64"},
+    }
+    said = "".join(f" {name.lower()}" for name, on in flags.items() if on)
+    return Compilation(
+        name=f"attend {dtype} {kept} rows {rows} widths {width}/{value_width}{said}",
+        kernel=attend, types=types, constants=constants, num_warps=config.num_warps, num_stages=config.num_stages,
+        unaligned=("num_kv_heads", "num_columns", "num_pinned", "table_stride"),
+    )  # fmt: skip
+
+
+def attention_cases() -> Iterator[Compilation]:
+    for rows in (8, 32, 128):
+        for widths in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+            yield attention(rows, *widths)
+    yield from (attention(rows, 512, 512) for rows in (8, 32))
+    everything = {"WINDOW": 128, "SINKS": 4, "CHUNK": 8192, "HAS_SINK_LOGITS": True, "HAS_SOFT_CAP": True}
+    for rows in (8, 128):
+        yield attention(rows, 128, 128, **everything)
+        yield attention(rows, 64, 64, dtype="fp16", WINDOW=128, HAS_SINK_LOGITS=True)
+        yield attention(min(64, rows), 128, 128, dtype="fp32")
+        for cache in (FP8, "i8"):
+            yield attention(rows, 128, 128, cache=cache, HAS_SCALES=True)
+    yield attention(8, 128, 128, WRITES_LSE=True, WRITES_BLOCK_LSE=True, HAS_KEY_BLOCKS=True, HAS_SINK_QUERY=True, SINKS=4)
+    for width in (64, 80, 128, 256, 512):
+        yield Compilation(
+            name=f"join width {width}", kernel=join,
+            types={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16", "lse_out": "*fp32", "joins": "*i32",
+                   "sink_logits": "*fp32"},
+            constants={"GROUP": 8, "E": width, "HAS_SINK_LOGITS": True, "WRITES_LSE": True, "BLOCK_M": 16,
+                       "BLOCK_E": next_power_of_two(width)},
+            unaligned=("num_kv_heads",),
+        )  # fmt: skip
+
+
+def small_cases() -> Iterator[Compilation]:
+    for width in (576, 2880, 4096, 8192):
+        block = next_power_of_two(width)
+        yield Compilation(
+            name=f"norm_rows {width}", kernel=norm_rows,
+            types={"eps": "fp32", **dict.fromkeys(("x", "residual", "weight", "out", "sums"), "*bf16")},
+            constants={"N": width, "HAS_RESIDUAL": True, "BLOCK_N": block}, num_warps=warps_for(block),
+        )  # fmt: skip
+        yield Compilation(
+            name=f"round_rows {width}", kernel=round_rows, types={"x": "*bf16", "values": f"*{FP8}", "scales": "*fp32"},
+            constants={"N": width, "LARGEST": 448.0, "TO_INTEGER": False, "BLOCK_N": block}, num_warps=warps_for(block),
+        )  # fmt: skip
+    yield Compilation(
+        name="norm_heads", kernel=norm_heads, types={"x": "*bf16", "weight": "*bf16", "eps": "fp32"},
+        constants={"H": 40, "D": 128, "HAS_WEIGHT": True, "BLOCK_H": 16, "BLOCK_D": 128},
+    )  # fmt: skip
+    for interleaved in (False, True):
+        yield Compilation(
+            name=f"rotate{' interleaved' if interleaved else ''}", kernel=rotate,
+            types=dict.fromkeys(("x", "cos", "signed_sin"), "*bf16"),
+            constants={"H": 40, "R": 128, "INTERLEAVED": interleaved, "BLOCK_H": 16, "BLOCK_R": 128},
+        )  # fmt: skip
+    for gelu in (False, True):
+        yield Compilation(
+            name=f"activate{' gelu' if gelu else ''}", kernel=activate, types={"gate_up": "*bf16", "out": "*bf16"},
+            constants={"GELU": gelu, "BLOCK_N": 2048},
+        )  # fmt: skip
+    yield Compilation(
+        name="widen_rows", kernel=widen_rows, types={"values": f"*{FP8}", "scales": "*fp32", "out": "*bf16"},
+        constants={"BLOCK_N": 2048},
+    )  # fmt: skip
+    yield Compilation(
+        name="copy_words", kernel=copy_words,
+        types={"source": "*i32", "target": "*i32", "source_ids": "*i64", "target_ids": "*i64", "source_stride": "i64",
+               "target_stride": "i64"},
+        constants={"BLOCK_W": WORDS}, num_warps=8,
+    )  # fmt: skip
+    for cache, largest in (("bf16", 0.0), (FP8, 448.0), ("i8", 127.0)):
+        yield prepare(cache, largest)
+
+
+def prepare(cache: str, largest: float) -> Compilation:
+    rows = ("q", "k", "v", "q_out", "cos", "signed_sin", "q_weight", "k_weight")
+    return Compilation(
+        name=f"prepare_and_write {cache}", kernel=prepare_and_write,
+        types={
+            **dict.fromkeys(rows, "*bf16"), "k_cache": f"*{cache}", "v_cache": f"*{cache}", "slots": "*i64",
+            **dict.fromkeys(("query_scale", "k_scale", "v_scale"), "*fp32"), "value_factor": "fp32", "eps": "fp32",
+            "k_stride_b": "i64", "v_stride_b": "i64",
+        },
+        constants={
+            "BLOCK_SIZE": 16, "H": 32, "KVH": 8, "D": 128, "E": 128, "R": 128, "INTERLEAVED": False, "NORM": True,
+            "HAS_WEIGHT": True, "NORM_AFTER": False, "VALUE_NORM": False, "HAS_QUERY_SCALE": False,
+            "TO_INTEGER": cache == "i8", "LARGEST": largest, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK_E": 128,
+        },
+    )  # fmt: skip
+
+
+def expert_cases() -> Iterator[Compilation]:
+    for is_mx in (False, True):
+        for tile in WIDENING if is_mx else TILES:
+            sizes = {"UPCAST": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
+            weight = "*u8" if is_mx else "*bf16"
+            common = {"scales": "*u8", "bias": "*bf16", "weights": "*fp32", "pairs": "*i32", "block_expert": "*i32"}
+            launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "unaligned": ("num_pairs",)}
+            yield Compilation(
+                name=f"into_experts {'mxfp4' if is_mx else 'bf16'} {tile.block_m}", kernel=into_experts,
+                types={"x": "*bf16", "gate_up": weight, "out": "*bf16", **common, "limit": "fp32", "gain": "fp32",
+                       "up_offset": "fp32"},
+                constants={"NUM_CHOSEN": 4, "INTERLEAVED": is_mx, "IS_MX": is_mx, "HAS_BIAS": True, "SCALES_INPUT": False,
+                           "HAS_LIMIT": True, "GELU": False, **sizes}, **launch,
+            )  # fmt: skip
+            yield Compilation(
+                name=f"out_of_experts {'mxfp4' if is_mx else 'bf16'} {tile.block_m}", kernel=out_of_experts,
+                types={"x": "*bf16", "down": weight, "out": "*fp32", **common},
+                constants={"IS_MX": is_mx, "HAS_BIAS": True, "SCALES_OUTPUT": True, **sizes}, **launch,
+            )  # fmt: skip
+    yield Compilation(
+        name="add_up", kernel=add_up, types={"parts": "*fp32", "out": "*bf16"}, constants={"NUM_CHOSEN": 8, "BLOCK_N": 1024}
+    )
+
+
+def latent_cases() -> Iterator[Compilation]:
+    for heads, width in ((16, 512), (64, 512)):
+        config = attend_config(heads, width)
+        yield Compilation(
+            name=f"attend_rows {heads} heads of {width}", kernel=attend_rows,
+            types={**dict.fromkeys(("q", "window_cache", "entry_cache", "out"), "*bf16"), "window_slots": "*i64",
+                   "entry_slots": "*i64", "sink_logits": "*fp32", "scale": "fp32", "window_stride_b": "i64",
+                   "entry_stride_b": "i64"},
+            constants={"D": width, "WINDOW_P": 16, "ENTRY_P": 4, "UPCAST": False, "BLOCK_H": config.block_h,
+                       "BLOCK_D": next_power_of_two(width), "BLOCK_N": config.block_n},
+            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_window", "num_entries"),
+        )  # fmt: skip
+    config = score_config(64, 128)
+    yield Compilation(
+        name="score_entries", kernel=score_entries,
+        types={"q": "*bf16", "key_cache": "*bf16", "head_weights": "*fp32", "slots": "*i64", "sequence": "*i64",
+               "num_visible": "*i64", "scores": "*fp32", "scale": "fp32", "key_stride_b": "i64"},
+        constants={"D": 128, "P": 4, "UPCAST": False, "BLOCK_H": config.block_h, "BLOCK_D": 128, "BLOCK_N": config.block_n},
+        num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_entries"),
+    )  # fmt: skip
+    for groups, ratio in ((1, 128), (2, 4)):
+        yield Compilation(
+            name=f"pool {groups} x {ratio}", kernel=pool,
+            types={**dict.fromkeys(("kv_cache", "gate_cache", "position_bias", "out"), "*fp32"), "slots": "*i64",
+                   "kv_stride_b": "i64", "gate_stride_b": "i64"},
+            constants={"D": 512, "R": ratio, "G": groups, "P": 4, "BLOCK_D": POOL_CHANNELS},
+        )  # fmt: skip
+
+
+def sample_cases() -> Iterator[Compilation]:
+    yield Compilation(
+        name="sample_rows", kernel=sample_rows,
+        types={**dict.fromkeys(("logits", "temperatures", "top_ps", "min_ps"), "*fp32"), "top_ks": "*i32", "keys": "*i64",
+               "out": "*i64"},
+        constants={"BLOCK_N": MOST_IDS, "BLOCK_SEARCH": SEARCH_IDS}, num_warps=8,
+    )  # fmt: skip
+    yield Compilation(
+        name="change_logits", kernel=change_logits,
+        types={**dict.fromkeys(("logits", "factors", "minus"), "*fp32"), "rows": "*i64", "ids": "*i64"},
+        constants={"BLOCK_C": CHANGES}, unaligned=("num_changes",),
+    )  # fmt: skip
+
+
+def all_cases() -> list[Compilation]:
+    return [*attention_cases(), *small_cases(), *expert_cases(), *latent_cases(), *sample_cases()]
+
+
+def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
+    """Registers of a thread, bytes of its stack (spills) and of a program's shared memory, and which matrix instructions there are."""
+    begin_s = time.perf_counter()
+    names = case.kernel.arg_names
+    signature = {name: "constexpr" if name in case.constants else case.types.get(name, "i32") for name in names}
+    attributes = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(names)
+        if signature[name] not in ("constexpr", "fp32") and name not in case.unaligned
+    }
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("--dump-resource-usage", "--dump-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return {
+        "name": case.name,
+        "arch": arch,
+        "registers": int(found[1]),
+        "spilled_bytes": int(found[2]),
+        "shared_bytes": made.metadata.shared,
+        "matrix": next((kind for kind in ("HGMMA", "QGMMA", "HMMA") if kind in sass), "none"),
+        "seconds": round(time.perf_counter() - begin_s, 1),
+    }
+
+
+def main(words: list[str]) -> None:
+    archs = [int(word.removeprefix("sm_")) for word in words if word.startswith("sm_")] or [90]
+    chosen = [word for word in words if not word.startswith("sm_")]
+    for arch in archs:
+        for case in all_cases():
+            if all(word in case.name for word in chosen) and (arch >= 89 or not case.needs_fp8):
+                print(json.dumps(compile_for(case, arch)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
