@@ -250,7 +250,7 @@ def all_cases() -> list[Compilation]:
 
 
 def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack (spills) and of a program's shared memory, and which matrix instructions there are."""
+    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, and its kind of matrix instructions."""
     begin_s = time.perf_counter()
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types.get(name, "i32") for name in names}

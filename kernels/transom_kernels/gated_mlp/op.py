@@ -21,6 +21,10 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has width {gate_up.shape[-1]}; it must be gate and up, equally wide.")
+    if gate_up.device.type == "cuda":
+        from transom_kernels.gated_mlp.gpu import gated_activation_triton
+
+        return gated_activation_triton(gate_up, gelu=activation == "gelu_tanh")
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate).mul_(up)

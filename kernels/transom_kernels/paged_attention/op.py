@@ -5,6 +5,8 @@ Legend: T query tokens, H query heads, KVH heads, D key width, Dv value width, P
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
@@ -42,9 +44,15 @@ def paged_attention(
     _check(q, k_cache, v_cache, batch)
     _check_options(window, num_sink_tokens, chunk, soft_cap, sink_logits, q.shape[1])
     rule = MaskRule(window=window, num_sink_tokens=num_sink_tokens, chunk=chunk)
-    return paged_attention_torch(
-        q, k_cache, v_cache, batch, scale=scale, rule=rule, soft_cap=soft_cap, sink_logits=sink_logits
-    )
+    attend = _triton_path() if q.device.type == "cuda" else paged_attention_torch
+    return attend(q, k_cache, v_cache, batch, scale=scale, rule=rule, soft_cap=soft_cap, sink_logits=sink_logits)
+
+
+def _triton_path() -> Callable[..., torch.Tensor]:
+    """Imported where there is a GPU, since Triton is not everywhere."""
+    from transom_kernels.paged_attention.gpu import paged_attention_triton
+
+    return paged_attention_triton
 
 
 def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: PagedBatch) -> None:

@@ -19,6 +19,11 @@ def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None
     """
     if weight is not None and weight.shape != x.shape[1:]:
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; give [heads, width].")
+    if x.device.type == "cuda" and x.stride(2) == 1:
+        from transom_kernels.rms_norm.gpu import head_norm_triton_
+
+        head_norm_triton_(x, weight, eps)
+        return
     wide = x if weight is None or weight.dtype == x.dtype else x.to(weight.dtype)
     normed = F.rms_norm(wide, x.shape[-1:], None, eps)
     if weight is None:

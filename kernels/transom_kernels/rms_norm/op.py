@@ -25,6 +25,10 @@ def rms_norm(
     if weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
         other = None if residual is None else tuple(residual.shape)
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)} or residual {other}.")
+    if x.device.type == "cuda" and x.dim() == 2:
+        from transom_kernels.rms_norm.gpu import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps, residual)
     if residual is not None:
         x = x + residual
     if weight.dtype != x.dtype:

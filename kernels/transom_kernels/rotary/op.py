@@ -24,6 +24,11 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, int
             f"x {tuple(x.shape)} needs tables [{x.shape[0]}, 1 or {x.shape[1]}, at most {x.shape[-1]}]; "
             f"got {tuple(cos.shape)} and {tuple(signed_sin.shape)}."
         )
+    if x.device.type == "cuda" and x.stride(2) == 1:
+        from transom_kernels.rotary.gpu import rotary_triton_
+
+        rotary_triton_(x, cos, signed_sin, interleaved=interleaved)
+        return
     rotated = x if width == x.shape[-1] else x[..., :width]
     if interleaved:
         swapped = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2).mul_(signed_sin)

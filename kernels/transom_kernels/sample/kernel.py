@@ -1,7 +1,7 @@
 """Sampling in Triton: one program a row, however many filters.
 
-The least logit that stays is searched in the order of floats as integers, sixteen thresholds a round, four bits settled by each: eight
-rounds over a row that lies in the cache find the exact value, by count (top-k) or by weight (top-p).
+The least logit that stays is searched in the order of floats as integers, sixteen thresholds a round, which settles four bits:
+eight rounds over a row that lies in the cache find the exact value, by count (top-k) or by weight (top-p).
 
 Legend: V vocabulary, N ids a round.
 """

@@ -16,8 +16,8 @@ from transom_kernels.sample.reference import sample_reference
 class SampleParams:
     """Of each row. Filters are off at `top_k` 0, `top_p` 1 and `min_p` 0; `temperature` 0 takes the most likely token.
 
-    Changes come first: logit `change_id` of row `change_row` is divided by `change_factor` if positive, multiplied if negative, then
-    `change_minus` is subtracted. A pair of row and id appears once at most.
+    Changes come first: logit `change_id` of row `change_row` is divided by `change_factor` if positive, multiplied if negative,
+    then `change_minus` is subtracted. A row and an id make a pair once at most.
     """
 
     temperature: torch.Tensor  # [S] float32
