@@ -2,7 +2,7 @@
 
 A process of its own: triton decides when a kernel is defined whether it is interpreted, and these must not be.
 
-    python tests/kernels/ahead_of_time.py [sm_90|sm_80] [words of names to choose]
+    python tests/kernels/ahead_of_time.py [sm_90|sm_80] [--one-each] [words of names to choose]
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FP8 = "fp8e4nv"  # from sm_89 on
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Compilation:
     """A kernel, its arguments' types (`i32` where not given) and constants, and how it is launched."""
 
@@ -67,7 +67,9 @@ class Compilation:
         return any(FP8 in kind for kind in self.types.values())
 
 
-def attention(rows: int, width: int, value_width: int, *, dtype: str = "bf16", cache: str = "", **flags: Any) -> Compilation:
+def attention(
+    rows: int, width: int, value_width: int, *, dtype: str = "bf16", cache: str = "", **flags: Any
+) -> Compilation:
     config = kernel_config(
         rows=rows, key_size=width, value_size=value_width, block_size=16, element_bytes=ELEMENT_BYTES[dtype]
     )
@@ -108,7 +110,9 @@ def attention_cases() -> Iterator[Compilation]:
         yield attention(min(64, rows), 128, 128, dtype="fp32")
         for cache in (FP8, "i8"):
             yield attention(rows, 128, 128, cache=cache, HAS_SCALES=True)
-    yield attention(8, 128, 128, WRITES_LSE=True, WRITES_BLOCK_LSE=True, HAS_KEY_BLOCKS=True, HAS_SINK_QUERY=True, SINKS=4)
+    yield attention(
+        8, 128, 128, WRITES_LSE=True, WRITES_BLOCK_LSE=True, HAS_KEY_BLOCKS=True, HAS_SINK_QUERY=True, SINKS=4
+    )
     for width in (64, 80, 128, 256, 512):
         yield Compilation(
             name=f"join width {width}", kernel=join,
@@ -198,7 +202,10 @@ def expert_cases() -> Iterator[Compilation]:
                 constants={"IS_MX": is_mx, "HAS_BIAS": True, "SCALES_OUTPUT": True, **sizes}, **launch,
             )  # fmt: skip
     yield Compilation(
-        name="add_up", kernel=add_up, types={"parts": "*fp32", "out": "*bf16"}, constants={"NUM_CHOSEN": 8, "BLOCK_N": 1024}
+        name="add_up",
+        kernel=add_up,
+        types={"parts": "*fp32", "out": "*bf16"},
+        constants={"NUM_CHOSEN": 8, "BLOCK_N": 1024},
     )
 
 
@@ -284,9 +291,12 @@ def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
 
 def main(words: list[str]) -> None:
     archs = [int(word.removeprefix("sm_")) for word in words if word.startswith("sm_")] or [90]
-    chosen = [word for word in words if not word.startswith("sm_")]
+    chosen = [word for word in words if not word.startswith(("sm_", "--"))]
+    cases = all_cases()
+    if "--one-each" in words:
+        cases = list({case.kernel: case for case in cases if not case.needs_fp8}.values())
     for arch in archs:
-        for case in all_cases():
+        for case in cases:
             if all(word in case.name for word in chosen) and (arch >= 89 or not case.needs_fp8):
                 print(json.dumps(compile_for(case, arch)), flush=True)
 

@@ -92,7 +92,9 @@ def test_changes_come_first() -> None:
     st.integers(1, 150), st.sampled_from([0, 1, 3, 50]), st.sampled_from([1.0, 0.3, 0.9]), st.sampled_from([0.0, 0.1]),
     st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2**31),
 )  # fmt: skip
-def test_as_the_workers_sampler(vocabulary: int, top_k: int, top_p: float, min_p: float, temperature: float, seed: int) -> None:
+def test_as_the_workers_sampler(
+    vocabulary: int, top_k: int, top_p: float, min_p: float, temperature: float, seed: int
+) -> None:
     logits = torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
     sampler, keys = Sampler(), []
     for row in range(2):

@@ -77,5 +77,7 @@ def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
 def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
     width = cos.shape[-1]
     part = x[..., :width]
-    swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else part.roll(width // 2, dims=-1)
+    swapped = (
+        part.reshape(*part.shape[:-1], -1, 2).flip(-1).flatten(-2) if interleaved else part.roll(width // 2, dims=-1)
+    )
     return torch.cat([part * cos + swapped * signed_sin, x[..., width:]], dim=-1)

@@ -33,7 +33,8 @@ class MxTensor:
         table = torch.tensor([*MX_VALUES, *(-value for value in MX_VALUES)], device=self.blocks.device)
         pairs = torch.stack([table[(self.blocks & 15).long()], table[(self.blocks >> 4).long()]], dim=-1)
         scale = torch.ldexp(torch.ones(self.scales.shape, device=table.device), self.scales.to(torch.int32) - MX_BIAS)
-        return (pairs.flatten(-2).unflatten(-1, (-1, MX_GROUP)) * scale[..., None]).flatten(-2)
+        elements = pairs.reshape(*self.scales.shape, MX_GROUP) * scale[..., None]
+        return elements.flatten(-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

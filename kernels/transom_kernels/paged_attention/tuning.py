@@ -45,5 +45,11 @@ def decode_tiling() -> Tiling:
 def prompt_tiling(*, group: int, key_size: int, element_bytes: int) -> Tiling:
     """Prompts and their chunks, where `group` query heads share a KV head; wide rows leave registers for fewer of them."""
     row_bytes = key_size * element_bytes
-    rows = PROMPT_ROWS if row_bytes <= 512 and element_bytes <= 2 else PROMPT_ROWS // 2 if row_bytes <= 512 else PROMPT_ROWS // 4
+    rows = (
+        PROMPT_ROWS
+        if row_bytes <= 512 and element_bytes <= 2
+        else PROMPT_ROWS // 2
+        if row_bytes <= 512
+        else PROMPT_ROWS // 4
+    )
     return Tiling(least=DECODE_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0)

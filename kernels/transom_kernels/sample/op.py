@@ -44,7 +44,9 @@ def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
         raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}; give [rows, vocabulary] in float32.")
     for name in ("temperature", "top_k", "top_p", "min_p", "keys"):
         if getattr(params, name).shape != (rows,):
-            raise ValueError(f"{name} has shape {tuple(getattr(params, name).shape)}; give one for each of {rows} rows.")
+            raise ValueError(
+                f"{name} has shape {tuple(getattr(params, name).shape)}; give one for each of {rows} rows."
+            )
     if logits.device.type == "cuda":
         from transom_kernels.sample.gpu import sample_triton
 

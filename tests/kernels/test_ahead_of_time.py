@@ -1,0 +1,48 @@
+"""Kernels compile for GPUs that are not there, and fit: one configuration of each kernel, all of them with `make test-compile`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("ahead_of_time.py")
+SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
+)
+
+
+def compiled(*arguments: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment, timeout=1500
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    return [json.loads(line) for line in made.stdout.splitlines()]
+
+
+def check(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        print(kernel)  # registers and shared memory, with -s or on a failure
+    assert [kernel for kernel in kernels if kernel["shared_bytes"] > SHARED_BYTES[kernel["arch"]]] == []
+    assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
+
+
+def test_one_configuration_of_each_kernel_fits_hopper() -> None:
+    kernels = compiled("sm_90", "--one-each")
+    assert len(kernels) >= 18
+    check(kernels)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_every_configuration_fits(arch: str) -> None:
+    check(compiled(arch))
