@@ -11,7 +11,15 @@ import pytest
 
 from engine_driver import Whole, make_engine, make_request, run
 from transom_worker.engine import Engine
-from transom_worker.errors import ConfigError, EngineDead, Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_worker.errors import (
+    ConfigError,
+    EngineDead,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    RequestTooLarge,
+    WorkerLost,
+)
 from transom_worker.output import Answer, Progress
 
 
