@@ -11,6 +11,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read by triton when it is first imported, which torch may do for its own purposes
+    )
+
 import pytest
 import torch
 
