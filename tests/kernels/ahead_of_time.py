@@ -107,7 +107,7 @@ def attention_cases() -> Iterator[Compilation]:
     for rows in (8, 128):
         yield attention(rows, 128, 128, **everything)
         yield attention(rows, 64, 64, dtype="fp16", WINDOW=128, HAS_SINK_LOGITS=True)
-        yield attention(min(64, rows), 128, 128, dtype="fp32")
+        yield attention(min(32, rows), 128, 128, dtype="fp32")
         for cache in (FP8, "i8"):
             yield attention(rows, 128, 128, cache=cache, HAS_SCALES=True)
     yield attention(

@@ -24,6 +24,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(3)
+
+
 def rounding_of(values: torch.Tensor) -> torch.Tensor:
     """What 8-bit numbers may differ by. int8: nothing. The interpreter drops small fp8 numbers, rounds the others otherwise, by a
     step, and halves what is rounded up to a power of two."""
@@ -135,5 +140,8 @@ def test_prepare_and_write_eight_bits(dtype: torch.dtype) -> None:
     )
     for cache, source, scale in zip(caches, (k, v), scales, strict=True):
         got, step = cache.view(8, 2, 16)[[0, 5, 7]], scale[:, None]
-        wanted = (source / step).round().to(dtype) if dtype is torch.int8 else (source / step).to(dtype)
-        assert bool((got.float() - wanted.float()).abs().le(rounding_of(wanted)).all())
+        if dtype is torch.int8:
+            assert float((got.float() - source / step).abs().max()) <= 0.5 + 1e-4  # to the nearest
+        else:
+            wanted = (source / step).to(dtype)
+            assert bool((got.float() - wanted.float()).abs().le(rounding_of(wanted)).all())

@@ -44,7 +44,8 @@ def test_an_interrupt_and_then_an_end_without_warning(tiny_model: Path) -> None:
         assert len(pids) == 2
         os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
         assert line(process) == "same"
-        assert rank_processes_of(process.pid) == pids
+        pids = rank_processes_of(process.pid)  # new ones, if only some of the old had the plan that was interrupted
+        assert len(pids) == 2
         os.kill(pids[1], signal.SIGSTOP)  # even a rank that does not run any more
         process.kill()
         wait_until_gone(process.pid, *pids)

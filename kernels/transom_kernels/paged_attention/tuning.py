@@ -30,7 +30,10 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
     widest = max(key_size, value_size)
     if block_m <= 32:  # decoding: memory-bound, keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
-        return KernelConfig(block_m=block_m, block_n=max(block_n, block_size), num_warps=4, num_stages=3)
+        num_warps = (
+            8 if block_m == 32 and widest * element_bytes > 256 else 4
+        )  # accumulators need the registers of more
+        return KernelConfig(block_m=block_m, block_n=max(block_n, block_size), num_warps=num_warps, num_stages=3)
     small = widest * element_bytes <= 256
     return KernelConfig(
         block_m=block_m, block_n=max(64 if small else 32, block_size), num_warps=8, num_stages=3 if small else 2
@@ -44,12 +47,5 @@ def decode_tiling() -> Tiling:
 
 def prompt_tiling(*, group: int, key_size: int, element_bytes: int) -> Tiling:
     """Prompts and their chunks, where `group` query heads share a KV head; wide rows leave registers for fewer of them."""
-    row_bytes = key_size * element_bytes
-    rows = (
-        PROMPT_ROWS
-        if row_bytes <= 512 and element_bytes <= 2
-        else PROMPT_ROWS // 2
-        if row_bytes <= 512
-        else PROMPT_ROWS // 4
-    )
+    rows = PROMPT_ROWS if element_bytes <= 2 and key_size * element_bytes <= 512 else PROMPT_ROWS // 4
     return Tiling(least=DECODE_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0)
