@@ -141,7 +141,7 @@ def test_prepare_and_write_eight_bits(dtype: torch.dtype) -> None:
     for cache, source, scale in zip(caches, (k, v), scales, strict=True):
         got, step = cache.view(8, 2, 16)[[0, 5, 7]], scale[:, None]
         if dtype is torch.int8:
-            assert float((got.float() - source / step).abs().max()) <= 0.5 + 1e-4  # to the nearest
+            assert float((got.float() - (source / step).clamp(-127, 127)).abs().max()) <= 0.5 + 1e-4  # to the nearest
         else:
             wanted = (source / step).to(dtype)
             assert bool((got.float() - wanted.float()).abs().le(rounding_of(wanted)).all())
