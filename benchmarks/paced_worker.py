@@ -50,7 +50,7 @@ class PacedWorker:
             "groups": [],
         }
 
-    async def metrics_text(self) -> str:
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
         """Nothing to tell."""
         return ""
 

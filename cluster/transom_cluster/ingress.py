@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from transom_cluster import __version__
+from transom_cluster import __version__, debug_routes, metrics_routes, server_routes
 from transom_cluster.api_keys import ApiKeys
+from transom_cluster.blockmap import routes as blockmap_routes
 from transom_cluster.client_limits import ClientLimits
-from transom_cluster.metrics_page import collect_page
 from transom_cluster.middleware import (
     OPEN_PATHS,
     AnswerBugs,
@@ -31,7 +28,6 @@ from transom_cluster.openai.document import complete_document
 from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
 from transom_cluster.openai_routes import OpenAiRoutes
 from transom_cluster.router import Router
-from transom_cluster.worker_pool import describe_link
 from transom_worker.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
@@ -51,7 +47,8 @@ def build_api(router: Router) -> FastAPI:
     _add_layers(api, router, keys)
     _add_error_handlers(api)
     OpenAiRoutes(router).add_to(api)
-    _add_server_routes(api, router)
+    for routes in (server_routes, metrics_routes, debug_routes, blockmap_routes):
+        routes.add_to(api, router)
     complete_document(api.openapi(), wants_key=keys.are_wanted, open_paths=OPEN_PATHS)
     return api
 
@@ -65,60 +62,6 @@ def _add_layers(api: FastAPI, router: Router, keys: ApiKeys) -> None:
     api.add_middleware(LimitHeaders, max_header_bytes=config.limits.max_header_bytes)
     api.add_middleware(AnswerBugs, show_messages=config.log_prompts)
     api.add_middleware(CountRequests, metrics=router.metrics)
-
-
-def _add_server_routes(api: FastAPI, router: Router) -> None:
-    started_s = int(time.time())
-    name = router.config.served_model_name
-
-    def model_card() -> dict[str, Any]:
-        limits = router.known_limits
-        return {
-            "id": name,
-            "object": "model",
-            "created": started_s,
-            "owned_by": "transom",
-            "root": name,
-            "parent": None,
-            "max_model_len": None if limits is None else limits.max_model_len,
-        }
-
-    @api.get("/", summary="What is here")
-    async def index() -> dict[str, Any]:
-        paths = sorted(path for path in api.openapi()["paths"] if path != "/")
-        return {
-            "name": "transom",
-            "version": __version__,
-            "model": name,
-            "workers": [describe_link(link) for link in router.links.values()],
-            "paths": paths,
-            "docs": "/docs",
-        }
-
-    @api.get("/health", summary="200 when requests can be served")
-    async def health() -> Response:
-        if router.is_ready:
-            return JSONResponse({"status": "ok"})
-        status = "this router is being stopped" if router.is_draining else "no worker is ready"
-        return JSONResponse({"status": status}, status_code=503, headers={"retry-after": "1"})
-
-    @api.get("/version", summary="The server's version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-    @api.get("/metrics", summary="Prometheus metrics of this router and all workers")
-    async def metrics() -> Response:
-        page = await collect_page(router.metrics, router.clients)
-        return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
-
-    @api.get("/v1/models", summary="The served models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_card()]}
-
-    @api.get("/v1/models/{model_id:path}", summary="One model")
-    async def model(model_id: str) -> dict[str, Any]:
-        router.check_model(model_id)
-        return model_card()
 
 
 def _add_error_handlers(api: FastAPI) -> None:

@@ -16,6 +16,7 @@ from transom_cluster.metrics import RouterMetrics
 from transom_cluster.openai.errors import unknown_model
 from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.requests_in_flight import Flight
+from transom_cluster.router_peers import NoPeers, RouterPeers
 from transom_cluster.routing.placer import Placer
 from transom_cluster.waiting_room import WaitingRoom
 from transom_cluster.worker_client import WorkerClient, WorkerDirectory
@@ -46,10 +47,13 @@ class Router:
         router_id: str,
         engine_seed: int | None = None,
         drain_s: float = DRAIN_S,
+        peers: RouterPeers | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.engine_seed = engine_seed
+        self.router_id = router_id
+        self.peers = peers or NoPeers()
         self.metrics = RouterMetrics(router_id)
         self.links: dict[str, WorkerLink] = {}
         self.is_draining = False

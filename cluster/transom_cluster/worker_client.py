@@ -32,8 +32,17 @@ class WorkerClient(Protocol):
     async def info(self) -> WorkerInfo:
         """Who it is and what it can do."""
 
-    async def metrics_text(self) -> str:
-        """The worker's page in Prometheus' text format."""
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
+        """The worker's page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
+
+    def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
+        """Frames of the live block map (docs/block_map.md): the first tells all, later ones what changed."""
+
+    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
+        """One block now, as JSON values, for a person who points at it."""
+
+    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+        """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
 
 
 def describe_worker(info: WorkerInfo) -> dict[str, Any]:
@@ -90,7 +99,26 @@ class ServeWorkerClient:
         info: WorkerInfo = await self._handle.info.remote()
         return info
 
-    async def metrics_text(self) -> str:
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
         """See `WorkerClient`."""
-        text: str = await self._handle.metrics_text.remote()
+        text: str = await self._handle.metrics_text.remote(openmetrics=openmetrics)
         return text
+
+    async def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
+        """See `WorkerClient`. Ending the iteration cancels the call at the worker."""
+        response = self._streaming.watch_blocks.remote(period_s)
+        try:
+            async for frame in response:
+                yield frame
+        finally:
+            response.cancel()
+
+    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
+        """See `WorkerClient`."""
+        description: dict[str, Any] = await self._handle.describe_block.remote(group, block)
+        return description
+
+    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+        """See `WorkerClient`."""
+        life: list[dict[str, Any]] = await self._handle.request_life.remote(request_id)
+        return life

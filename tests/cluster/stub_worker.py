@@ -151,7 +151,7 @@ class StubWorker:
             raise ConnectionError("no worker")
         return WorkerInfo(worker=self.worker, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, cache=CACHE_SHAPE)
 
-    async def metrics_text(self) -> str:
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
         if self.metrics is None:
             raise ConnectionError("no worker")
         return self.metrics

@@ -70,7 +70,7 @@ class Mortal:
         self.check()
         return await self._replica.info()
 
-    async def metrics_text(self) -> str:
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
         return ""
 
     def check(self) -> None:

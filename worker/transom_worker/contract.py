@@ -19,7 +19,7 @@ from transom_worker.errors import RequestError
 if TYPE_CHECKING:  # a type alone: what crosses here needs no cache
     from transom_worker.kvcache.events import CacheShape, KvUpdate
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -137,6 +137,7 @@ class Request:
     turn_boundaries: tuple[int, ...] = ()
     kv_policy: KvPolicy | None = None
     grammar: str | None = None  # reserved; no worker supports one yet
+    trace_parent: str | None = None  # the router's span, as W3C's traceparent header has it, if the request is traced
     version: int = CONTRACT_VERSION
 
     @property

@@ -21,6 +21,7 @@ from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.metrics import EngineMetrics
 from transom_worker.model_files import resolve_model
+from transom_worker.observer import EngineObserver, StepTimes
 from transom_worker.output import Answer
 from transom_worker.running import RunningRequest
 from transom_worker.scheduling.admission import check_request
@@ -44,7 +45,7 @@ class Engine:
         """Starts the executor; where that or anything after it raises, `build_engine` shuts it down."""
         self.config = config
         self.tokenizer = tokenizer
-        self.metrics = metrics
+        self.observer = EngineObserver(metrics)
         self._executor = executor
         info = executor.start()
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
@@ -61,6 +62,11 @@ class Engine:
         self.is_restarting = False  # ranks were lost and are being started again; read from any thread
         self._stats_at_s = 0.0
         self._publish_stats()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What `/metrics` shows of this engine."""
+        return self.observer.metrics
 
     @property
     def has_work(self) -> bool:
@@ -129,6 +135,7 @@ class Engine:
             return
         self._scheduler.add(request)
         self._answers[request.request_id] = running
+        self.observer.added(running)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
@@ -138,7 +145,7 @@ class Engine:
         if running is None:
             return False
         self._scheduler.abort(request_id)
-        self.metrics.finished(running.times, "abort")
+        self.observer.finished(running, "abort")
         self._publish_stats()
         return True
 
@@ -218,12 +225,8 @@ class Engine:
             if output.request_id in self._answers:
                 events.append(self._advance(output, now_s))
         end_s = time.perf_counter()
-        self.metrics.stepped(
-            result.timings,
-            schedule_s=scheduled_s - begin_s,
-            wait_s=received_s - scheduled_s,
-            output_s=end_s - received_s,
-        )
+        times = StepTimes(scheduled_s - begin_s, received_s - scheduled_s, end_s - received_s)
+        self.observer.stepped(result.timings, times)
         if end_s - self._stats_at_s > STATS_PERIOD_S or not self._answers:
             self._publish_stats()
 
@@ -233,7 +236,7 @@ class Engine:
             return self.fail(error)
         logger.error("A rank was lost (%s); starting all ranks again.", error)
         self.is_restarting = True
-        self.metrics.rank_lost()
+        self.observer.ranks_lost()
         self._sizes.clear()
         self._scheduler.start_over()
         lost = WorkerLost(f"The worker lost a rank: {error}")
@@ -258,11 +261,9 @@ class Engine:
 
     def _scheduled(self, plan: StepPlan) -> None:
         """Count a plan, and the requests that it computes for the first time."""
-        self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
+        self.observer.scheduled(plan)
         for new in plan.new_sequences:
-            times = self._answers[new.request_id].times
-            if not times.scheduled_s:
-                self.metrics.admitted(times, num_prompt_tokens=new.num_prompt_tokens)
+            self.observer.introduced(self._answers[new.request_id], new)
 
     def _drop_in_flight(self) -> None:
         """A step was interrupted: forget all plans in flight, with the requests that they computed."""
@@ -270,7 +271,7 @@ class Engine:
         self._sizes.clear()
         for request_id in self._scheduler.fail_in_flight():
             if running := self._answers.pop(request_id, None):
-                self.metrics.finished(running.times, "abort")
+                self.observer.finished(running, "abort")
         self._publish_stats()
 
     def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
@@ -278,11 +279,11 @@ class Engine:
         event = running.token_event(output)
         if output.is_first:
             self._rates.first_token(max(0.0, now_s - running.times.arrival_s))
-        self.metrics.token(running.times, now_s)
+        self.observer.token(running, output, now_s)
         if event.finish_reason is not None:
             self._scheduler.finish(output.request_id)
             del self._answers[output.request_id]
-            self.metrics.finished(running.times, event.finish_reason)
+            self.observer.finished(running, event.finish_reason)
         return event
 
     def _expire(self) -> list[OutputEvent]:
@@ -299,7 +300,7 @@ class Engine:
 
     def _error_event(self, request_id: str, error: Exception) -> OutputEvent:
         running = self._answers.pop(request_id)
-        self.metrics.finished(running.times, "error")
+        self.observer.finished(running, "error")
         return running.error_event(error)
 
     def _fit_length(self, max_model_len: int) -> int:
@@ -322,13 +323,7 @@ class Engine:
 
     def _publish_stats(self) -> None:
         self._stats_at_s = time.perf_counter()
-        scheduler = self._scheduler
-        self.metrics.publish(
-            scheduler.stats(),
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            preemptions=scheduler.preemptions,
-        )
+        self.observer.published(self._scheduler)
 
 
 def build_engine(config: EngineConfig, *, model_name: str | None = None, worker: str = "0") -> Engine:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:  # types alone: this module depends on the metrics client and nothing else
@@ -119,9 +120,10 @@ class EngineMetrics:
         """Replace what a scrape reads of cache and queue. The engine's thread calls this a few times a second."""
         self._collector.state = (stats, num_running, num_waiting, dict(preemptions))
 
-    def text(self) -> bytes:
-        """The page in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def text(self, *, openmetrics: bool = False) -> bytes:
+        """The page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
+        page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
+        return page
 
     def _counters(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*self._labels, *labels), registry=self.registry)

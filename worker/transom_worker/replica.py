@@ -126,9 +126,9 @@ class WorkerReplica:
         """Serve's name for it: what the autoscaler looks at, by the fields of `WorkerLoad`."""
         return asdict(self._load)
 
-    async def metrics_text(self) -> str:
-        """This worker's page in Prometheus' text format."""
-        return self.engine.metrics.text().decode()
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
+        """This worker's page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
+        return self.engine.metrics.text(openmetrics=openmetrics).decode()
 
     def check_health(self) -> None:
         """Raise when the step loop has ended, so that Serve replaces this replica."""

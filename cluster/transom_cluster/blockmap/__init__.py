@@ -1,0 +1,1 @@
+"""The live block map: every block of every worker, in a browser."""

@@ -1,0 +1,66 @@
+"""What the engine tells of requests and steps as they happen: to its metrics, and to whoever else wants to know.
+
+Called on the engine's thread, several times a step: nothing here may wait or raise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transom_worker.metrics import EngineMetrics
+from transom_worker.running import RunningRequest
+from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.step import NewSequence, StepPlan, StepTimings
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step outside the ranks: until its plan was out, until its result was in, until its events were made."""
+
+    schedule_s: float
+    wait_s: float
+    output_s: float
+
+
+class EngineObserver:
+    """One engine's. Requests come as the engine knows them."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self.metrics = metrics
+
+    def added(self, running: RunningRequest) -> None:
+        """A request waits in the queue from now on."""
+
+    def introduced(self, running: RunningRequest, new: NewSequence) -> None:
+        """A plan computes tokens of a request that held no blocks before: for the first time, or again after a preemption."""
+        if not running.times.scheduled_s:
+            self.metrics.admitted(running.times, num_prompt_tokens=new.num_prompt_tokens)
+
+    def scheduled(self, plan: StepPlan) -> None:
+        """A plan went to the ranks."""
+        self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
+
+    def stepped(self, timings: StepTimings, times: StepTimes) -> None:
+        """A result came back, and its events are made."""
+        self.metrics.stepped(timings, schedule_s=times.schedule_s, wait_s=times.wait_s, output_s=times.output_s)
+
+    def token(self, running: RunningRequest, output: SequenceOutput, now_s: float) -> None:
+        """A request got a token."""
+        self.metrics.token(running.times, now_s)
+
+    def finished(self, running: RunningRequest, finish_reason: str) -> None:
+        """A request ended: stop, length, abort or error."""
+        self.metrics.finished(running.times, finish_reason)
+
+    def ranks_lost(self) -> None:
+        """A rank was lost, and all of them are started again."""
+        self.metrics.rank_lost()
+
+    def published(self, scheduler: Scheduler) -> None:
+        """A few times a second, and when the engine rests: the state of queue and cache."""
+        self.metrics.publish(
+            scheduler.stats(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            preemptions=scheduler.preemptions,
+        )
