@@ -10,7 +10,7 @@ from typing import Protocol
 
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import RoutingPolicy, SchedulerConfig
-from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.contract import Request, Usage, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
@@ -183,16 +183,8 @@ class FleetSimulation:
         heapq.heappush(self._events, (moment_s, next(self._order), act))
 
     def _arrive(self, index: int, now_s: float) -> None:
-        simulated = self._requests[index]
         name = str(index)
-        request = Request(
-            request_id=name,
-            prompt_token_ids=simulated.prompt_token_ids(),
-            params=SamplingParams(max_tokens=simulated.answer.num_tokens, ignore_eos=True),
-            seed=0,
-            turn_boundaries=simulated.turn_boundaries,
-            arrival_s=now_s,
-        )
+        request = self._requests[index].as_request(name, arrival_s=now_s)
         self._arrival_s[name] = now_s
         worker = self._workers[self._router(name).choose(request)]
         self.totals.by_worker[worker.worker_id] += 1

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from statistics import fmean
 from time import perf_counter
 
-from transom_worker.contract import Request, SamplingParams
 from transom_worker.errors import RequestError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import Arrivals
@@ -67,16 +66,8 @@ class Replay:
     def _add(self, index: int, simulated: SimulatedRequest) -> bool:
         """Whether the scheduler takes it."""
         name = str(index)
-        request = Request(
-            request_id=name,
-            prompt_token_ids=simulated.prompt_token_ids(),
-            params=SamplingParams(max_tokens=simulated.answer.num_tokens, ignore_eos=True),
-            seed=0,
-            turn_boundaries=simulated.turn_boundaries,
-            arrival_s=self._clock.now_s,
-        )
         try:
-            self._scheduler.add(request)
+            self._scheduler.add(simulated.as_request(name, arrival_s=self._clock.now_s))
         except RequestError as error:
             self.refused[type(error).__name__] += 1
             return False

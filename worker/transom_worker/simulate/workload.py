@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from transom_worker.contract import Request, SamplingParams
+
 
 class Run(NamedTuple):
     """The token ids `first_token ... first_token + num_tokens - 1`."""
@@ -55,6 +57,17 @@ class SimulatedRequest:
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt as a client would send it."""
         return tuple(chain.from_iterable(range(first, first + count) for first, count in self.prompt))
+
+    def as_request(self, request_id: str, *, arrival_s: float) -> Request:
+        """What the scheduler is given."""
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=self.prompt_token_ids(),
+            params=SamplingParams(max_tokens=self.answer.num_tokens, ignore_eos=True),
+            seed=0,
+            turn_boundaries=self.turn_boundaries,
+            arrival_s=arrival_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
