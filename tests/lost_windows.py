@@ -9,6 +9,8 @@ def lose_windows(cache: KvCache) -> None:
     """Evict every sliding block that no running sequence uses, but those that hold sink tokens."""
     tree = cache._checkpoints.tree
     for node in list(tree.nodes()):
+        if node.windows is not None:
+            cache._checkpoints.counts.windows_given_up(node)
         tree.drop_windows(node)
     for pool, retention in zip(cache.pools, cache.retentions, strict=True):
         if not retention.keeps_everything:

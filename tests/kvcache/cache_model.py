@@ -226,6 +226,8 @@ def check_tree(cache: KvCache) -> None:
         if blocks.base is not None and blocks.base.parent is not None
     )
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
+    standing = Counter(node.kind.value for node in nodes if node.windows is not None)
+    assert +Counter(cache.stats().checkpoints.standing) == standing
 
 
 def pool_spec(cache: KvCache, group: int) -> GroupSpec:

@@ -30,6 +30,10 @@ class BlockTimes:
             for since_s in map(self._since_s.__getitem__, blocks):
                 self.reuse_interval.observe(now_s - since_s)
 
+    def since_s(self) -> list[float]:
+        """By block, when its last reference went; 0 where none ever did. A copy."""
+        return self._since_s.copy()
+
     def evicted(self, blocks: Sequence[int]) -> None:
         """These were cached until now."""
         now_s = self._clock()

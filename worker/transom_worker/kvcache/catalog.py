@@ -29,6 +29,7 @@ class Catalog:
         self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
         self.changes = ChangeLog(self.index.groups)
+        self._renamed: tuple[set[int], ...] | None = None  # since `take_renamed`, while somebody looks at blocks
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether a block of the group is found under the digest."""
@@ -54,12 +55,16 @@ class Catalog:
                 named.append(digest)
         if named:
             self.changes.add("added", group, named)
+            if self._renamed is not None:
+                self._renamed[group].update(map(found.__getitem__, named))
 
-    def moved(self, group: int, block: int) -> None:
-        """Compaction brought a block here, with its name if it had one."""
-        entry = self._pools[group].published.get(block)
+    def moved(self, group: int, source: int, target: int) -> None:
+        """Compaction moved a block, with its name if it had one."""
+        entry = self._pools[group].published.get(target)
         if entry is not None:
-            self.index.groups[group][entry[0]] = block
+            self.index.groups[group][entry[0]] = target
+        if self._renamed is not None:
+            self._renamed[group].update((source, target))
 
     def hold(self, group: int, digests: Iterable[bytes]) -> None:
         """A checkpoint counts on the blocks under these digests."""
@@ -87,6 +92,27 @@ class Catalog:
         self._times[group].evicted(blocks)
         self._evicted[group][reason] += len(blocks)
         self.changes.add("removed", group, digests)
+        if self._renamed is not None:
+            self._renamed[group].update(blocks)
+
+    def note_renamed(self, wanted: bool) -> None:
+        """Begin to note which blocks get or lose a name, from none on, or end it."""
+        self._renamed = tuple(set() for _ in self._layout.groups) if wanted else None
+
+    def take_renamed(self) -> tuple[set[int], ...]:
+        """By group, the blocks that got or lost a name since the last call; empty unless that is noted."""
+        renamed = self._renamed or tuple(set() for _ in self._layout.groups)
+        if self._renamed is not None:
+            self._renamed = tuple(set() for _ in self._layout.groups)
+        return renamed
+
+    def cached_since_s(self, group: int) -> list[float]:
+        """By block, on the cache's clock, when its last reference went; 0 where none ever did. A copy."""
+        return self._times[group].since_s()
+
+    def num_evicted(self) -> list[dict[str, int]]:
+        """By group, blocks evicted since start by reason."""
+        return [dict(evicted) for evicted in self._evicted]
 
     def stats(self) -> tuple[GroupStats, ...]:
         """Every group's blocks by state, evictions and times since start."""

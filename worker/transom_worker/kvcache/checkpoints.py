@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.eviction import Candidates, EvictionPolicy
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.repair import repair_start
@@ -46,6 +47,7 @@ class Checkpoints:
         self._present = present
         self._policy = policy
         self._candidates = Candidates()
+        self.counts = CheckpointCounts()
         self._offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
         sliding = [(group, retentions[group].num_pinned) for group in self._sliding]
         self.tree = PrefixTree(full, sliding, hold=hold, let_go=let_go)
@@ -56,11 +58,6 @@ class Checkpoints:
         if len(self._offsets) < LEAST_OFFSETS:
             return 0
         return sorted(self._offsets)[int(OFFSET_QUANTILE * (len(self._offsets) - 1))]
-
-    @property
-    def num_complete(self) -> int:
-        """Nodes that a request could start from: those with windows."""
-        return sum(node.windows is not None for node in self._candidates.all())
 
     def lock(self, chain: Sequence[bytes], hit_units: int) -> Node | None:
         """The node that a sequence builds on when it starts at a hit."""
@@ -91,6 +88,11 @@ class Checkpoints:
             self._policy.returned(node)
         return self._came_back(node.kind, node.turns, offset)
 
+    def admitted(self, base: Node | None, hit_units: int) -> None:
+        """A request goes on from a hit of so many units, at a checkpoint or between two."""
+        if base is not None and base.windows is not None and base.boundary == hit_units:
+            self.counts.hit(base)
+
     def place(
         self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, *, turns: int, base: Node | None
     ) -> Node:
@@ -101,6 +103,8 @@ class Checkpoints:
             if windows is not None:
                 node.kind = kind
                 self.tree.hold_windows(node, windows)
+                if node.slot >= 0:  # else it is counted when it comes among the candidates
+                    self.counts.placed(node)
         if node.memo is None:
             node.turns = max(node.turns, turns)
             self._policy.created(node)
@@ -126,6 +130,7 @@ class Checkpoints:
             return False
         if victim.windows is None or self._is_leaf(victim) or not self._sliding:
             self._policy.removed(victim)
+            self.counts.given_up(victim)
             parent = victim.parent
             self._candidates.discard(victim)
             self.tree.drop_leaf(victim)
@@ -133,6 +138,7 @@ class Checkpoints:
                 self._tidy(parent)
         else:
             self._policy.windows_dropped(victim)
+            self.counts.windows_given_up(victim)
             self.tree.drop_windows(victim)
             self._tidy(victim)
         return True
@@ -148,9 +154,14 @@ class Checkpoints:
 
     def _add_candidates(self, node: Node) -> None:
         """The node, and those that a cut just made around it."""
-        self._candidates.add(node)
+        self._add_candidate(node)
         if node.parent is not None and node.parent.parent is not None:
-            self._candidates.add(node.parent)
+            self._add_candidate(node.parent)
+
+    def _add_candidate(self, node: Node) -> None:
+        if node.slot < 0 and node.windows is not None:
+            self.counts.placed(node)
+        self._candidates.add(node)
 
     def _tidy(self, node: Node) -> None:
         if self.tree.merge(node):

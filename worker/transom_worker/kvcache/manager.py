@@ -21,8 +21,10 @@ from transom_worker.kvcache.compaction import pages_to_clear
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.headroom import num_that_fit
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.kvcache.picture import CachePicture, take_picture
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
@@ -61,6 +63,7 @@ class KvCache:
         self.layout = layout
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._clock = clock
         self.window_repair = window_repair
         self.retentions = tuple(Retention(group.spec) for group in layout.groups)
         self.arena = Arena(layout)
@@ -83,6 +86,9 @@ class KvCache:
         self._num_compacted = 0
         self._copies: list[BlockCopy] = []
         self._outcome: Counter[str] = Counter()
+        self._outcome_requests: Counter[str] = Counter()
+        self._num_repairs = 0
+        self._repair_tokens = 0
 
     # Searching
 
@@ -93,13 +99,12 @@ class KvCache:
 
     def count_outcome(
         self, hit: Hit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
-    ) -> None:
-        """Count a request's prompt tokens once, at its first admission. `hit` None: it reads no cache by policy."""
-        if hit is None:
-            self._outcome[outcome.POLICY] += num_prompt_tokens
-            return
-        self._outcome.update(
-            outcome.classify(
+    ) -> dict[str, int]:
+        """Count a request's prompt tokens once, at its first admission; returns them by outcome. `hit` None: it reads no cache by
+        policy."""
+        tokens = {outcome.POLICY: num_prompt_tokens}
+        if hit is not None:
+            tokens = outcome.classify(
                 hit,
                 chain,
                 self.index,
@@ -107,7 +112,9 @@ class KvCache:
                 num_prompt_tokens=num_prompt_tokens,
                 block_size=self.block_size,
             )
-        )
+        self._outcome.update(tokens)
+        self._outcome_requests[outcome.of_request(tokens)] += 1
+        return tokens
 
     # A sequence's life
 
@@ -140,11 +147,15 @@ class KvCache:
 
         Where chains were seen to part, a checkpoint is added. From a new request the cache learns what clients come back to.
         """
+        if blocks.replay_until:
+            self._num_repairs += 1
+            self._repair_tokens += blocks.replay_until - blocks.replay_from
         if not blocks.publishes:
             return
         planned: dict[int, CheckpointKind] = {}
         hit = blocks.hit
         if hit is not None:
+            self._checkpoints.admitted(blocks.base, hit.num_units)
             if is_new:
                 blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
             elif blocks.base is not None:
@@ -269,6 +280,14 @@ class KvCache:
                 high = middle - 1
         return low
 
+    def num_that_fit(self, num_tokens: int) -> int:
+        """Sequences of `num_tokens` tokens that could run from now on beside those that do, all at their peak at once.
+
+        Cached blocks count as free; none is shared.
+        """
+        peaks = [retention.peak_blocks(max(1, num_tokens - 1)) for retention in self.retentions]
+        return num_that_fit(peaks, self.arena, self._allocator)
+
     # Reports
 
     def drop_cached(self) -> None:
@@ -313,9 +332,22 @@ class KvCache:
             groups=self._catalog.stats(),
             outcome_tokens=dict(self._outcome),
             waste=self.arena.waste,
-            num_checkpoints=self._checkpoints.num_complete,
+            outcome_requests=dict(self._outcome_requests),
+            num_repairs=self._num_repairs,
+            repair_tokens=self._repair_tokens,
+            checkpoints=self._checkpoints.counts.stats(),
             num_compacted_blocks=self._num_compacted,
         )
+
+    def picture(self, *, whole: bool) -> CachePicture:
+        """A cheap copy of what every block is. After a whole one, others tell which names changed; see `end_pictures`."""
+        return take_picture(
+            self.arena, self.pools, self._catalog, whole=whole, now_s=self._clock(), num_compacted=self._num_compacted
+        )
+
+    def end_pictures(self) -> None:
+        """Nobody looks at blocks any more: note nothing for the next picture."""
+        self._catalog.note_renamed(False)
 
     # Inside
 
@@ -409,7 +441,7 @@ class KvCache:
         target = pool.first_empty(page)
         assert target is not None
         pool.move(source, target)
-        self._catalog.moved(group, target)
+        self._catalog.moved(group, source, target)
         self._copies.append(BlockCopy(group, source, target))
         self._num_compacted += 1
         for blocks in self._running.values():

@@ -9,6 +9,7 @@ from transom_worker.kvcache.index import PrefixIndex
 
 HIT = "hit"
 REPAIRED = "repaired"
+MISSED = "missed"
 NEVER_SEEN = "missed_never_seen"
 FULL_EVICTED = "missed_full_evicted"
 WINDOW_EVICTED = "missed_window_evicted"
@@ -45,3 +46,8 @@ def classify(
             outcome[reason] = outcome.get(reason, 0) + end - begin
             begin = end
     return outcome
+
+
+def of_request(tokens: dict[str, int]) -> str:
+    """A request's outcome by its tokens': repaired where a window had to be, hit where anything was found, else missed."""
+    return REPAIRED if REPAIRED in tokens else HIT if HIT in tokens else MISSED

@@ -27,18 +27,45 @@ class GroupStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStats:
+    """Checkpoints by kind: those that stand now, and since start how many were placed, given up with their chain, left without
+    their windows, and hit by admitted requests. What was placed and neither of the next two stands."""
+
+    standing: dict[str, int] = field(default_factory=dict)
+    placed: dict[str, int] = field(default_factory=dict)
+    given_up: dict[str, int] = field(default_factory=dict)
+    windows_given_up: dict[str, int] = field(default_factory=dict)
+    hit: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """The arena: pages by state, and the groups inside it. `outcome_tokens` are prompt tokens by outcome since start:
-    "hit", "repaired", or "missed_<reason>"; they sum to the prompt tokens of all admitted requests."""
+    "hit", "repaired", or "missed_<reason>"; they sum to the prompt tokens of all admitted requests. `outcome_requests` are those
+    requests: "repaired" where a window had to be, else "hit" where anything was found, else "missed". Repairs count at every
+    admission, after a preemption as well."""
 
     num_pages: int
     free_pages: int
     page_bytes: int
     groups: tuple[GroupStats, ...]
     outcome_tokens: dict[str, int] = field(default_factory=dict)
+    outcome_requests: dict[str, int] = field(default_factory=dict)
+    num_repairs: int = 0
+    repair_tokens: int = 0
     waste: float = 0.0  # largest share of a page that no block covers, by geometry alone
-    num_checkpoints: int = 0
+    checkpoints: CheckpointStats = field(default_factory=CheckpointStats)
     num_compacted_blocks: int = 0  # moved to let an allocation succeed, since start
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Places that a request could start from."""
+        return sum(self.checkpoints.standing.values())
+
+    @property
+    def pool_bytes(self) -> int:
+        """All pages."""
+        return self.num_pages * self.page_bytes
 
     @property
     def fragmentation(self) -> float:
