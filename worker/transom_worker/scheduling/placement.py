@@ -6,22 +6,27 @@ fits, however its blocks lie scattered, since the cache moves them together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.work_counts import WorkCounts
 
 
 class Placement:
     """The two queues and the cache. Blocks of a sequence that a step in flight computes stay until that step has answered."""
 
-    def __init__(self, cache: KvCache) -> None:
+    def __init__(self, cache: KvCache, work: WorkCounts) -> None:
         self.cache = cache
+        self._work = work
         self.running = OrderedQueue()
         self.waiting = OrderedQueue()
-        self.num_preemptions = 0
+        self.listener: SchedulerListener | None = None
         self.finished_ids: list[int] = []  # ranks have not been told yet
         self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
@@ -114,12 +119,15 @@ class Placement:
             sequence.leave()
             return 0
         self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.admitted)
-        self._count_outcome(sequence, hit, version)
+        tokens = self._count_outcome(sequence, hit, version)
+        self._work.admitted(sequence, blocks)
         self.waiting.remove(sequence)
         self.running.add(sequence)
         sequence.state = State.RUNNING
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
+        if self.listener is not None:
+            self.listener.admitted(sequence, tokens=tokens)
         return count
 
     def _checkpoints(self, sequence: Sequence, hit: Hit | None) -> list[tuple[int, CheckpointKind]]:
@@ -149,19 +157,27 @@ class Placement:
             count //= 2
         return count
 
-    def _count_outcome(self, sequence: Sequence, hit: Hit | None, version: int) -> None:
+    def _count_outcome(self, sequence: Sequence, hit: Hit | None, version: int) -> Mapping[str, int]:
+        """Tokens by outcome: those of the prompt, counted once, or what an earlier admission had computed already."""
         if sequence.admitted:
-            return
+            if hit is None:
+                return {}
+            return {"hit": hit.start, "repaired": hit.num_units * self.cache.block_size - hit.start}
         sequence.admitted = True
         sequence.index_version = version
         num_prompt = sequence.num_prompt_tokens
         if hit is not None:
             sequence.num_cached_tokens = min(hit.start, num_prompt)
-        self.cache.count_outcome(hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt)
+        return self.cache.count_outcome(
+            hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt
+        )
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it published stays cached, the rest is computed again."""
-        self.num_preemptions += 1
+        assert sequence.blocks is not None
+        self._work.preempted(sequence, sequence.blocks)
+        if self.listener is not None:
+            self.listener.preempted(sequence, mode="recompute")
         self.running.remove(sequence)
         self._release(sequence, CheckpointKind.PREEMPTED)
         sequence.leave()

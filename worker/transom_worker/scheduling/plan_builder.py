@@ -7,16 +7,18 @@ from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import NO_ID, TIER_DEVICE, NewSequence, StepPlan
+from transom_worker.scheduling.work_counts import WorkCounts
 
 
 class PlanBuilder:
     """Collects what one step computes, and moves the sequences' counters on. `retentions` are the groups'."""
 
-    def __init__(self, step_id: int, retentions: tuple[Retention, ...]) -> None:
+    def __init__(self, step_id: int, retentions: tuple[Retention, ...], work: WorkCounts) -> None:
         self.plan = StepPlan(step_id=step_id)
         self.rows: list[Sequence] = []
         self._columns: list[tuple[int, ...]] = []  # of the plan's arrays over rows, row by row
         self._retentions = retentions
+        self._work = work
         self._replays: list[tuple[int, SequenceBlocks]] = []  # rows that begin inside a window repair
 
     def introduce(self, sequence: Sequence) -> None:
@@ -54,6 +56,8 @@ class PlanBuilder:
             sequence.rank_known = end
         if blocks.changed:
             self._add_deltas(sequence.seq_id, blocks)
+        if start < sequence.decode_from:
+            self._work.row_before_decode(sequence, blocks, start, end)
         if start < blocks.replay_until:
             self._replays.append((len(self.rows), blocks))
         if samples:

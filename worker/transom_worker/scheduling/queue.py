@@ -30,6 +30,10 @@ class OrderedQueue:
         """The one to preempt next."""
         return self._sequences[-1]
 
+    def num_before(self, sequence: Sequence) -> int:
+        """How many stand before one, be it in here or not."""
+        return bisect_left(self._sequences, sequence.key, key=_key)
+
     def add(self, sequence: Sequence) -> None:
         """Insert in order."""
         insort(self._sequences, sequence, key=_key)

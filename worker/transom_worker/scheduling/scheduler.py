@@ -16,12 +16,14 @@ from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import check_supported, length_limit
+from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.placement import Placement
 from transom_worker.scheduling.plan_builder import PlanBuilder
 from transom_worker.scheduling.sequence import Sequence, State
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.scheduling.step_budget import StepBudget, longest_chunk
+from transom_worker.scheduling.work_counts import WorkCounts
 
 # With `priority`, a request counts as having arrived so many seconds later for each step of its priority number. So it is
 # overtaken only by those that arrive within that time after it, and waits no longer than they do: nobody starves.
@@ -63,7 +65,8 @@ class Scheduler:
             policy=policy,
             clock=clock,
         )
-        self._placement = Placement(self.cache)
+        self.work = WorkCounts()
+        self._placement = Placement(self.cache, self.work)
         self._longest_chunk = longest_chunk(layout, block_size)
         self._by_request: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -93,7 +96,7 @@ class Scheduler:
     @property
     def preemptions(self) -> dict[str, int]:
         """Preemptions since start, by mode."""
-        return {"recompute": self._placement.num_preemptions}
+        return {"recompute": self.work.num_preemptions}
 
     @property
     def capacity_tokens(self) -> int:
@@ -105,6 +108,10 @@ class Scheduler:
         """Tokens to compute before every request has its next one; what the cache will spare a waiting one is not known yet."""
         waiting = sum(len(sequence.token_ids) for sequence in self._placement.waiting)
         return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self._placement.running)
+
+    def listen(self, listener: SchedulerListener) -> None:
+        """Tell this one, from now on, what becomes of requests."""
+        self._placement.listener = listener
 
     def stats(self) -> CacheStats:
         """The cache's state."""
@@ -145,6 +152,8 @@ class Scheduler:
         )
         self._by_request[request.request_id] = sequence
         self._placement.enqueue(sequence)
+        if self._placement.listener is not None:
+            self._placement.listener.queued(sequence, num_ahead=self._placement.waiting.num_before(sequence))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, wherever it stands; whether there was one. Blocks of a step in flight go when it has answered."""
@@ -164,7 +173,7 @@ class Scheduler:
         """The next plan; None if nothing can be computed now, or `steps_in_flight` plans are unanswered."""
         if len(self._in_flight) >= self.config.steps_in_flight:
             return None
-        builder = PlanBuilder(self._next_step, self.cache.retentions)
+        builder = PlanBuilder(self._next_step, self.cache.retentions, self.work)
         budget = StepBudget(
             self.config.max_num_batched_tokens, block_size=self.cache.block_size, longest=self._longest_chunk
         )
@@ -176,6 +185,7 @@ class Scheduler:
         plan = builder.finish(self._placement.finished_ids, self.cache.take_copies())
         self._placement.finished_ids = []
         self._next_step += 1
+        self.work.planned(num_rows=len(builder.rows), num_tokens=self.config.max_num_batched_tokens - budget.num_tokens)
         self._in_flight.append(_InFlight(plan, builder.rows))
         return plan
 
@@ -242,7 +252,7 @@ class Scheduler:
 
     def _schedule_running(self, builder: PlanBuilder, budget: StepBudget) -> bool:
         """Rows for running sequences, the first in order first; whether one was preempted."""
-        before = self._placement.num_preemptions
+        before = self.work.num_preemptions
         num_after = len(self._placement.running)
         for sequence in list(self._placement.running):
             num_after -= 1
@@ -266,7 +276,7 @@ class Scheduler:
             else:
                 budget.num_tokens -= 1  # one token alone needs no extra blocks
             builder.add_row(sequence, blocks, count)
-        return self._placement.num_preemptions > before
+        return self.work.num_preemptions > before
 
     def _schedule_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
         placement = self._placement

@@ -49,11 +49,19 @@ class Sequence:
     index_version: int = 0  # of the prefix index when `num_cached_tokens` were found
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     has_output: bool = False
+    began_at: int = 0  # tokens that the last admission found
+    lost_until: int = 0  # below it everything was there before a preemption
+    decode_from: int = 0  # from this position on nothing is computed but what was sampled here
 
     @property
     def num_known(self) -> int:
         """Tokens whose ids are known, or will be once the steps in flight have answered."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_known_at_first(self) -> int:
+        """Tokens that the request came with."""
+        return self.num_prompt_tokens + len(self.request.resumed_output_ids)
 
     @property
     def num_ready(self) -> int:
