@@ -19,7 +19,7 @@ def copy_blocks_triton(source: torch.Tensor, target: torch.Tensor, pairs: Sequen
     if not pairs:
         return
     words = [rows.view(torch.int32) for rows in (source, target)]
-    ids = torch.tensor(pairs, dtype=torch.int64).T.contiguous().to(target.device)
+    ids = torch.tensor(pairs, dtype=torch.int64).T.contiguous().to(target.device, non_blocking=True)
     num_words = words[0].shape[1]
     copy_words[(len(pairs), -(-num_words // WORDS))](
         *words, ids[0], ids[1], words[0].stride(0), words[1].stride(0), num_words, BLOCK_W=WORDS, num_warps=8

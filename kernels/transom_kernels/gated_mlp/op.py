@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from transom_kernels.launch import uses_triton
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -21,7 +23,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has width {gate_up.shape[-1]}; it must be gate and up, equally wide.")
-    if gate_up.device.type == "cuda":
+    if uses_triton(gate_up):
         from transom_kernels.gated_mlp.gpu import gated_activation_triton
 
         return gated_activation_triton(gate_up, gelu=activation == "gelu_tanh")

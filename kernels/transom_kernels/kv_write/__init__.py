@@ -1,5 +1,6 @@
 """Writing a step's keys and values into the paged cache."""
 
-from transom_kernels.kv_write.op import kv_write
+from transom_kernels.kv_write.op import kv_write, prepare_qkv
+from transom_kernels.kv_write.prepare import Preparation
 
-__all__ = ["kv_write"]
+__all__ = ["Preparation", "kv_write", "prepare_qkv"]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.eight_bits import LARGEST
 from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.kv_write.prepare import PLAIN, Preparation
 from transom_kernels.launch import next_power_of_two
 
 HEAD_ELEMENTS = 2048  # of a program
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def prepare_qkv_triton(
@@ -27,30 +27,37 @@ def prepare_qkv_triton(
     query_scale: torch.Tensor | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See `prepare.prepare_qkv_reference`.
+    """See `op.prepare_qkv`.
 
     Caches of 8 bits take `kv_scales` ([KVH] float32 each), by which keys and values are divided. Heads of a token must lie
-    together; tokens may be strided.
+    together; tokens may be strided. Without query heads keys and values are written all the same.
     """
     tokens, heads, width = q.shape
     kv_heads, value_width = k.shape[1], v.shape[2]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_d = next_power_of_two(width)
-    block_h = min(next_power_of_two(heads), max(1, HEAD_ELEMENTS // block_d))
+    block_h = min(next_power_of_two(max(heads, kv_heads)), max(1, HEAD_ELEMENTS // block_d))
     parts = -(-heads // block_h) + 2 * -(-kv_heads // block_h)
-    cos, sin = tables or (q, q)
-    scales = kv_scales or (q, q)
+    cos, sin = tables or (k, k)
+    scales = kv_scales or (k, k)
     if tokens:
         prepare_and_write[(tokens, parts)](
             q, k, v, q_out, k_cache, v_cache, slots, cos, sin,
-            q if how.q_weight is None else how.q_weight, q if how.k_weight is None else how.k_weight,
-            q if query_scale is None else query_scale, *scales, how.value_factor, how.eps,
+            k if how.q_weight is None else how.q_weight, k if how.k_weight is None else how.k_weight,
+            k if query_scale is None else query_scale, *scales, how.value_factor, how.eps,
             q.stride(0), k.stride(0), v.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
             BLOCK_SIZE=k_cache.shape[1], H=heads, KVH=kv_heads, D=width, E=value_width,
-            R=0 if tables is None else cos.shape[1], INTERLEAVED=how.interleaved, NORM=how.norm,
+            R=0 if tables is None else cos.shape[-1], INTERLEAVED=how.interleaved, NORM=how.norm,
             HAS_WEIGHT=how.q_weight is not None, NORM_AFTER=how.norm_after_rotation, VALUE_NORM=how.value_norm,
             HAS_QUERY_SCALE=query_scale is not None, TO_INTEGER=k_cache.dtype is torch.int8,
             LARGEST=LARGEST.get(k_cache.dtype, 0.0), BLOCK_H=block_h, BLOCK_D=block_d,
             BLOCK_E=next_power_of_two(value_width), num_warps=4,
         )  # fmt: skip
     return q_out
+
+
+def kv_write_triton(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """See `op.kv_write`; heads of a token must lie together."""
+    prepare_qkv_triton(k[:, :0], k, v, k_cache, v_cache, slots, None)

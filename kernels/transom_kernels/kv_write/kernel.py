@@ -75,7 +75,7 @@ def prepare_and_write(
     signed_sin,
     q_weight,  # [H, D], or unused
     k_weight,  # [KVH, D]
-    query_scale,  # [T] float32, or unused
+    query_scale,  # [T], or unused
     k_scale,  # [KVH] float32, or unused
     v_scale,
     value_factor,
@@ -121,7 +121,7 @@ def prepare_and_write(
             head < H, eps, D, R, INTERLEAVED, NORM, HAS_WEIGHT, NORM_AFTER, BLOCK_D,
         )  # fmt: skip
         if HAS_QUERY_SCALE:
-            values *= tl.load(query_scale + token)
+            values *= tl.load(query_scale + token).to(tl.float32)
         inside = (head < H)[:, None] & (d < D)[None, :]
         tl.store(q_out + (token * H + head[:, None]) * D + d[None, :], values.to(q_out.dtype.element_ty), mask=inside)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.latent_attention.rows import read_rows, rows_per_tile
+from transom_kernels.launch import uses_triton
 
 
 def pool_rows(
@@ -32,6 +33,10 @@ def pool_rows(
         )
     if any(tensor.dtype != torch.float32 for tensor in (kv_cache, gate_cache, position_bias)):
         raise ValueError("kv, gate and position bias must be float32: a compressor's state is kept exactly.")
+    if uses_triton(kv_cache):
+        from transom_kernels.latent_attention.gpu import pool_rows_triton
+
+        return pool_rows_triton(kv_cache, gate_cache, slots, position_bias)
     width = channels // num_groups
     bias = position_bias.view(ratio, num_groups, width).transpose(0, 1).reshape(num_groups * ratio, width)
     out = position_bias.new_empty(len(slots), width)

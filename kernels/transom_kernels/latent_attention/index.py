@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.latent_attention.rows import read_rows, rows_per_tile
+from transom_kernels.launch import uses_triton
 
 
 def select_entries(
@@ -35,6 +36,10 @@ def select_entries(
             f"q {tuple(q.shape)}, weights {tuple(head_weights.shape)}, keys {tuple(key_cache.shape)} and "
             f"{len(sequence)} sequence numbers do not fit: one head of keys, a weight per query head."
         )
+    if uses_triton(q) and q.stride(2) == 1:
+        from transom_kernels.latent_attention.gpu import select_entries_triton
+
+        return select_entries_triton(q, head_weights, key_cache, slots, sequence, num_visible, top_k=top_k, scale=scale)
     num_entries = slots.shape[1]
     chosen = min(top_k, num_entries)
     out = torch.full((len(q), chosen), -1, dtype=torch.int64, device=q.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from transom_kernels.triton_math import LOG2_E
 
 
 @triton.jit

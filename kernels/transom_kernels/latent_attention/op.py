@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.latent_attention.rows import read_rows, rows_per_tile
+from transom_kernels.launch import uses_triton
 
 
 def latent_attention(
@@ -35,9 +36,24 @@ def latent_attention(
         raise ValueError("entry_cache and entry_slots belong together: give both or neither.")
     if entry_cache is not None and entry_slots is not None and entry_slots.shape[1]:
         _check(q, entry_cache, entry_slots, sink_logits)
-        pairs = [(window_cache, window_slots), (entry_cache, entry_slots)]
     else:
-        pairs = [(window_cache, window_slots)]
+        entry_cache = entry_slots = None
+    if uses_triton(q) and q.stride(2) == 1:
+        from transom_kernels.latent_attention.gpu import latent_attention_triton
+
+        return latent_attention_triton(
+            q, window_cache, window_slots, sink_logits, scale=scale, entry_cache=entry_cache, entry_slots=entry_slots
+        )
+    pairs = [(window_cache, window_slots)]
+    if entry_cache is not None and entry_slots is not None:
+        pairs.append((entry_cache, entry_slots))
+    return _by_torch(q, pairs, sink_logits, scale)
+
+
+def _by_torch(
+    q: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], sink_logits: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Over caches and their slots, some queries at a time: every query's rows are gathered."""
     num_rows = sum(slots.shape[1] for _, slots in pairs)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     step = rows_per_tile(num_rows * q.shape[2])

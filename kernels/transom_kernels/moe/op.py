@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.launch import uses_triton
 from transom_kernels.moe.reference import moe_reference
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
@@ -29,7 +30,7 @@ def moe(
         ValueError: shapes that do not fit, or MXFP4 widths that are no multiples of 32.
     """
     _check(x, experts, weights, tensors)
-    if x.device.type == "cuda":
+    if uses_triton(x):
         from transom_kernels.moe.gpu import moe_triton
 
         return moe_triton(x, experts, weights, tensors, rule, scales_input=scales_input)
@@ -47,6 +48,9 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensor
         raise ValueError(
             f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
         )
+    plain = [part for part in (tensors.gate_up, tensors.down) if isinstance(part, torch.Tensor)]
+    if not all(part.is_contiguous() for part in (x, *plain)):
+        raise ValueError("x and the experts' weights must each lie in one piece of memory; call contiguous() first.")
     mx = [part for part in (tensors.gate_up, tensors.down) if isinstance(part, MxTensor)]
     if any(part.shape[2] % 32 or part.scales.shape[2] * 32 != part.shape[2] for part in mx):
         raise ValueError(f"MXFP4 weights {[part.shape for part in mx]} must have a scale for every 32 columns.")

@@ -14,7 +14,13 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.tuning import DECODE_TOKENS, decode_tiling, kernel_config, prompt_tiling
+from transom_kernels.paged_attention.tuning import (
+    DECODE_TOKENS,
+    KernelConfig,
+    decode_tiling,
+    kernel_config,
+    prompt_tiling,
+)
 from transom_kernels.paged_attention.work import Work, plan_work
 
 
@@ -54,27 +60,48 @@ def paged_attention_triton(
     `sink_q` (as `q`) are queries for sink tokens, rotated for where these stand. `kv_scales` ([KVH] float32 each) is what 8-bit
     keys and values are multiplied by.
     """
-    wanted = by_products or ByProducts()
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
-    group = q.shape[1] // k_cache.shape[2]
-    for part in _parts(batch, rule, group, q):
-        _attend(
-            part,
-            q,
-            k_cache,
-            v_cache,
-            batch,
-            scale,
-            rule,
-            soft_cap,
-            sink_logits,
-            sink_q,
-            compact,
-            kv_scales,
-            out,
-            wanted,
-        )
-    return out
+    call = _Call(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        batch=batch,
+        out=q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]),
+        scale=scale,
+        rule=rule,
+        soft_cap=soft_cap,
+        sink_logits=None if sink_logits is None else sink_logits.float(),
+        sink_q=sink_q,
+        compact=compact,
+        kv_scales=kv_scales,
+        by_products=by_products or ByProducts(),
+    )
+    for part in _parts(batch, rule, call.group, q):
+        _attend(part, call)
+    return call.out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What one layer asks for."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    batch: PagedBatch
+    out: torch.Tensor
+    scale: float
+    rule: MaskRule
+    soft_cap: float | None
+    sink_logits: torch.Tensor | None  # float32
+    sink_q: torch.Tensor | None
+    compact: CompactTable | None
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None
+    by_products: ByProducts
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[1] // self.k_cache.shape[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,62 +126,56 @@ def _parts(batch: PagedBatch, rule: MaskRule, group: int, q: torch.Tensor) -> li
     return held[key]
 
 
-def _attend(
-    part: _Part,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: PagedBatch,
-    scale: float,
-    rule: MaskRule,
-    soft_cap: float | None,
-    sink_logits: torch.Tensor | None,
-    sink_q: torch.Tensor | None,
-    compact: CompactTable | None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
-    out: torch.Tensor,
-    wanted: ByProducts,
-) -> None:
-    heads, kv_heads, key_size, value_size = q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3]
-    work, group = part.work, heads // kv_heads
+def _attend(part: _Part, call: _Call) -> None:
+    """One launch over the tiles, and one that joins those that were cut."""
+    kv_heads, value_size = call.k_cache.shape[2], call.v_cache.shape[3]
+    rows = part.most_tokens * call.group
     config = kernel_config(
-        rows=part.most_tokens * group,
-        key_size=key_size,
+        rows=rows,
+        key_size=call.q.shape[2],
         value_size=value_size,
-        block_size=batch.block_size,
-        element_bytes=q.element_size(),
+        block_size=call.batch.block_size,
+        element_bytes=call.q.element_size(),
     )
-    partial_out = q.new_empty((work.num_partials, kv_heads, config.block_m, value_size), dtype=torch.float32)
-    partial_stats = q.new_empty((work.num_partials, kv_heads, config.block_m, 2), dtype=torch.float32)
-    unused = partial_stats
-    (d1, d2), (e1, e2) = split_width(key_size), split_width(value_size)
-    has_sinks, has_scales = sink_logits is not None, kv_scales is not None
-    sinks = sink_logits.float() if sink_logits is not None else unused
-    scales = kv_scales or (unused, unused)
+    shape = (part.work.num_partials, kv_heads, config.block_m)
+    partial_out = call.q.new_empty((*shape, value_size), dtype=torch.float32)
+    partial_stats = call.q.new_empty((*shape, 2), dtype=torch.float32)
+    _launch(part.work, call, config, partial_out, partial_stats)
+    if len(part.work.joins):
+        sinks, lse = call.sink_logits, call.by_products.lse
+        join[(len(part.work.joins), rows, kv_heads)](
+            partial_out, partial_stats, call.out, partial_stats if lse is None else lse, part.work.joins,
+            partial_stats if sinks is None else sinks, kv_heads,
+            GROUP=call.group, E=value_size, HAS_SINK_LOGITS=sinks is not None, WRITES_LSE=lse is not None,
+            BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_size),
+        )  # fmt: skip
+
+
+def _launch(
+    work: Work, call: _Call, config: KernelConfig, partial_out: torch.Tensor, partial_stats: torch.Tensor
+) -> None:
+    q, batch, rule, compact, wanted = call.q, call.batch, call.rule, call.compact, call.by_products
+    kv_heads, unused = call.k_cache.shape[2], partial_stats
+    (d1, d2), (e1, e2) = split_width(q.shape[2]), split_width(call.v_cache.shape[3])
     attend[(len(work.items), kv_heads)](
-        q, sink_q if sink_q is not None else q, k_cache, v_cache, out,
-        wanted.lse if wanted.lse is not None else unused,
+        q, q if call.sink_q is None else call.sink_q, call.k_cache, call.v_cache, call.out,
+        unused if wanted.lse is None else wanted.lse,
         partial_out, partial_stats,
-        wanted.block_lse if wanted.block_lse is not None else unused,
+        unused if wanted.block_lse is None else wanted.block_lse,
         work.items, batch.block_table, batch.first_block, batch.attend_from,
-        *((compact.key_blocks, compact.position_shift) if compact is not None else (batch.block_table, batch.start)),
-        sinks, *scales,
-        scale, soft_cap or 0.0,
+        *((batch.block_table, batch.start) if compact is None else (compact.key_blocks, compact.position_shift)),
+        unused if call.sink_logits is None else call.sink_logits, *(call.kv_scales or (unused, unused)),
+        call.scale, call.soft_cap or 0.0,
         q.stride(0), q.stride(1),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *call.k_cache.stride()[:3], *call.v_cache.stride()[:3],
         batch.block_table.stride(0), batch.block_table.shape[1], kv_heads, batch.num_pinned_blocks,
-        BLOCK_SIZE=batch.block_size, GROUP=group,
-        D=key_size, D1=d1, D2=d2, E=value_size, E1=e1, E2=e2,
+        BLOCK_SIZE=batch.block_size, GROUP=call.group,
+        D=q.shape[2], D1=d1, D2=d2, E=call.v_cache.shape[3], E1=e1, E2=e2,
         WINDOW=rule.window or 0, SINKS=rule.num_sink_tokens, CHUNK=rule.chunk or 0,
-        HAS_SOFT_CAP=soft_cap is not None, HAS_SINK_LOGITS=has_sinks, HAS_KEY_BLOCKS=compact is not None,
-        HAS_SINK_QUERY=sink_q is not None,
-        HAS_SCALES=has_scales, WRITES_LSE=wanted.lse is not None, WRITES_BLOCK_LSE=wanted.block_lse is not None,
+        HAS_SOFT_CAP=call.soft_cap is not None, HAS_SINK_LOGITS=call.sink_logits is not None,
+        HAS_KEY_BLOCKS=compact is not None, HAS_SINK_QUERY=call.sink_q is not None,
+        HAS_SCALES=call.kv_scales is not None,
+        WRITES_LSE=wanted.lse is not None, WRITES_BLOCK_LSE=wanted.block_lse is not None,
         UPCAST=INTERPRETED, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if len(work.joins):
-        join[(len(work.joins), part.most_tokens * group, kv_heads)](
-            partial_out, partial_stats, out, wanted.lse if wanted.lse is not None else unused, work.joins, sinks, kv_heads,
-            GROUP=group, E=value_size, HAS_SINK_LOGITS=has_sinks, WRITES_LSE=wanted.lse is not None,
-            BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_size),
-        )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.paged_attention.kernel import LOG2_E
+from transom_kernels.triton_math import LOG2_E
 
 
 @triton.jit

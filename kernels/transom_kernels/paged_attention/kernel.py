@@ -11,9 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.triton_math import tanh
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from transom_kernels.triton_math import LOG2_E, tanh
 
 
 @triton.jit

@@ -43,6 +43,25 @@ class Work:
     joins: torch.Tensor  # [J, 4] int32: row, tokens, first partial, number of partials
     num_partials: int
 
+    def padded(self, *, num_items: int, num_joins: int, num_partials: int) -> Work:
+        """The same in a shape that steps can share, as a CUDA graph needs: what is added has no tokens and does nothing.
+
+        Raises:
+            ValueError: it is larger than that.
+        """
+        more = (num_items - len(self.items), num_joins - len(self.joins), num_partials - self.num_partials)
+        if min(more) < 0:
+            raise ValueError(
+                f"{len(self.items)} items, {len(self.joins)} joins and {self.num_partials} partial results do not fit a shape of "
+                f"{num_items}, {num_joins} and {num_partials}."
+            )
+        empty = self.items.new_tensor([[0] * (FIELDS - 1) + [NO_PARTIAL]]).expand(more[0], -1)
+        return Work(
+            items=torch.cat([self.items, empty]),
+            joins=torch.cat([self.joins, self.joins.new_zeros(more[1], 4)]),
+            num_partials=num_partials,
+        )
+
 
 def plan_work(batch: PagedBatch, rule: MaskRule, tiling: Tiling, device: torch.device) -> Work:
     """The programs of those sequences that the tiling is for."""
@@ -91,4 +110,4 @@ def _cut(run: tuple[int, int], split_keys: int) -> list[tuple[int, int]]:
 
 def _tensor(rows: list[Item] | list[tuple[int, int, int, int]], width: int, device: torch.device) -> torch.Tensor:
     array: NDArray[np.int32] = np.array(rows, dtype=np.int32).reshape(-1, width)
-    return torch.from_numpy(array).to(device)
+    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.eight_bits import LARGEST
 from transom_kernels.launch import next_power_of_two, warps_for
 from transom_kernels.quantize.kernel import round_rows, widen_rows
-from transom_kernels.quantize.reference import LARGEST
 
 MOST_ELEMENTS = 2048  # of a program that widens
 

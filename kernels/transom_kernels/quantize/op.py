@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.quantize.reference import LARGEST, dequantize_reference, quantize_reference
+from transom_kernels.eight_bits import LARGEST
+from transom_kernels.launch import uses_triton
+from transom_kernels.quantize.reference import dequantize_reference, quantize_reference
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +24,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
         raise ValueError(
             f"x {tuple(x.shape)} cannot become {dtype}; give [rows, width], and one of {', '.join(map(str, LARGEST))}."
         )
-    if x.device.type == "cuda":
+    if uses_triton(x):
         from transom_kernels.quantize.gpu import quantize_triton
 
         return quantize_triton(x, dtype)
@@ -37,7 +39,7 @@ def dequantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     """
     if values.dim() != 2 or scale.shape != values.shape[:1]:
         raise ValueError(f"values {tuple(values.shape)} need a scale per row, not {tuple(scale.shape)}.")
-    if values.device.type == "cuda":
+    if uses_triton(values):
         from transom_kernels.quantize.gpu import dequantize_triton
 
         return dequantize_triton(values, scale, dtype)

@@ -34,6 +34,6 @@ def head_norm_triton_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) 
     block_h = min(next_power_of_two(heads), max(1, HEAD_ELEMENTS // block_d))
     if x.numel():
         norm_heads[(tokens, -(-heads // block_h))](
-            x, x if weight is None else weight, x.stride(0), x.stride(1), eps,
+            x, x if weight is None else weight.contiguous(), x.stride(0), x.stride(1), eps,
             H=heads, D=width, HAS_WEIGHT=weight is not None, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip

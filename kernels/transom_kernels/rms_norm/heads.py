@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from transom_kernels.launch import uses_triton
+
 
 def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     """Normalise each head of `x` [T, H, D], which may be strided, by `weight` [H, D]; None: by no weight.
@@ -19,7 +21,7 @@ def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None
     """
     if weight is not None and weight.shape != x.shape[1:]:
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; give [heads, width].")
-    if x.device.type == "cuda" and x.stride(2) == 1:
+    if uses_triton(x) and x.stride(2) == 1:
         from transom_kernels.rms_norm.gpu import head_norm_triton_
 
         head_norm_triton_(x, weight, eps)

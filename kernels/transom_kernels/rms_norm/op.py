@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from transom_kernels.launch import uses_triton
+
 _FEW_ROWS = 64  # below it torch's composite has fewer calls; above it fewer passes over memory win
 
 
@@ -25,10 +27,12 @@ def rms_norm(
     if weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
         other = None if residual is None else tuple(residual.shape)
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)} or residual {other}.")
-    if x.device.type == "cuda" and x.dim() == 2:
+    if uses_triton(x) and x.stride(-1) == 1 and (x.dim() == 2 or residual is None):
         from transom_kernels.rms_norm.gpu import rms_norm_triton
 
-        return rms_norm_triton(x, weight, eps, residual)
+        if x.dim() == 2:
+            return rms_norm_triton(x, weight, eps, residual)
+        return rms_norm_triton(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
     if residual is not None:
         x = x + residual
     if weight.dtype != x.dtype:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.launch import uses_triton
+
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
     """Rotate the first R of each head's D elements of `x` [T, H, D], which may be strided, in place.
@@ -24,7 +26,7 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, int
             f"x {tuple(x.shape)} needs tables [{x.shape[0]}, 1 or {x.shape[1]}, at most {x.shape[-1]}]; "
             f"got {tuple(cos.shape)} and {tuple(signed_sin.shape)}."
         )
-    if x.device.type == "cuda" and x.stride(2) == 1:
+    if uses_triton(x) and x.stride(2) == 1:
         from transom_kernels.rotary.gpu import rotary_triton_
 
         rotary_triton_(x, cos, signed_sin, interleaved=interleaved)

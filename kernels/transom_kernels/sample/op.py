@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.launch import uses_triton
 from transom_kernels.sample.reference import sample_reference
 
 
@@ -47,7 +48,7 @@ def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
             raise ValueError(
                 f"{name} has shape {tuple(getattr(params, name).shape)}; give one for each of {rows} rows."
             )
-    if logits.device.type == "cuda":
+    if uses_triton(logits):
         from transom_kernels.sample.gpu import sample_triton
 
         return sample_triton(logits, params)
