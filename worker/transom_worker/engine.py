@@ -41,15 +41,18 @@ RESTARTING = "The worker lost a rank and starts its ranks again; try again in a 
 class Engine:
     """One worker's engine. Not thread-safe: one thread calls it."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer, metrics: EngineMetrics, worker: str = "0"
+    ) -> None:
         """Starts the executor; where that or anything after it raises, `build_engine` shuts it down."""
         self.config = config
         self.tokenizer = tokenizer
-        self.observer = EngineObserver(metrics)
+        self.observer = EngineObserver(metrics, worker)
         self._executor = executor
         info = executor.start()
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._scheduler = self._make_scheduler(info)
+        self._scheduler.listen(self.observer.lives)
         self.info: ExecutorInfo = replace(info, max_model_len=self._fit_length(info.max_model_len))
         self._answers: dict[str, RunningRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -336,7 +339,7 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
     tokenizer, executor = Tokenizer.load(files), create_executor(config)
     try:
-        engine = Engine(config, executor, tokenizer, metrics)
+        engine = Engine(config, executor, tokenizer, metrics, worker)
         engine.report = startup_report(engine.info, model=model_name or files.name)
     except BaseException:
         executor.shutdown()

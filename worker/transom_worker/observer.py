@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from transom_worker.engine_lives import EngineLives
 from transom_worker.metrics import EngineMetrics
 from transom_worker.running import RunningRequest
 from transom_worker.scheduling.outputs import SequenceOutput
@@ -25,8 +26,9 @@ class StepTimes(NamedTuple):
 class EngineObserver:
     """One engine's. Requests come as the engine knows them."""
 
-    def __init__(self, metrics: EngineMetrics) -> None:
+    def __init__(self, metrics: EngineMetrics, worker: str = "0") -> None:
         self.metrics = metrics
+        self.lives = EngineLives(worker)
 
     def added(self, running: RunningRequest) -> None:
         """A request waits in the queue from now on."""
@@ -38,26 +40,33 @@ class EngineObserver:
 
     def scheduled(self, plan: StepPlan) -> None:
         """A plan went to the ranks."""
+        self.lives.scheduled(plan)
         self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
 
     def stepped(self, timings: StepTimings, times: StepTimes) -> None:
         """A result came back, and its events are made."""
+        self.lives.stepped()
         self.metrics.stepped(timings, schedule_s=times.schedule_s, wait_s=times.wait_s, output_s=times.output_s)
 
     def token(self, running: RunningRequest, output: SequenceOutput, now_s: float) -> None:
         """A request got a token."""
+        if output.is_first:
+            self.lives.first_token(output.request_id, now_s)
         self.metrics.token(running.times, now_s)
 
     def finished(self, running: RunningRequest, finish_reason: str) -> None:
         """A request ended: stop, length, abort or error."""
+        self.lives.finished(running.request.request_id, finish_reason)
         self.metrics.finished(running.times, finish_reason)
 
     def ranks_lost(self) -> None:
         """A rank was lost, and all of them are started again."""
+        self.lives.ranks_lost()
         self.metrics.rank_lost()
 
     def published(self, scheduler: Scheduler) -> None:
         """A few times a second, and when the engine rests: the state of queue and cache."""
+        self.lives.mark()
         self.metrics.publish(
             scheduler.stats(),
             num_running=scheduler.num_running,

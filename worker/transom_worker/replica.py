@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
+from typing import Any
 
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
@@ -129,6 +130,10 @@ class WorkerReplica:
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
         """This worker's page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
         return self.engine.metrics.text(openmetrics=openmetrics).decode()
+
+    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+        """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
+        return self.engine.observer.lives.life_of(request_id)
 
     def check_health(self) -> None:
         """Raise when the step loop has ended, so that Serve replaces this replica."""
