@@ -7,6 +7,7 @@ from collections import deque
 from pathlib import Path
 
 from replay_executor import ReplayExecutor, sampled_token
+from work_model import WorkModel
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, SamplingParams
@@ -64,6 +65,7 @@ class Driver:
         self.max_model_len = max_model_len
         self.executor = ReplayExecutor(layout)
         self.mirror = Mirror(len(layout.groups))
+        self.work = WorkModel()
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.outputs: dict[str, list[SequenceOutput]] = {}
@@ -87,6 +89,7 @@ class Driver:
             assert 0 < plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
             assert len(plan.seq_ids) == len(set(plan.seq_ids)) <= self.scheduler.config.max_num_seqs
             self.executor.submit(plan)
+            self.work.take(plan)
             self.in_flight.append(plan)
         return plan
 
@@ -143,6 +146,21 @@ class Driver:
         for group, index in enumerate(scheduler.cache.index.groups):
             assert self.mirror.groups[group] == set(index)
 
+    def check_work(self) -> None:
+        """Tokens and rows by reason are what the plans say; ranks replay exactly what counts as repair."""
+        work, model = self.scheduler.work, self.work
+        assert work.num_rows == model.rows.total()
+        assert work.prefill_rows == model.rows["prefill"]
+        counted = {
+            "prefill": work.prefill_tokens,
+            "decode": work.decode_tokens,
+            "repair": work.repair_tokens,
+            "recompute": work.recompute_tokens,
+        }
+        assert counted == {phase: model.tokens[phase] for phase in counted}
+        assert work.preempted_tokens >= model.thrown_away
+        assert work.repair_tokens <= self.scheduler.stats().repair_tokens
+
     def check_window_blocks(self) -> None:
         """Beyond what a sequence always holds, window blocks are bounded once for the engine, by tokens in flight."""
         config, cache = self.scheduler.config, self.scheduler.cache
@@ -159,6 +177,7 @@ class Driver:
     def check_idle(self) -> None:
         """After the last request: nothing is referenced, everything is cache or free, outcomes add up."""
         assert not self.scheduler.has_work
+        self.check_work()
         assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
         self.scheduler.cache.drop_cached()
         assert self.scheduler.stats().free_pages == self.scheduler.stats().num_pages
