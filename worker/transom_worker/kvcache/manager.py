@@ -24,7 +24,7 @@ from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.headroom import num_that_fit
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.picture import CachePicture, take_picture
+from transom_worker.kvcache.picture import CachePicture, take_group_pictures
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
@@ -341,8 +341,15 @@ class KvCache:
 
     def picture(self, *, whole: bool) -> CachePicture:
         """A cheap copy of what every block is. After a whole one, others tell which names changed; see `end_pictures`."""
-        return take_picture(
-            self.arena, self.pools, self._catalog, whole=whole, now_s=self._clock(), num_compacted=self._num_compacted
+        return CachePicture(
+            whole=whole,
+            now_s=self._clock(),
+            owners=self.arena.owner.copy(),
+            free_pages=self.arena.num_free,
+            num_compacted=self._num_compacted,
+            num_repairs=self._num_repairs,
+            outcome_tokens=dict(self._outcome),
+            groups=take_group_pictures(self.pools, self._catalog, whole=whole),
         )
 
     def end_pictures(self) -> None:
