@@ -26,7 +26,7 @@ class Placement:
         self._work = work
         self.running = OrderedQueue()
         self.waiting = OrderedQueue()
-        self.listener: SchedulerListener | None = None
+        self.listeners: list[SchedulerListener] = []
         self.finished_ids: list[int] = []  # ranks have not been told yet
         self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
@@ -126,8 +126,8 @@ class Placement:
         sequence.state = State.RUNNING
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
-        if self.listener is not None:
-            self.listener.admitted(sequence, tokens=tokens)
+        for listener in self.listeners:
+            listener.admitted(sequence, tokens=tokens)
         return count
 
     def _checkpoints(self, sequence: Sequence, hit: Hit | None) -> list[tuple[int, CheckpointKind]]:
@@ -176,8 +176,8 @@ class Placement:
         """Back to the queue; what it published stays cached, the rest is computed again."""
         assert sequence.blocks is not None
         self._work.preempted(sequence, sequence.blocks)
-        if self.listener is not None:
-            self.listener.preempted(sequence, mode="recompute")
+        for listener in self.listeners:
+            listener.preempted(sequence, mode="recompute")
         self.running.remove(sequence)
         self._release(sequence, CheckpointKind.PREEMPTED)
         sequence.leave()

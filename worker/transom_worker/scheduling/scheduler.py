@@ -110,8 +110,18 @@ class Scheduler:
         return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self._placement.running)
 
     def listen(self, listener: SchedulerListener) -> None:
-        """Tell this one, from now on, what becomes of requests."""
-        self._placement.listener = listener
+        """Tell this one as well, from now on, what becomes of requests."""
+        self._placement.listeners.append(listener)
+
+    def holders(self) -> list[Sequence]:
+        """All sequences that hold blocks: those that run, and those that have ended while a step in flight computes them."""
+        ended = {
+            sequence.seq_id: sequence
+            for step in self._in_flight
+            for sequence in step.rows
+            if sequence.state is State.DONE and sequence.blocks is not None
+        }
+        return [*self._placement.running, *ended.values()]
 
     def stats(self) -> CacheStats:
         """The cache's state."""
@@ -152,8 +162,8 @@ class Scheduler:
         )
         self._by_request[request.request_id] = sequence
         self._placement.enqueue(sequence)
-        if self._placement.listener is not None:
-            self._placement.listener.queued(sequence, num_ahead=self._placement.waiting.num_before(sequence))
+        for listener in self._placement.listeners:
+            listener.queued(sequence, num_ahead=self._placement.waiting.num_before(sequence))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, wherever it stands; whether there was one. Blocks of a step in flight go when it has answered."""
