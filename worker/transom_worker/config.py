@@ -17,6 +17,7 @@ from transom_worker.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+LogFormat = Literal["text", "json"]
 
 DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
 NOT_YET: dict[str, tuple[object, str]] = {
@@ -78,6 +79,14 @@ class RanksConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """Where spans go (OTLP over HTTP), and which share of the requests whose clients do not say is traced."""
+
+    endpoint: str
+    sample_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All that one worker needs. `num_threads` is each rank's."""
 
@@ -86,6 +95,8 @@ class EngineConfig:
     scheduler: SchedulerConfig
     ranks: RanksConfig = RanksConfig()
     num_threads: int | None = None
+    tracing: TracingConfig | None = None
+    log_format: LogFormat = "text"
 
 
 RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
@@ -127,6 +138,8 @@ class ServerConfig:
     log_prompts: bool = False
     limits: LimitsConfig = LimitsConfig()
     failover: FailoverConfig = FailoverConfig()
+    tracing: TracingConfig | None = None
+    log_format: LogFormat = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +244,13 @@ class Settings(BaseModel):
     request_timeout_s: float | None = Field(None, gt=0, description="Requests that take longer end with an error.")
     max_header_bytes: int = Field(64 * 2**10, ge=1024, description="Larger request headers are refused with 431.")
     log_prompts: bool = Field(False, description="Prompts and answers may show in logs.")
+    log_format: LogFormat = Field("text", description="json: an object a line, and a line for each finished request.")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="Sends OpenTelemetry spans there, such as http://127.0.0.1:4318/v1/traces."
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of requests to trace where the client's traceparent does not say."
+    )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Larger request bodies are refused with 413.")
     haproxy: bool = Field(False, description="Production token path: HAProxy and Serve's throughput settings.")
 
@@ -262,6 +282,12 @@ class Settings(BaseModel):
                 raise ConfigError(f"{flag} {value} is not supported yet; {advice} ({flag} {supported}).")
         self._check_pattern()
         self._check_replicas()
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
+            raise ConfigError(
+                f"--otlp-traces-endpoint is {endpoint!r}; give the http:// or https:// URL of an OTLP receiver, such as "
+                "http://127.0.0.1:4318/v1/traces."
+            )
 
     def _check_replicas(self) -> None:
         least, most = self.min_replicas, self.max_replicas
@@ -323,7 +349,14 @@ class Settings(BaseModel):
             ),
             ranks=RanksConfig(size=self.tensor_parallel_size, step_timeout_s=self.step_timeout_s),
             num_threads=self.num_threads,
+            tracing=self._tracing_config(),
+            log_format=self.log_format,
         )
+
+    def _tracing_config(self) -> TracingConfig | None:
+        if self.otlp_traces_endpoint is None:
+            return None
+        return TracingConfig(endpoint=self.otlp_traces_endpoint, sample_ratio=self.trace_sample_ratio)
 
     def autoscaling_config(self) -> AutoscalingConfig | None:
         """The autoscaler's part; None where the number of workers is fixed."""
@@ -357,6 +390,8 @@ class Settings(BaseModel):
                 max_header_bytes=self.max_header_bytes,
             ),
             failover=FailoverConfig(max_resumes=self.max_resumes, wait_s=self.worker_wait_s),
+            tracing=self._tracing_config(),
+            log_format=self.log_format,
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, WorkerLoad
+from transom_worker.ended_requests import follow_requests
 from transom_worker.errors import ConfigError, EngineDead, RankLost, RequestError, RequestTimeout, WorkerLost
 from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
 from transom_worker.kvcache.events import CacheShape, KvUpdate
@@ -31,6 +32,7 @@ from transom_worker.scheduling.step import StepPlan
 from transom_worker.startup_report import startup_report
 from transom_worker.step_rates import StepRates
 from transom_worker.tokenizer import Tokenizer
+from transom_worker.tracing import Tracing
 
 logger = logging.getLogger("transom.worker")
 
@@ -201,6 +203,7 @@ class Engine:
     def shutdown(self) -> None:
         """Free the executor's memory and processes; idempotent."""
         self._executor.shutdown()
+        self.observer.lives.close()
 
     def _step(self, events: list[OutputEvent]) -> None:
         """One step; its events are added one by one, so that none is lost when a later one fails."""
@@ -335,12 +338,14 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     Raises:
         ConfigError, ModelError: settings or checkpoint are wrong; nothing is left running.
     """
+    tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
     files = resolve_model(config.model.model)
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
     tokenizer, executor = Tokenizer.load(files), create_executor(config)
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker)
         engine.report = startup_report(engine.info, model=model_name or files.name)
+        engine.observer.lives.ended += follow_requests(config, worker, tracing)
     except BaseException:
         executor.shutdown()
         raise

@@ -7,9 +7,9 @@ engine's counters and of the sequence's own length when somebody looks. Called o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transom_worker.lives import Life, Lives, Step, answer_id_of
 from transom_worker.scheduling.sequence import Sequence
@@ -62,11 +62,21 @@ class EngineLife(Life):
         self.run: _Run | None = None
 
 
+class Listener(Protocol):
+    """Who hears of ended requests, on the engine's thread."""
+
+    def __call__(self, life: EngineLife, reason: str) -> None:
+        """A request has ended; returns at once."""
+
+    def close(self) -> None:
+        """There will be no more."""
+
+
 class EngineLives:
     """One engine's. A `SchedulerListener`; `ended` are called with each life when it is over."""
 
     def __init__(self, worker: str) -> None:
-        self.ended: list[Callable[[EngineLife, str], None]] = []
+        self.ended: list[Listener] = []
         self._worker = worker
         self._lives = Lives()
         self._running: dict[str, EngineLife] = {}
@@ -176,6 +186,11 @@ class EngineLives:
             if run is not None and now_s - run.begin_s > max(LEAST_RUN_S, RUN_SHARE * (now_s - life.admitted_s)):
                 self._end_run(life, now_s)
                 self._begin_run(life, run.what, now_s, self._progress(life, run.what))
+
+    def close(self) -> None:
+        """Let those who hear of ended requests finish what they do; idempotent."""
+        for tell in self.ended:
+            tell.close()
 
     # For whoever asks
 

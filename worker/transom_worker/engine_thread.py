@@ -136,7 +136,7 @@ class EngineThread:
                 results.append(None)
             except Exception as error:  # whatever a request sets off at the door is that request's error
                 if not isinstance(error, TransomError):
-                    logger.exception("A request could not be admitted.")
+                    logger.exception("A request could not be admitted.", extra={"request_id": request.request_id})
                 results.append(ErrorInfo.of(error))
         if any(results):
             for request, result in zip(requests, results, strict=True):

@@ -73,7 +73,7 @@ class LLM:
 
     def __init__(self, model: str, *, dtype: str = "auto", **settings: Any) -> None:
         parsed = Settings.parse(model=model, dtype=dtype, **settings)
-        show_logs()
+        show_logs(parsed.log_format)
         self.engine: Engine = build_engine(parsed.engine_config())
         self._end = weakref.finalize(self, self.engine.shutdown)  # ranks would outlive whoever forgets it
         self._seed = parsed.seed

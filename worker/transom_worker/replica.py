@@ -29,7 +29,7 @@ class WorkerReplica:
     """Methods are what `transom_cluster.worker_client` calls; all but the constructor run on Serve's event loop."""
 
     def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
-        show_logs()
+        show_logs(config.log_format, f"worker/{worker}")
         begin_s = time.perf_counter()
         self.engine = build_engine(config, model_name=model_name, worker=worker)
         gc.collect()

@@ -31,7 +31,7 @@ class RankActor:
         from transom_worker.execution.rank_process import run_rank
         from transom_worker.logs import show_logs
 
-        show_logs()
+        show_logs(setup.config.log_format, f"rank/{setup.rank}")
         run_rank(setup, ip=get_node_ip_address())
 
 

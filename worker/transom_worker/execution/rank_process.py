@@ -143,7 +143,7 @@ def main() -> None:
     setup: RankSetup = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, name="transom-parent", daemon=True).start()
     _be_killed_with_parent(parent)
-    show_logs()
+    show_logs(setup.config.log_format, f"rank/{setup.rank}")
     run_rank(setup, ip="127.0.0.1")
 
 

@@ -1,0 +1,131 @@
+"""OpenTelemetry spans of one process, sent over OTLP in batches. The one module that imports the SDK, and only when tracing is on.
+
+A collector that is slow or gone delays nothing: spans wait in a bounded queue, are sent by a thread, and are dropped beyond it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from transom_worker.config import TracingConfig
+from transom_worker.errors import ConfigError
+
+if TYPE_CHECKING:  # not installed everywhere, and imported where tracing is on
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+Kind = Literal["INTERNAL", "SERVER", "CLIENT"]
+
+FLUSH_S = 5.0  # for spans that wait when the process ends
+
+MISSING = (
+    "--otlp-traces-endpoint is {endpoint}, and OpenTelemetry's {what} is not installed; "
+    "pip install 'transom[tracing]', or leave the flag out."
+)
+
+
+class Tracing:
+    """One process's tracer. Requests whose parent says whether it is sampled follow it, the others a ratio.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+
+    def __init__(
+        self, config: TracingConfig, *, role: str, name: str, version: str = "", exporter: SpanExporter | None = None
+    ) -> None:
+        check_tracing(config)
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        about = {"service.instance.id": f"{role}/{name}", "transom.role": role}
+        if "OTEL_SERVICE_NAME" not in os.environ:
+            about["service.name"] = "transom"
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
+            resource=Resource.create(about),
+            shutdown_on_exit=False,  # it would wait for a collector that is gone
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or _otlp_exporter(config.endpoint)))
+        self._tracer = self._provider.get_tracer("transom", version)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def context_of(self, headers: Mapping[str, str]) -> Context:
+        """The parent that W3C's traceparent and tracestate headers name; what is malformed names none."""
+        from opentelemetry.context import Context
+
+        return self._propagator.extract(headers, context=Context())
+
+    def context_below(self, span: Span) -> Context:
+        """For the children of a span."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        return set_span_in_context(span, Context())
+
+    def start(
+        self, name: str, parent: Context, *, at_s: float, attributes: Mapping[str, Any], kind: Kind = "INTERNAL"
+    ) -> Span:
+        """A span that began at that time; whoever asked for it ends it."""
+        from opentelemetry.trace import SpanKind
+
+        return self._tracer.start_span(
+            name, parent, kind=SpanKind[kind], attributes=attributes, start_time=nanoseconds(at_s)
+        )
+
+    def parent_header(self, span: Span) -> str:
+        """W3C's traceparent header of a span."""
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, context=self.context_below(span))
+        return headers["traceparent"]
+
+    def fail(self, span: Span, kind: str) -> None:
+        """A span's work went wrong: `kind` is the error's class, since its message may quote a prompt."""
+        from opentelemetry.trace import Status, StatusCode
+
+        span.set_status(Status(StatusCode.ERROR, kind))
+        span.set_attribute("error.type", kind)
+
+    def close(self) -> None:
+        """Send what waits, but for `FLUSH_S` at most. Nothing is sent any more; idempotent."""
+        thread = threading.Thread(target=self._provider.shutdown, name="transom-traces-end", daemon=True)
+        thread.start()
+        thread.join(FLUSH_S)
+
+
+def check_tracing(config: TracingConfig) -> None:
+    """Raise ConfigError where the settings ask for spans and OpenTelemetry is not installed."""
+    try:
+        import opentelemetry.sdk.trace
+    except ImportError:
+        raise ConfigError(MISSING.format(endpoint=config.endpoint, what="SDK")) from None
+    try:
+        import opentelemetry.exporter.otlp.proto.http  # noqa: F401
+    except ImportError:
+        raise ConfigError(MISSING.format(endpoint=config.endpoint, what="OTLP exporter")) from None
+
+
+def nanoseconds(at_s: float) -> int:
+    """Seconds since the epoch as OpenTelemetry counts them."""
+    return int(at_s * 1e9)
+
+
+def is_sampled(trace_parent: str) -> bool:
+    """Whether a traceparent header says that its trace is recorded."""
+    return bool(int(trace_parent.rsplit("-", 1)[1], 16) & 1)
+
+
+def _otlp_exporter(endpoint: str) -> SpanExporter:
+    """Headers, timeout, compression and certificates come from OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_...)."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    has_path = urlsplit(endpoint).path not in ("", "/")
+    return OTLPSpanExporter(endpoint=endpoint if has_path else endpoint.rstrip("/") + "/v1/traces")
