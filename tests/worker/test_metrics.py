@@ -9,10 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_driver import make_engine, make_request, run
+from transom_worker.contract import WorkerLoad
 from transom_worker.engine import Engine
 from transom_worker.kvcache.histogram import Histogram
-from transom_worker.kvcache.stats import CacheStats, GroupStats
-from transom_worker.metrics import EngineMetrics
+from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
+from transom_worker.metrics import EngineMetrics, WorkerState
+from transom_worker.scheduling.work_counts import WorkCounts
 
 Page = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -104,12 +106,13 @@ def test_the_cache_tells_its_fragments_its_checkpoints_and_how_long_blocks_stay(
         groups=(group,),
         outcome_tokens={"repaired": 9},
         waste=0.01,
-        num_checkpoints=6,
+        checkpoints=CheckpointStats(standing={"prompt": 4, "fork": 2}),
         num_compacted_blocks=7,
     )
-    metrics.publish(stats, num_running=0, num_waiting=0, preemptions={})
+    metrics.publish(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
     assert total(metrics, "transom_kv_fragmentation_ratio") == 0.2
     assert total(metrics, "transom_kv_waste_ratio") == 0.01
+    assert total(metrics, "transom_kv_checkpoints", kind="prompt") == 4
     assert total(metrics, "transom_kv_checkpoints") == 6
     assert total(metrics, "transom_kv_compacted_blocks_total") == 7
     assert total(metrics, "transom_kv_held_blocks", group="full") == 4

@@ -66,6 +66,7 @@ class Engine:
         self._rates = StepRates()
         self.is_restarting = False  # ranks were lost and are being started again; read from any thread
         self._stats_at_s = 0.0
+        self.metrics.started(config, self.info)
         self._publish_stats()
 
     @property
@@ -329,7 +330,7 @@ class Engine:
 
     def _publish_stats(self) -> None:
         self._stats_at_s = time.perf_counter()
-        self.observer.published(self._scheduler)
+        self.observer.published(self._scheduler, self.load(), self._executor.rank_reports())
 
 
 def build_engine(config: EngineConfig, *, model_name: str | None = None, worker: str = "0") -> Engine:
@@ -339,6 +340,7 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
         ConfigError, ModelError: settings or checkpoint are wrong; nothing is left running.
     """
     tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
+    begin_s = time.perf_counter()
     files = resolve_model(config.model.model)
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
     tokenizer, executor = Tokenizer.load(files), create_executor(config)
@@ -349,6 +351,7 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     except BaseException:
         executor.shutdown()
         raise
+    metrics.ready(time.perf_counter() - begin_s)
     for line in engine.report.splitlines():
         logger.info(line)
     return engine

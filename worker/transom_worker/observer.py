@@ -5,14 +5,20 @@ Called on the engine's thread, several times a step: nothing here may wait or ra
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from transom_worker.contract import WorkerLoad
 from transom_worker.engine_lives import EngineLives
-from transom_worker.metrics import EngineMetrics
+from transom_worker.metrics import EngineMetrics, WorkerState
 from transom_worker.running import RunningRequest
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import NewSequence, StepPlan, StepTimings
+
+if TYPE_CHECKING:
+    from transom_worker.execution.executor import RankReport
+
+HEADROOM_LENGTHS = (1024, 8192)
 
 
 class StepTimes(NamedTuple):
@@ -64,12 +70,24 @@ class EngineObserver:
         self.lives.ranks_lost()
         self.metrics.rank_lost()
 
-    def published(self, scheduler: Scheduler) -> None:
-        """A few times a second, and when the engine rests: the state of queue and cache."""
+    def published(self, scheduler: Scheduler, load: WorkerLoad, ranks: tuple[RankReport, ...]) -> None:
+        """A few times a second, and when the engine rests: the state of queue, cache and ranks."""
         self.lives.mark()
         self.metrics.publish(
-            scheduler.stats(),
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            preemptions=scheduler.preemptions,
+            WorkerState(
+                stats=scheduler.stats(),
+                load=load,
+                work=scheduler.work.copy(),
+                preemptions=scheduler.preemptions,
+                preempted_tokens=scheduler.preempted_tokens,
+                headroom=_headroom(scheduler),
+                ranks=ranks,
+            )
         )
+
+
+def _headroom(scheduler: Scheduler) -> dict[str, int]:
+    """Requests that could start now, by their length."""
+    longest = scheduler.max_model_len
+    lengths = {str(length): length for length in HEADROOM_LENGTHS if length <= longest} | {"max": longest}
+    return {name: scheduler.cache.num_that_fit(length) for name, length in lengths.items()}

@@ -15,7 +15,10 @@ class RunningRequest:
 
     def __init__(self, answer: Answer) -> None:
         self.request = answer.request
-        self.times = RequestTimes(arrival_s=answer.request.arrival_s or time.time())
+        request = answer.request
+        self.times = RequestTimes(
+            request.arrival_s or time.time(), request_id=request.request_id, trace_parent=request.trace_parent
+        )
         self._answer = answer
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._index_version = 0

@@ -33,6 +33,24 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """What one rank has used since its process began: seconds in forward passes and in steps altogether, and the memory that it has
+    now beyond weights and KV."""
+
+    forward_s: float = 0.0
+    busy_s: float = 0.0
+    other_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank as its executor last heard of it."""
+
+    info: RankInfo
+    use: RankUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorInfo:
     """What a started executor tells the engine: the cache it owns and the limits of its model."""
 
@@ -86,6 +104,10 @@ class Executor(ABC):
     @abstractmethod
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, on any thread, when `lost` becomes true."""
+
+    def rank_reports(self) -> tuple[RankReport, ...]:
+        """What is known of each rank, in order; for whoever looks on."""
+        return ()
 
     def restart(self) -> ExecutorInfo:
         """Start again after RankLost: every rank anew, with an empty arena of the same layout.

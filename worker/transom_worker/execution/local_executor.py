@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections import deque
 from collections.abc import Callable
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import StepFailed
-from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.model_loading import LoadedModel
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -58,6 +60,13 @@ class LocalExecutor(Executor):
             assert self._runner is not None
             self._runner.abandon(plan)
         self._plans.clear()
+
+    def rank_reports(self) -> tuple[RankReport, ...]:
+        """The one rank, as it is now."""
+        if self._runner is None:
+            return ()
+        info = RankInfo(process_id=os.getpid(), ip=platform.node(), memory=self._runner.memory_report)
+        return (RankReport(info=info, use=self._runner.use),)
 
     @property
     def lost(self) -> bool:

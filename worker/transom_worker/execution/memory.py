@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from transom_worker.kvcache.layout import GroupLayout
 from transom_worker.models.architecture import Architecture
 
 MEMINFO = Path("/proc/meminfo")
+STATM = Path("/proc/self/statm")
 
 
 class ControlGroup(NamedTuple):
@@ -80,6 +82,16 @@ def _feed_forward_width(architecture: Architecture) -> int:
     if mixture is None:
         return 3 * architecture.intermediate_size
     return 3 * max(mixture.dense_size, mixture.num_chosen * (mixture.inner_size + architecture.hidden_size))
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this process holds: reserved by PyTorch on a GPU, else resident in memory; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        return int(STATM.read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def available_cpu_bytes() -> int:

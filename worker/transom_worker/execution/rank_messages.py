@@ -12,6 +12,7 @@
                   <-  Allocate        the least of all answers
     Ready         ->
                   <-  Step ...        plans, to all ranks alike
+    Used ...      ->                  what the rank has used, once a second while it works
     Done ...      ->                  results, from the first rank
     Failed        ->                  at any time, instead of the next answer
 
@@ -26,7 +27,7 @@ from typing import Any
 
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo
-from transom_worker.execution.executor import ExecutorInfo
+from transom_worker.execution.executor import ExecutorInfo, RankUse
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 
@@ -117,6 +118,13 @@ class Step:
 
     epoch: int
     plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What this rank has used since its process began."""
+
+    use: RankUse
 
 
 @dataclass(frozen=True, slots=True)

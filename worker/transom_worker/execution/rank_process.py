@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import StepFailed, TransomError
@@ -28,6 +29,7 @@ from transom_worker.execution.rank_messages import (
     Ready,
     Room,
     Step,
+    Used,
 )
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.logs import show_logs
@@ -37,6 +39,7 @@ from transom_worker.parallel.meeting import Meeting, connect, host_id
 logger = logging.getLogger("transom.worker")
 
 PR_SET_PDEATHSIG = 1
+USE_PERIOD_S = 1.0
 PATIENCE = 0.9  # of the time that a step may take, before ranks that wait for one of them say which
 
 
@@ -66,6 +69,7 @@ class _Rank:
         self._comm: Communicator = ALONE
         self._meeting: Meeting | None = None
         self._epoch = 0
+        self._use_at_s = -USE_PERIOD_S
 
     def live(self) -> None:
         self._channel.send(Hello(host_id(), self._ip, os.getpid()))
@@ -126,8 +130,16 @@ class _Rank:
             self._runner.abandon(step.plan)
             self._channel.send(Failed(_described(error), step.plan.step_id))
             return
+        self._tell_use()
         if self._setup.rank == 0:
             self._channel.send(Done(result))
+
+    def _tell_use(self) -> None:
+        """After a step, so that a rank at rest is silent; before the result, so that the first one's is heard with it."""
+        now_s = time.monotonic()
+        if now_s - self._use_at_s >= USE_PERIOD_S:
+            self._use_at_s = now_s
+            self._channel.send(Used(self._runner.use))
 
 
 def _described(error: Exception) -> ErrorInfo:

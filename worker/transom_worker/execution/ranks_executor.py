@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError, ModelError, RankLost, StepFailed
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUse
 from transom_worker.execution.rank_group import RankGroup
 from transom_worker.execution.rank_launcher import Launcher
-from transom_worker.execution.rank_messages import Done, Failed, Step
+from transom_worker.execution.rank_messages import Done, Failed, Step, Used
 from transom_worker.execution.rank_start import start_ranks
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -44,6 +44,7 @@ class RanksExecutor(Executor):
         self._killed = False  # after a loss, until the next start
         self._pool_bytes: int | None = None
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
+        self._uses: list[RankUse] = []  # by rank, as last told
         self._on_lost: Callable[[], None] = lambda: None
         self._forget_steps()
 
@@ -97,6 +98,10 @@ class RanksExecutor(Executor):
         """Ranks run what they have been sent; their results are thrown away."""
         self._in_flight.clear()
 
+    def rank_reports(self) -> tuple[RankReport, ...]:
+        """Every rank of the last start; a rank tells of itself once a second while it works."""
+        return tuple(RankReport(info=info, use=use) for info, use in zip(self.ranks, self._uses, strict=True))
+
     def restart(self) -> ExecutorInfo:
         """Start all ranks again, with the pool that they had. Raises RankLost."""
         self._close()
@@ -141,6 +146,7 @@ class RanksExecutor(Executor):
         finally:
             self._starting = None
         self._group, self.ranks = group, info.ranks
+        self._uses = [RankUse() for _ in info.ranks]
         return info
 
     def _receive(self) -> StepResult:
@@ -155,6 +161,8 @@ class RanksExecutor(Executor):
                     self._in_flight.popleft()
                     self._answered_s = time.monotonic()
                     return message.result
+            elif isinstance(message, Used):
+                self._uses[rank] = message.use
             else:
                 self._failed(rank, message)
 

@@ -17,7 +17,7 @@ from transom_worker.execution import memory
 from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
 from transom_worker.execution.dry_run import dry_run, worst_counts
-from transom_worker.execution.executor import ExecutorInfo, MemoryReport
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUse
 from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
 from transom_worker.execution.sequences import SequenceStore
@@ -62,6 +62,8 @@ class ModelRunner:
         self._model = self._loaded.model
         self._max_model_len = choose_max_model_len(config.model.max_model_len, self._loaded.architecture)
         self.in_forward = False  # of the last step: whether it came to what ranks do together
+        self._forward_s = 0.0  # since start
+        self._busy_s = 0.0
 
     def pool_bytes(self) -> int:
         """Bytes of the KV pool that this rank has room for.
@@ -101,19 +103,34 @@ class ModelRunner:
     @property
     def info(self) -> ExecutorInfo:
         """The cache and the limits, for the engine."""
-        architecture, scheduler = self._loaded.architecture, self._config.scheduler
-        dtype: torch.dtype = getattr(torch, self._loaded.dtype)
+        architecture = self._loaded.architecture
         return ExecutorInfo(
             plan=self._plan,
             max_model_len=self._max_model_len,
             vocab_size=architecture.vocab_size,
             eos_token_ids=self._loaded.eos_token_ids,
-            memory=MemoryReport(
-                device=str(self._loaded.device),
-                weight_bytes=self._model.weight_bytes,
-                activation_bytes=memory.activation_bytes(architecture, scheduler, dtype),
-                kv_bytes=self._layout.slab_bytes,
-            ),
+            memory=self.memory_report,
+        )
+
+    @property
+    def memory_report(self) -> MemoryReport:
+        """Where this rank's memory went."""
+        dtype: torch.dtype = getattr(torch, self._loaded.dtype)
+        return MemoryReport(
+            device=str(self._loaded.device),
+            weight_bytes=self._model.weight_bytes,
+            activation_bytes=memory.activation_bytes(self._loaded.architecture, self._config.scheduler, dtype),
+            kv_bytes=self._layout.slab_bytes,
+        )
+
+    @property
+    def use(self) -> RankUse:
+        """What this rank has used until now."""
+        known = self._model.weight_bytes + self._layout.slab_bytes
+        return RankUse(
+            forward_s=self._forward_s,
+            busy_s=self._busy_s,
+            other_bytes=max(0, memory.held_bytes(self._loaded.device) - known),
         )
 
     @torch.inference_mode()
@@ -150,6 +167,8 @@ class ModelRunner:
                 forward_s=times[3] - times[2],
                 sample_s=times[4] - times[3],
             )
+            self._forward_s += times[3] - times[2]
+        self._busy_s += times[-1] - times[0]
         return result
 
     def abandon(self, plan: StepPlan) -> None:

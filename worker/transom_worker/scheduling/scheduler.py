@@ -99,6 +99,11 @@ class Scheduler:
         return {"recompute": self.work.num_preemptions}
 
     @property
+    def preempted_tokens(self) -> dict[str, int]:
+        """Tokens that preemptions threw away, by mode."""
+        return {"recompute": self.work.preempted_tokens}
+
+    @property
     def capacity_tokens(self) -> int:
         """Longest sequence, up to the model's length, that the KV pool can hold alone."""
         return self.cache.capacity_tokens(self.max_model_len)

@@ -1,0 +1,60 @@
+"""Families of one process: every sample carries the labels that say which model and worker it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, value
+
+
+class Buckets(NamedTuple):
+    """One histogram: values by bucket, those above every bound last, and their sum."""
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    sum: float
+
+
+class OwnLabels:
+    """Makes families at scrape time. A method's `labels` are those that a family has besides."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.names = tuple(labels)
+        self.values = tuple(labels.values())
+
+    def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        """A single value."""
+        return self.gauges(name, text, (), [((), value)])
+
+    def gauges(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> GaugeMetricFamily:
+        """Values by label."""
+        family = GaugeMetricFamily(name, text, labels=(*self.names, *labels))
+        for values, value in samples:
+            family.add_metric((*self.values, *values), value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        """A single count; the name is without its `_total`."""
+        return self.counters(name, text, (), [((), value)])
+
+    def counters(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> CounterMetricFamily:
+        """Counts by label; the name is without its `_total`."""
+        family = CounterMetricFamily(name, text, labels=(*self.names, *labels))
+        for values, value in samples:
+            family.add_metric((*self.values, *values), value)
+        return family
+
+    def histograms(
+        self, name: str, text: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], Buckets]]
+    ) -> HistogramMetricFamily:
+        """Histograms by label."""
+        family = HistogramMetricFamily(name, text, labels=(*self.names, *labels))
+        for values, buckets in samples:
+            bounds = (*map(str, map(float, buckets.bounds)), "+Inf")
+            cumulative = list(zip(bounds, accumulate(buckets.counts), strict=True))
+            family.add_metric((*self.values, *values), cumulative, sum_value=buckets.sum)
+        return family

@@ -1,0 +1,73 @@
+"""Requests and their times, with exemplars; fed a few times in a request's life."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from transom_worker.metrics.fixed_values import FINISH_REASONS
+from transom_worker.metrics.own_labels import OwnLabels
+from transom_worker.metrics.request_times import RequestTimes
+
+REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Requests:
+    """Exemplars of request, queue, prefill and first-token times show in OpenMetrics alone."""
+
+    def __init__(self, own: OwnLabels, registry: CollectorRegistry) -> None:
+        self._own, self._registry = own, registry
+        ended = Counter(
+            "transom_requests",
+            "Requests that ended, by how: stop, length, abort (the client left) or error.",
+            (*own.names, "finish_reason"),
+            registry=registry,
+        )
+        request_s = self._family(
+            "transom_request_seconds",
+            "Seconds from a request's arrival to its end, by how it ended.",
+            "finish_reason",
+        )
+        self._ended = {reason: ended.labels(*own.values, reason) for reason in FINISH_REASONS}
+        self._request_s = {reason: request_s.labels(*own.values, reason) for reason in FINISH_REASONS}
+        self._prompt_tokens = Counter(
+            "transom_prompt_tokens", "Prompt tokens of admitted requests.", own.names, registry=registry
+        ).labels(*own.values)
+        self._queue_s = self._histogram(
+            "transom_queue_seconds", "Seconds from a request's arrival to the first step that computes it."
+        )
+        self._prefill_s = self._histogram(
+            "transom_prefill_seconds", "Seconds from the first step that computes a request to its first token."
+        )
+        self._first_token_s = self._histogram(
+            "transom_first_token_seconds", "Seconds from a request's arrival to its first token."
+        )
+        self._decode_s = self._histogram(
+            "transom_decode_seconds", "Seconds from a request's first token to its last one."
+        )
+
+    def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
+        """A request left the queue for the first time: its prompt tokens are counted with their prefix outcomes."""
+        times.scheduled_s = time.time()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._queue_s.observe(max(0.0, times.scheduled_s - times.arrival_s), times.exemplar)
+
+    def first_token(self, times: RequestTimes, now_s: float) -> None:
+        """A request got its first token."""
+        times.first_token_s = now_s
+        self._first_token_s.observe(max(0.0, now_s - times.arrival_s), times.exemplar)
+        self._prefill_s.observe(max(0.0, now_s - times.scheduled_s), times.exemplar)
+
+    def finished(self, times: RequestTimes, finish_reason: str) -> None:
+        """A request ended."""
+        self._ended[finish_reason].inc()
+        self._request_s[finish_reason].observe(max(0.0, time.time() - times.arrival_s), times.exemplar)
+        if times.first_token_s:
+            self._decode_s.observe(max(0.0, times.last_token_s - times.first_token_s))
+
+    def _family(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(name, text, (*self._own.names, *labels), buckets=REQUEST_BUCKETS_S, registry=self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return self._family(name, text).labels(*self._own.values)
