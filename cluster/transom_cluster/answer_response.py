@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from transom_cluster.answer import Answer
-from transom_cluster.metrics import RouterMetrics
+from transom_cluster.answer_meter import AnswerMeter
 from transom_cluster.openai.errors import wire_error, wire_error_of
 from transom_cluster.openai.writers import Writer, data_line
 from transom_cluster.router import Router
@@ -37,10 +36,11 @@ class AnswerResponse(Response):
         self._requests = requests
         self._writer = writer
         self._stream = stream
-        self._clock = TokenClock(router.metrics, len(requests))
+        self._meter = AnswerMeter(router.metrics, requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
+        scope.setdefault("state", {})["request_id"] = self._requests[0].request_id  # for metrics of the whole request
         work = asyncio.ensure_future(self._run(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -56,6 +56,7 @@ class AnswerResponse(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._router.answer(self._requests) as answer:
+            self._meter.begun()
             if self._stream:
                 await self._send_stream(answer, send)
             else:
@@ -112,30 +113,11 @@ class AnswerResponse(Response):
         return "".join(parts), False
 
     def _shown(self, index: int, event: OutputEvent) -> OutputEvent:
-        self._clock.tick(index, event)
+        self._meter.came(index, event)
         event = self._writer.shown(event)
+        self._meter.shown(event)
         self._writer.usage.add(index, event)
         return event
-
-
-class TokenClock:
-    """Observes first-token and inter-token times of one answer's choices."""
-
-    def __init__(self, metrics: RouterMetrics, num_choices: int) -> None:
-        self._metrics = metrics
-        self._start_s = time.perf_counter()
-        self._last_s = [0.0] * num_choices
-
-    def tick(self, index: int, event: OutputEvent) -> None:
-        """An event of choice `index` is about to be sent."""
-        if not event.token_ids:
-            return
-        now_s = time.perf_counter()
-        if self._last_s[index]:
-            self._metrics.inter_token_s.observe(now_s - self._last_s[index])
-        else:
-            self._metrics.first_token_s.observe(now_s - self._start_s)
-        self._last_s[index] = now_s
 
 
 async def _disconnected(receive: Receive) -> None:

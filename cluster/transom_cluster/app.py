@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from transom_cluster.autoscaling.serve_adapter import serve_autoscaling
+from transom_cluster.router_peers import answer_peer
 from transom_cluster.serve_directory import ServeWorkerDirectory
+from transom_cluster.serve_peers import ServeRouterPeers
 from transom_cluster.start_checks import check_api_keys
 from transom_cluster.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
 from transom_worker.config import EngineConfig, Settings
@@ -50,14 +53,23 @@ class Router:
         from transom_worker.model_files import resolve_model
         from transom_worker.tokenizer import Tokenizer
 
+        replica = serve.get_replica_context()
+        router_id = replica.replica_id.unique_id
+        find_handle = partial(serve.get_deployment_handle, replica.deployment, replica.app_name)
         self._core = RouterCore(
             workers=ServeWorkerDirectory(self._worker),
             tokenizer=Tokenizer.load(resolve_model(self._settings.model)),
             config=self._settings.server_config(),
-            router_id=serve.get_replica_context().replica_id.unique_id,
+            router_id=router_id,
             engine_seed=self._settings.seed,
+            peers=ServeRouterPeers(router_id, find_handle),
+            autoscaling=self._settings.autoscaling_config(),
         )
         return build_api(self._core)
+
+    async def answer_peer(self, asker_id: str, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+        """What another router asks; see `router_peers`."""
+        return await answer_peer(self._core, asker_id, method, args)
 
     async def drain(self) -> None:
         """Refuse new requests, let running answers end, as long as `RouterCore.stop` waits, and let go of the workers."""

@@ -69,6 +69,7 @@ class WorkerLink:
         self.load: WorkerLoad | None = None  # what it said last
         self.is_open = False
         self.is_draining = False
+        self.is_closing = False  # the stream ends on purpose
         self._router_id = router_id
         self._listener = listener
         self._tasks = BackgroundTasks()
@@ -101,7 +102,7 @@ class WorkerLink:
 
     async def close(self) -> None:
         """End the stream for good."""
-        self.is_draining = True
+        self.is_draining = self.is_closing = True
         await self._tasks.cancel()
 
     async def drain(self, drain_s: float) -> int:

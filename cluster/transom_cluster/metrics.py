@@ -1,112 +1,141 @@
-"""The router's own Prometheus metrics, with a `router` label and buckets that suit language models."""
+"""The router's own Prometheus metrics, with labels `model` and `router` and buckets that suit language models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Histogram, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
+from transom_cluster.metric_families import RouterFamilies
+from transom_cluster.metrics_state import RouterState, StateCollector
 from transom_cluster.routing.metrics import RoutingMetrics
 
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+MAIN_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+MAIN_STATUSES = (200, 500, 503)
+MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; what is longer is left out
+
+WorkerChange = Literal["joined", "lost", "drained"]
 
 
 class RouterMetrics:
-    """One router's metrics, in a registry of its own."""
+    """One router's metrics, in a registry of its own. Series with fixed label values are there from the start."""
 
-    def __init__(self, router: str) -> None:
-        self.registry = CollectorRegistry()
-        self.routing = RoutingMetrics(self.registry, router)
-        self._router = router
-        self._requests = Counter(
+    def __init__(self, router: str, *, model: str = "") -> None:
+        families = RouterFamilies(model=model, router=router)
+        self.registry = families.registry
+        self.routing = RoutingMetrics(families)
+        self._add_requests(families)
+        self._add_tokens(families)
+        self._add_workers(families)
+        self._state = StateCollector(families.own_labels)
+        self.registry.register(self._state)
+
+    def _add_requests(self, families: RouterFamilies) -> None:
+        self._requests = families.counter(
             "transom_router_requests",
             "HTTP requests by endpoint and status (499: the client left).",
-            ("router", "endpoint", "status"),
-            registry=self.registry,
+            "endpoint",
+            "status",
         )
-        self._request_s = Histogram(
+        self._request_s = families.histogram(
             "transom_router_request_seconds",
             "From a request's arrival to the end of its answer.",
-            ("router", "endpoint"),
-            buckets=REQUEST_BUCKETS_S,
-            registry=self.registry,
+            REQUEST_BUCKETS_S,
+            "endpoint",
         )
-        self.first_token_s = Histogram(
+        for endpoint in MAIN_ENDPOINTS:
+            self._request_s.of(endpoint)
+            for status in MAIN_STATUSES:
+                self._requests.of(endpoint, str(status))
+        self.open_streams = families.gauge("transom_router_open_streams", "Streamed answers that are being sent.").of()
+        self._dropped_scrapes = families.counter(
+            "transom_router_dropped_scrapes",
+            "Processes left out of a page of metrics because they did not answer in time, by what they are.",
+            "target",
+        )
+        for target in ("worker", "router"):
+            self._dropped_scrapes.of(target)
+
+    def _add_tokens(self, families: RouterFamilies) -> None:
+        self._first_token_s = families.histogram(
             "transom_router_first_token_seconds",
             "From a request's arrival to the first token of each choice.",
-            ("router",),
-            buckets=FIRST_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        ).labels(router)
-        self.inter_token_s = Histogram(
-            "transom_router_inter_token_seconds",
-            "Between two events of one choice.",
-            ("router",),
-            buckets=INTER_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        ).labels(router)
-        self.open_streams = Gauge(
-            "transom_router_open_streams",
-            "Streamed answers that are being sent.",
-            ("router",),
-            registry=self.registry,
-        ).labels(router)
-        self.dropped_scrapes = Counter(
-            "transom_router_dropped_scrapes",
-            "Workers whose metrics were left out of a page because they did not answer in time.",
-            ("router",),
-            registry=self.registry,
-        ).labels(router)
-        self._failovers = Counter(
+            FIRST_TOKEN_BUCKETS_S,
+        ).of()
+        self.inter_token_s = families.histogram(
+            "transom_router_inter_token_seconds", "Between two events of one choice.", INTER_TOKEN_BUCKETS_S
+        ).of()
+        self.prompt_tokens = families.counter(
+            "transom_router_prompt_tokens", "Tokens of prompts whose answers have begun, as in `usage`."
+        ).of()
+        self.output_tokens = families.counter(
+            "transom_router_output_tokens", "Tokens sent to clients, as in `usage`."
+        ).of()
+
+    def _add_workers(self, families: RouterFamilies) -> None:
+        self._failovers = families.counter(
             "transom_router_failovers",
             "Requests whose worker was lost, by outcome: resumed elsewhere, gave_up, or stopped as poison.",
-            ("router", "outcome"),
-            registry=self.registry,
+            "outcome",
         )
-        self._drains = Counter(
+        self._drains = families.counter(
             "transom_router_drains",
             "Workers that disappeared, by outcome: finished what ran there, or moved what had not ended in time.",
-            ("router", "outcome"),
-            registry=self.registry,
+            "outcome",
         )
-        self._waiting_requests = Gauge(
-            "transom_router_waiting_requests",
-            "Requests that no worker has.",
-            ("router",),
-            registry=self.registry,
-        ).labels(router)
-        self._workers = Gauge(
-            "transom_router_workers",
-            "Workers by state: open, closed (starting or lost), draining.",
-            ("router", "state"),
-            registry=self.registry,
+        self._worker_changes = families.counter(
+            "transom_router_worker_changes",
+            "Workers that joined (their stream opened), were lost (it broke) or drained (it was closed on purpose).",
+            "change",
         )
-        for outcome in ("resumed", "gave_up", "poison"):
-            self._failovers.labels(router, outcome)
-        for outcome in ("finished", "moved"):
-            self._drains.labels(router, outcome)
+        for family, values in (
+            (self._failovers, ("resumed", "gave_up", "poison")),
+            (self._drains, ("finished", "moved")),
+            (self._worker_changes, ("joined", "lost", "drained")),
+        ):
+            for value in values:
+                family.of(value)
 
     def failover(self, outcome: str) -> None:
         """A request whose worker was lost has gone on (resumed) or not."""
-        self._failovers.labels(self._router, outcome).inc()
+        self._failovers.of(outcome).inc()
 
     def drained(self, *, num_moved: int) -> None:
         """A worker that disappeared has nothing to do any more."""
-        self._drains.labels(self._router, "moved" if num_moved else "finished").inc()
+        self._drains.of("moved" if num_moved else "finished").inc()
 
-    def watch(self, num_waiting: Callable[[], int], num_workers: Mapping[str, Callable[[], int]]) -> None:
-        """Where to look, at every scrape, for requests that wait and for workers by state."""
-        self._waiting_requests.set_function(num_waiting)
-        for state, count in num_workers.items():
-            self._workers.labels(self._router, state).set_function(count)
+    def worker_changed(self, change: WorkerChange) -> None:
+        """A worker takes requests from now on, or no longer does."""
+        self._worker_changes.of(change).inc()
 
-    def finished(self, endpoint: str, status: int, elapsed_s: float) -> None:
-        """An HTTP request has ended."""
-        self._requests.labels(self._router, endpoint, str(status)).inc()
-        self._request_s.labels(self._router, endpoint).observe(elapsed_s)
+    def dropped_scrapes(self, target: Literal["worker", "router"], count: int) -> None:
+        """So many processes did not answer in time for a page of metrics."""
+        self._dropped_scrapes.of(target).inc(count)
 
-    def text(self) -> str:
-        """The page in Prometheus' text format."""
-        return generate_latest(self.registry).decode()
+    def watch(self, state: Callable[[], RouterState]) -> None:
+        """Where to look at every scrape."""
+        self._state.read = state
+
+    def finished(self, endpoint: str, status: int, elapsed_s: float, *, request_id: str = "") -> None:
+        """An HTTP request has ended; `request_id` is that of its first choice, where it has one."""
+        self._requests.of(endpoint, str(status)).inc()
+        _observe(self._request_s.of(endpoint), elapsed_s, request_id)
+
+    def first_token(self, elapsed_s: float, request_id: str) -> None:
+        """The first token of a choice is about to be sent."""
+        _observe(self._first_token_s, elapsed_s, request_id)
+
+    def text(self, *, openmetrics: bool = False) -> str:
+        """The page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
+        page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
+        return page.decode()
+
+
+def _observe(histogram: Histogram, elapsed_s: float, request_id: str) -> None:
+    is_named = 0 < len(request_id) <= MAX_EXEMPLAR_CHARS
+    histogram.observe(elapsed_s, {"request_id": request_id} if is_named else None)

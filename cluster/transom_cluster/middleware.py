@@ -51,7 +51,8 @@ class CountRequests:
         finally:
             route = scope.get("route")
             endpoint = getattr(route, "path", "other")
-            self._metrics.finished(endpoint, status, time.perf_counter() - start_s)
+            request_id = scope["state"].get("request_id", "")
+            self._metrics.finished(endpoint, status, time.perf_counter() - start_s, request_id=request_id)
 
 
 class AnswerBugs:

@@ -17,11 +17,12 @@ from transom_cluster.openai.errors import unknown_model
 from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.requests_in_flight import Flight
 from transom_cluster.router_peers import NoPeers, RouterPeers
+from transom_cluster.router_state import read_state
 from transom_cluster.routing.placer import Placer
 from transom_cluster.waiting_room import WaitingRoom
 from transom_cluster.worker_client import WorkerClient, WorkerDirectory
 from transom_cluster.worker_pool import WorkerPool
-from transom_worker.config import ServerConfig
+from transom_worker.config import AutoscalingConfig, ServerConfig
 from transom_worker.contract import Request
 from transom_worker.errors import EngineDead, WorkerLost
 from transom_worker.tokenizer import Tokenizer
@@ -48,13 +49,14 @@ class Router:
         engine_seed: int | None = None,
         drain_s: float = DRAIN_S,
         peers: RouterPeers | None = None,
+        autoscaling: AutoscalingConfig | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.engine_seed = engine_seed
         self.router_id = router_id
         self.peers = peers or NoPeers()
-        self.metrics = RouterMetrics(router_id)
+        self.metrics = RouterMetrics(router_id, model=config.served_model_name)
         self.links: dict[str, WorkerLink] = {}
         self.is_draining = False
         seed = crc32(router_id.encode())  # routers cast lots of their own
@@ -70,10 +72,19 @@ class Router:
         )
         self._answers: dict[Answer, list[Flight]] = {}
         self._idle = asyncio.Event()
-        states = ("open", "closed", "draining")
-        self.metrics.watch(
-            lambda: self.num_waiting, {state: functools.partial(self._num_workers, state) for state in states}
-        )
+        self.metrics.watch(functools.partial(read_state, self.links, self._room, autoscaling))
+
+    def metrics_text(self, openmetrics: bool) -> str:
+        """This router's own page of metrics, in one of Prometheus' two formats."""
+        return self.metrics.text(openmetrics=openmetrics)
+
+    def process_name(self) -> str:
+        """This router among all processes of the cluster."""
+        return f"router/{self.router_id}"
+
+    def process_page(self, name: str, openmetrics: bool) -> str | None:
+        """The same page for one that asks for a process by its name; None where that is another."""
+        return self.metrics_text(openmetrics) if name == self.process_name() else None
 
     @property
     def clients(self) -> list[WorkerClient]:
@@ -150,9 +161,6 @@ class Router:
                 flight.fail(WorkerLost(_STOPPING))
         await self._room.stop()
         await self._pool.stop()
-
-    def _num_workers(self, state: str) -> int:
-        return sum(link.state == state for link in self.links.values())
 
     @contextlib.asynccontextmanager
     async def answer(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:

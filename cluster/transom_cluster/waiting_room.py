@@ -110,6 +110,7 @@ class WaitingRoom:
         """See `LinkListener`."""
         assert link.info is not None
         self._placer.add_worker(link.worker_id, link.info)
+        self._metrics.worker_changed("joined")
         self._limits.update(self._links.values())
         self._rests_until_s.pop(link.worker_id, None)
         self._serve_soon()
@@ -117,6 +118,7 @@ class WaitingRoom:
     def closed(self, link: WorkerLink) -> None:
         """See `LinkListener`."""
         self._placer.remove_worker(link.worker_id)
+        self._metrics.worker_changed("drained" if link.is_closing else "lost")
         self._rests_until_s.pop(link.worker_id, None)
 
     def told(self, link: WorkerLink, message: WorkerMessage) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class StubWorker:
     reply_failure: Exception | None = None  # after the requests were taken
     num_streams: int = 0
     can_open: bool = True
-    metrics: str | None = METRICS
+    metrics: str | Callable[[bool], str] | None = METRICS  # a page, or one by whether OpenMetrics is wanted
     max_events: int | None = None  # of each attempt; then silence
     num_cached: int = 3
     max_running: int | None = None  # more are refused as Overloaded
@@ -154,7 +154,7 @@ class StubWorker:
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
         if self.metrics is None:
             raise ConnectionError("no worker")
-        return self.metrics
+        return self.metrics if isinstance(self.metrics, str) else self.metrics(openmetrics)
 
     def push(self, *events: OutputEvent) -> None:
         """Send events of the test's own making."""

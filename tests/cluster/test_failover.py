@@ -55,7 +55,7 @@ def without_ids(text: str) -> Any:
 
 
 def value(api: Api, name: str, **labels: str) -> float:
-    return api.router.metrics.registry.get_sample_value(name, {"router": "r0", **labels}) or 0.0
+    return api.router.metrics.registry.get_sample_value(name, {"model": "stub", "router": "r0", **labels}) or 0.0
 
 
 BODIES = [

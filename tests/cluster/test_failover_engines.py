@@ -190,7 +190,7 @@ async def test_texts_are_those_of_an_undisturbed_run(
         got = await answers_of(router, requests)
         assert dying.is_dead
         assert router.num_in_flight == router.num_waiting == 0
-        labels = {"router": "r", "outcome": "resumed"}
+        labels = {"model": "tiny", "router": "r", "outcome": "resumed"}
         assert (router.metrics.registry.get_sample_value("transom_router_failovers_total", labels) or 0) >= 1
     for one, whole in zip(got, expected, strict=True):
         assert one.text == whole.text

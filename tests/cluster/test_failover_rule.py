@@ -125,7 +125,7 @@ def test_two_workers_are_all_that_poison_costs_and_nobody_else_is_stopped(data):
 
 
 def value(api: Api, outcome: str) -> float | None:
-    labels = {"router": "r0", "outcome": outcome}
+    labels = {"model": "stub", "router": "r0", "outcome": outcome}
     return api.router.metrics.registry.get_sample_value("transom_router_failovers_total", labels)
 
 

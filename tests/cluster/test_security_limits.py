@@ -149,7 +149,7 @@ async def test_clients_that_leave_before_their_body_is_there_count_no_longer():
         await call.leave()
         assert call.sent == []
         page = (await api.client.get("/metrics")).text
-        assert 'endpoint="/v1/completions",router="r0",status="499"' in page
+        assert 'endpoint="/v1/completions",model="stub",router="r0",status="499"' in page
         assert (await api.complete()).status_code == 200
 
 

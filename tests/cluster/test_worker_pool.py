@@ -24,7 +24,7 @@ def workers(num: int, **more: object) -> list[StubWorker]:
 
 
 def sample(api: Api, name: str, **labels: str) -> float | None:
-    return api.router.metrics.registry.get_sample_value(name, {"router": "r0", **labels})
+    return api.router.metrics.registry.get_sample_value(name, {"model": "stub", "router": "r0", **labels})
 
 
 async def text(response: asyncio.Task) -> str:

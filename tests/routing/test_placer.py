@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
+from transom_cluster.metric_families import RouterFamilies
 from transom_cluster.routing import chains
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_cluster.routing.placer import Placed, Placer
@@ -207,26 +208,31 @@ def test_requests_end_move_and_go_with_their_worker() -> None:
 
 
 def test_a_gap_asks_for_a_resync() -> None:
-    registry = CollectorRegistry()
-    made = placer(cached={"a": whole(PROMPT)}, metrics=RoutingMetrics(registry, "front"))
+    families = RouterFamilies(model="m", router="front")
+    made = placer(cached={"a": whole(PROMPT)}, metrics=RoutingMetrics(families))
     assert not made.update("a", WorkerMessage(kv=KvUpdate(after=5, version=6, runs=())))
     assert made.place(request("r"), ("a",)) == Placed(worker_id="a", predicted_tokens=0, index_version=0)
     assert made.update("a", WorkerMessage(kv=whole(PROMPT, version=6)))
     assert made.place(request("r"), ("a",)).predicted_tokens == HIT
-    assert registry.get_sample_value("transom_router_resyncs_total", {"router": "front", "worker": "a"}) == 1
+    labels = {"model": "m", "router": "front", "worker": "a"}
+    assert families.registry.get_sample_value("transom_router_resyncs_total", labels) == 1
 
 
 def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -> None:
-    registry = CollectorRegistry()
-    made = placer(cached={"a": whole(PROMPT, version=3)}, metrics=RoutingMetrics(registry, "front"))
+    families = RouterFamilies(model="m", router="front")
+    made = placer(cached={"a": whole(PROMPT, version=3)}, metrics=RoutingMetrics(families))
     made.place(request("r"), WORKERS)
     made.first_event("r", usage(HIT - 100))
-    value = registry.get_sample_value
-    assert value("transom_router_placements_total", {"router": "front", "policy": "kv", "worker": "a"}) == 1
-    assert value("transom_router_predicted_hit_tokens_total", {"router": "front"}) == HIT
-    assert value("transom_router_actual_hit_tokens_total", {"router": "front"}) == HIT - 100
-    assert value("transom_router_hit_error_tokens_sum", {"router": "front"}) == 100
-    assert value("transom_router_mirror_blocks", {"router": "front", "worker": "a"}) == 125
-    assert value("transom_router_mirror_version", {"router": "front", "worker": "a"}) == 3
+
+    def value(name: str, **labels: str) -> float | None:
+        return families.registry.get_sample_value(name, {"model": "m", "router": "front", **labels})
+
+    assert value("transom_router_placements_total", policy="kv", worker="a") == 1
+    assert value("transom_router_placement_seconds_count") == 1
+    assert value("transom_router_predicted_hit_tokens_total") == HIT
+    assert value("transom_router_actual_hit_tokens_total") == HIT - 100
+    assert value("transom_router_hit_error_tokens_sum") == 100
+    assert value("transom_router_mirror_blocks", worker="a") == 125
+    assert value("transom_router_mirror_version", worker="a") == 3
     made.remove_worker("a")
-    assert 'worker="a"' not in generate_latest(registry).decode()
+    assert 'worker="a"' not in generate_latest(families.registry).decode()

@@ -26,6 +26,7 @@ _LOOKED_AT: dict[str, type[BaseModel]] = {
     "/v1/models": response_types.ModelList,
     "/v1/models/{model_id}": response_types.ModelCard,
 }
+_PAGES = ("/metrics", "/metrics/process")
 _ERRORS = {
     400: "Malformed, a field that is wrong or not supported, or a prompt that is too long.",
     401: "No API key, or a wrong one.",
@@ -67,8 +68,8 @@ def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: di
         content = _json(_add(BODIES[path][2], schemas))
     elif path in _LOOKED_AT:
         content = _json(_add(_LOOKED_AT[path], schemas))
-    elif path == "/metrics":
-        content = {"text/plain": {"schema": {"type": "string"}}}
+    elif path in _PAGES:
+        content = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
     else:
         content = operation["responses"]["200"]["content"]
     if path in _STREAMED:
@@ -76,6 +77,9 @@ def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: di
     responses = {"200": {"description": "The answer.", "content": content}}
     for status in _statuses(path, method):
         responses[str(status)] = _error(status, _add(response_types.ErrorBody, schemas))
+    for declared, response in operation["responses"].items():  # by the route itself
+        if declared not in ("200", "422"):  # 422 is the framework's; here it is 400
+            responses[declared] = {**response, "content": _json(_add(response_types.ErrorBody, schemas))}
     if path == "/health":
         responses["503"] = {"description": "No worker is ready.", "content": content, "headers": _RETRY}
     return responses

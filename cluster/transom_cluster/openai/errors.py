@@ -101,6 +101,32 @@ def unknown_model(name: str, served: str) -> HttpError:
     )
 
 
+def unknown_process(name: str) -> HttpError:
+    """404 for a process that is not in the cluster."""
+    return HttpError(
+        WireError(
+            status=404,
+            message=f"There is no process {name!r}; /metrics/sd names those that there are.",
+            type="invalid_request_error",
+            param="name",
+            code="process_not_found",
+        )
+    )
+
+
+def process_silent(name: str) -> HttpError:
+    """504 for a process that is there, or may be, and does not answer."""
+    return HttpError(
+        WireError(
+            status=504,
+            message=f"The process {name!r} does not answer; try again, or look at its log.",
+            type="server_error",
+            param="name",
+            code="process_silent",
+        )
+    )
+
+
 def body_too_large(max_body_bytes: int) -> HttpError:
     """413; the limit is in the message."""
     return HttpError(

@@ -1,64 +1,58 @@
-"""Where requests were sent, what was predicted of them, and what the mirrors hold."""
+"""Where requests were sent, what was predicted of them, what that cost, and what the mirrors hold."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from transom_cluster.metric_families import RouterFamilies
 
 ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
+PLACEMENT_BUCKETS_S = (2e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25)
 
 
 class RoutingMetrics:
-    """One router's metrics of its choices, in the router's registry."""
+    """One router's metrics of its choices."""
 
-    def __init__(self, registry: CollectorRegistry, router: str) -> None:
-        self._router = router
-        self._placements = Counter(
-            "transom_router_placements",
-            "Requests sent to a worker, by the policy that chose it.",
-            ("router", "policy", "worker"),
-            registry=registry,
+    def __init__(self, families: RouterFamilies) -> None:
+        self._placements = families.counter(
+            "transom_router_placements", "Requests sent to a worker, by the policy that chose it.", "policy", "worker"
         )
-        self._predicted_tokens = Counter(
+        self._placement_s = families.histogram(
+            "transom_router_placement_seconds",
+            "What it cost the router to choose a worker, hashing the prompt included.",
+            PLACEMENT_BUCKETS_S,
+        ).of()
+        self._predicted_tokens = families.counter(
             "transom_router_predicted_hit_tokens",
             "Prompt tokens that the mirrors said were cached, of requests whose answers have begun.",
-            ("router",),
-            registry=registry,
-        ).labels(router)
-        self._actual_tokens = Counter(
-            "transom_router_actual_hit_tokens",
-            "Prompt tokens that the workers found cached, of the same requests.",
-            ("router",),
-            registry=registry,
-        ).labels(router)
-        self._error_tokens = Histogram(
+        ).of()
+        self._actual_tokens = families.counter(
+            "transom_router_actual_hit_tokens", "Prompt tokens that the workers found cached, of the same requests."
+        ).of()
+        self._error_tokens = families.histogram(
             "transom_router_hit_error_tokens",
             "Prompt tokens between predicted and actual hit: the index changed in between.",
-            ("router",),
-            buckets=ERROR_BUCKETS_TOKENS,
-            registry=registry,
-        ).labels(router)
-        self._resyncs = Counter(
+            ERROR_BUCKETS_TOKENS,
+        ).of()
+        self._resyncs = families.counter(
             "transom_router_resyncs",
             "Gaps in a worker's index updates, after which the whole index was asked for.",
-            ("router", "worker"),
-            registry=registry,
+            "worker",
         )
-        self._mirror_blocks = Gauge(
-            "transom_router_mirror_blocks",
-            "Blocks in the mirror of a worker's prefix index.",
-            ("router", "worker"),
-            registry=registry,
+        self._mirror_blocks = families.gauge(
+            "transom_router_mirror_blocks", "Blocks in the mirror of a worker's prefix index.", "worker"
         )
-        self._mirror_version = Gauge(
-            "transom_router_mirror_version",
-            "Version of the mirror of a worker's prefix index.",
-            ("router", "worker"),
-            registry=registry,
+        self._mirror_version = families.gauge(
+            "transom_router_mirror_version", "Version of the mirror of a worker's prefix index.", "worker"
         )
 
-    def placed(self, policy: str, worker: str) -> None:
+    def joined(self, policy: str, worker: str) -> None:
+        """A worker takes requests: its counts begin, or go on."""
+        self._placements.of(policy, worker)
+        self._resyncs.of(worker)
+
+    def placed(self, policy: str, worker: str, *, cost_s: float) -> None:
         """A request was sent to a worker."""
-        self._placements.labels(self._router, policy, worker).inc()
+        self._placements.of(policy, worker).inc()
+        self._placement_s.observe(cost_s)
 
     def compared(self, *, predicted: int, actual: int) -> None:
         """An answer has begun."""
@@ -68,15 +62,15 @@ class RoutingMetrics:
 
     def mirrored(self, worker: str, *, num_blocks: int, version: int) -> None:
         """A mirror has changed."""
-        self._mirror_blocks.labels(self._router, worker).set(num_blocks)
-        self._mirror_version.labels(self._router, worker).set(version)
+        self._mirror_blocks.of(worker).set(num_blocks)
+        self._mirror_version.of(worker).set(version)
 
     def resync(self, worker: str) -> None:
         """A mirror has lost its way."""
-        self._resyncs.labels(self._router, worker).inc()
+        self._resyncs.of(worker).inc()
 
     def forget(self, policy: str, worker: str) -> None:
         """A worker is gone: what was told of it alone ends."""
-        self._placements.remove(self._router, policy, worker)
-        for metric in (self._resyncs, self._mirror_blocks, self._mirror_version):
-            metric.remove(self._router, worker)
+        self._placements.forget(policy, worker)
+        for family in (self._resyncs, self._mirror_blocks, self._mirror_version):
+            family.forget(worker)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
-
+from transom_cluster.metric_families import RouterFamilies
 from transom_cluster.routing.chains import Chains
 from transom_cluster.routing.known_worker import KnownWorker, Placement
 from transom_cluster.routing.metrics import RoutingMetrics
@@ -33,7 +33,7 @@ class Placer:
         self._choose = POLICIES[policy]
         self._rng = random.Random(seed)
         self._turn = self._rng.randrange(1 << 16)  # routers that start together begin elsewhere
-        self._metrics = metrics or RoutingMetrics(CollectorRegistry(), router="")
+        self._metrics = metrics or RoutingMetrics(RouterFamilies())
         self._chains = Chains()
         self._workers: dict[str, KnownWorker] = {}
         self._placements: dict[str, Placement] = {}
@@ -42,6 +42,7 @@ class Placer:
         """A worker's stream was opened; what was known of an earlier one is forgotten."""
         self._drop(worker_id)
         self._workers[worker_id] = KnownWorker(worker_id, info)
+        self._metrics.joined(self._policy, worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
         """A worker is gone, with what was placed there; an unknown one is ignored."""
@@ -65,6 +66,7 @@ class Placer:
 
     def place(self, request: Request, among: Collection[str]) -> Placed:
         """Choose one of the workers `among` (not empty, all added) for a request, again if it has to go on elsewhere."""
+        begin_s = time.perf_counter()
         self.ended(request.request_id)
         workers = [self._workers[worker_id] for worker_id in sorted(among)]
         num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
@@ -82,7 +84,7 @@ class Placer:
             report=worker.num_reports,
         )
         self._placements[request.request_id] = worker.placements[request.request_id] = placement
-        self._metrics.placed(self._policy, chosen.worker_id)
+        self._metrics.placed(self._policy, chosen.worker_id, cost_s=time.perf_counter() - begin_s)
         return Placed(
             worker_id=chosen.worker_id,
             predicted_tokens=placement.predicted_tokens,

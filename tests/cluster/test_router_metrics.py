@@ -1,0 +1,102 @@
+"""The router's own series: there from the start, labelled, and gone with their worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+from stub_worker import StubDirectory, StubWorker
+
+from conftest import Api, make_router, running_api, until
+from transom_cluster.metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
+from transom_cluster.router import Router
+from transom_worker.config import AutoscalingConfig
+from transom_worker.contract import Request, SamplingParams, WorkerLoad
+
+SCALING = AutoscalingConfig(
+    min_replicas=0, max_replicas=8, first_token_objective_s=1.0, upscale_delay_s=1.0, downscale_delay_s=1.0
+)
+
+
+def value(router: Router, name: str, **labels: str) -> float | None:
+    own = {"model": "stub", "router": "r0", **labels}
+    return router.metrics.registry.get_sample_value(f"transom_router_{name}", own)
+
+
+def changes(api: Api) -> list[float | None]:
+    kinds = ("joined", "lost", "drained")
+    return [value(api.router, "worker_changes_total", change=kind) for kind in kinds]
+
+
+def test_every_series_has_model_and_router_and_fixed_values_are_there_from_the_start() -> None:
+    router = make_router(StubWorker())
+    families = {family.name: family for family in text_string_to_metric_families(router.metrics_text(False))}
+    for family in families.values():
+        for sample in family.samples:
+            assert {"model": "stub", "router": "r0"}.items() <= sample.labels.items(), sample
+            assert not sample.name.endswith("_created")
+    assert value(router, "dropped_scrapes_total", target="router") == 0
+    assert value(router, "dropped_scrapes_total", target="worker") == 0
+    assert value(router, "requests_total", endpoint="/v1/completions", status="200") == 0
+    assert value(router, "request_seconds_count", endpoint="/v1/chat/completions") == 0
+    assert value(router, "workers", state="open") == 0
+    assert value(router, "placement_seconds_count") == 0
+    assert value(router, "process_cpu_seconds_total") > 0
+    assert value(router, "process_resident_bytes") > 1e6
+    (build,) = families["transom_build_info"].samples
+    assert {"version", "python", "ray"} <= build.labels.keys()
+    assert build.value == 1
+    assert "transom_router_desired_workers" not in families
+
+
+async def test_in_flight_requests_by_worker() -> None:
+    async with running_api(StubWorker(max_events=1)) as api:
+        assert value(api.router, "in_flight_requests", worker="w0") == 0
+        request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=9), seed=0)
+        async with api.router.answer([request]) as answer:
+            await answer.next()
+            assert value(api.router, "in_flight_requests", worker="w0") == 1
+        assert value(api.router, "in_flight_requests", worker="w0") == 0
+
+
+async def test_workers_join_and_are_lost_or_drained() -> None:
+    async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
+        assert changes(api) == [2, 0, 0]
+        assert value(api.router, "placements_total", policy="kv", worker="w0") == 0
+        api.worker.die()
+        await until(lambda: changes(api)[0] == 3)
+        assert changes(api) == [3, 1, 0]
+        api.directory.remove(api.worker)
+        await until(lambda: "w0" not in api.router.links)
+        assert changes(api) == [3, 1, 1]
+        assert 'worker="w0"' not in api.router.metrics_text(False)
+        assert 'worker="w1"' in api.router.metrics_text(False)
+
+
+async def test_desired_workers_follow_the_loads_and_the_line() -> None:
+    busy = StubWorker(load=WorkerLoad(max_num_seqs=10, num_running=27, num_waiting=0))
+    router = Router(
+        workers=(directory := StubDirectory()),
+        tokenizer=make_router(busy).tokenizer,
+        config=make_router(busy).config,
+        router_id="r0",
+        autoscaling=SCALING,
+    )
+    router.start()
+    try:
+        assert value(router, "desired_workers") == 0
+        directory.add(busy)
+        await until(lambda: value(router, "workers", state="open") == 1)
+        assert value(router, "desired_workers") == 3
+        router.links["w0"].load = replace(busy.load, num_running=0)
+        assert value(router, "desired_workers") == 0
+    finally:
+        await router.stop()
+
+
+def test_long_request_ids_make_no_exemplar() -> None:
+    metrics = RouterMetrics("r0", model="stub")
+    metrics.finished("/v1/completions", 200, 0.5, request_id="x" * (MAX_EXEMPLAR_CHARS + 1))
+    metrics.first_token(0.5, "é" * MAX_EXEMPLAR_CHARS)
+    assert "xxx" not in metrics.text(openmetrics=True)
+    assert "é" * MAX_EXEMPLAR_CHARS in metrics.text(openmetrics=True)
