@@ -55,6 +55,7 @@ class Engine:
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._scheduler = self._make_scheduler(info)
         self._scheduler.listen(self.observer.lives)
+        self._scheduler.listen(self.observer.blocks.events)
         self.info: ExecutorInfo = replace(info, max_model_len=self._fit_length(info.max_model_len))
         self._answers: dict[str, RunningRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -108,6 +109,11 @@ class Engine:
             decode_step_s=self._rates.decode_step_s,
             first_token_s=self._rates.first_token_s,
         )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For who looks at single blocks; only from the engine's thread."""
+        return self._scheduler
 
     def stats(self) -> CacheStats:
         """The cache's state now; only from the engine's thread, or when idle."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
 from transom_worker.engine import RESTARTING, Engine
@@ -21,6 +22,7 @@ logger = logging.getLogger("transom.worker")
 LOAD_PERIOD_S = 0.05
 
 Deliver = Callable[[WorkerMessage], None]
+T = TypeVar("T")
 
 
 class EngineThread:
@@ -69,6 +71,21 @@ class EngineThread:
             deliver(WorkerMessage(kv=self._engine.whole_kv_index(), load=self._engine.load()))
 
         self._post(command)
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Run something on the engine's thread between two steps; the future has its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
 
     @property
     def dead(self) -> Exception | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from transom_worker.contract import WorkerLoad
+from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.engine_lives import EngineLives
 from transom_worker.metrics import EngineMetrics, WorkerState
 from transom_worker.running import RunningRequest
@@ -35,9 +36,11 @@ class EngineObserver:
     def __init__(self, metrics: EngineMetrics, worker: str = "0") -> None:
         self.metrics = metrics
         self.lives = EngineLives(worker)
+        self.blocks = BlockMapLog()
 
     def added(self, running: RunningRequest) -> None:
         """A request waits in the queue from now on."""
+        self.blocks.changed()
 
     def introduced(self, running: RunningRequest, new: NewSequence) -> None:
         """A plan computes tokens of a request that held no blocks before: for the first time, or again after a preemption."""
@@ -46,11 +49,13 @@ class EngineObserver:
 
     def scheduled(self, plan: StepPlan) -> None:
         """A plan went to the ranks."""
+        self.blocks.changed()
         self.lives.scheduled(plan)
         self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
 
     def stepped(self, timings: StepTimings, times: StepTimes) -> None:
         """A result came back, and its events are made."""
+        self.blocks.changed()
         self.lives.stepped()
         self.metrics.stepped(timings, schedule_s=times.schedule_s, wait_s=times.wait_s, output_s=times.output_s)
 
@@ -62,17 +67,21 @@ class EngineObserver:
 
     def finished(self, running: RunningRequest, finish_reason: str) -> None:
         """A request ended: stop, length, abort or error."""
+        self.blocks.changed()
+        self.blocks.events.finished(running.request.request_id, finish_reason)
         self.lives.finished(running.request.request_id, finish_reason)
         self.metrics.finished(running.times, finish_reason)
 
     def ranks_lost(self) -> None:
         """A rank was lost, and all of them are started again."""
+        self.blocks.changed()
         self.lives.ranks_lost()
         self.metrics.rank_lost()
 
     def published(self, scheduler: Scheduler, load: WorkerLoad, ranks: tuple[RankReport, ...]) -> None:
         """A few times a second, and when the engine rests: the state of queue, cache and ranks."""
         self.lives.mark()
+        self.blocks.published(scheduler.cache)
         self.metrics.publish(
             WorkerState(
                 stats=scheduler.stats(),

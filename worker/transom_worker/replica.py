@@ -7,6 +7,7 @@ each group to that router's queue with a single wake-up of the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import time
@@ -15,6 +16,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
+from transom_worker.blockmap.block_map import BlockMap, OnEngine
+from transom_worker.blockmap.encoder import Identity
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.engine import build_engine
@@ -41,6 +44,12 @@ class WorkerReplica:
         self._queues: dict[str, asyncio.Queue[WorkerMessage | None]] = {}
         self._routers: dict[str, str] = {}  # request id -> router id
         self._thread = EngineThread(self.engine, self._deliver)
+        self._blocks = BlockMap(
+            Identity(worker, model_name or config.model.model),
+            self.engine.scheduler,
+            self.engine.observer.blocks,
+            OnEngine(self._thread.call),
+        )
         logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
 
     async def open_stream(self, router_id: str) -> AsyncIterator[WorkerMessage]:
@@ -134,6 +143,16 @@ class WorkerReplica:
     async def request_life(self, request_id: str) -> list[dict[str, Any]]:
         """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
         return self.engine.observer.lives.life_of(request_id)
+
+    async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
+        """Frames of the live block map, the first one whole; see docs/block_map.md."""
+        async with contextlib.aclosing(self._blocks.watch(period_s)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
+        """One block now, as JSON values; only `error` where there is no such block."""
+        return await self._blocks.describe(group, block)
 
     def check_health(self) -> None:
         """Raise when the step loop has ended, so that Serve replaces this replica."""

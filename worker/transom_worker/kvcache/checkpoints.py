@@ -59,6 +59,20 @@ class Checkpoints:
             return 0
         return sorted(self._offsets)[int(OFFSET_QUANTILE * (len(self._offsets) - 1))]
 
+    def counting_on(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
+        """The nodes that hold a block, each with the part of it that does: "chain" or "window". Looks at all of them."""
+        found = []
+        owner = self.tree.owner.get(digest)
+        sliding = group in self._sliding
+        if owner is not None:
+            unit = owner.boundary - len(owner.units) + owner.units.index(digest)
+            if not sliding or unit < self._retentions[group].num_pinned:
+                found.append((owner, "chain"))
+        if sliding:
+            at = self._sliding.index(group)
+            found += [(node, "window") for node in self.tree.nodes() if node.windows and digest in node.windows[at]]
+        return found
+
     def lock(self, chain: Sequence[bytes], hit_units: int) -> Node | None:
         """The node that a sequence builds on when it starts at a hit."""
         reach = self.tree.reach(chain, hit_units)

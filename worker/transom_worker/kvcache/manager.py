@@ -29,7 +29,7 @@ from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.kvcache.tree import CheckpointKind, Node
 
 
 class BlockCopy(NamedTuple):
@@ -351,6 +351,14 @@ class KvCache:
             outcome_tokens=dict(self._outcome),
             groups=take_group_pictures(self.pools, self._catalog, whole=whole),
         )
+
+    def checkpoints_of(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
+        """The checkpoints that count on a block, each with the part of it that does: "chain" or "window"."""
+        return self._checkpoints.counting_on(group, digest)
+
+    def cached_age_s(self, group: int, block: int) -> float:
+        """How long a cached block has not been referenced."""
+        return self._clock() - self._catalog.cached_since_s(group)[block]
 
     def end_pictures(self) -> None:
         """Nobody looks at blocks any more: note nothing for the next picture."""

@@ -22,7 +22,9 @@ class GroupPicture:
     refs: list[int]
     holds: list[int]
     empty: bytes  # 1: empty, in a leased page
-    names: dict[int, Name | None]  # all of a whole picture, else those that changed since the one before; None: lost its name
+    names: dict[
+        int, Name | None
+    ]  # all of a whole picture, else those that changed since the one before; None: lost its name
     cached_since_s: list[float] | None  # of whole pictures: when the last reference went, 0 if never
     num_evicted: dict[str, int]  # since start, by reason
     num_active: int

@@ -1,0 +1,161 @@
+"""Frames of random lives of many requests say exactly what the cache holds, whatever happened in between."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from block_map_decoder import ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, Block, Map
+from transom_worker.blockmap.encoder import Encoder, Identity
+from transom_worker.blockmap.log import BlockMapLog
+from transom_worker.blockmap.snapshot import Snapshots
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.scheduling.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))
+from scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
+
+from lost_windows import lose_windows
+
+
+class Watch:
+    """A watcher of a driver's scheduler, without threads."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.log = BlockMapLog()
+        scheduler.listen(self.log.events)
+        self.snapshots = Snapshots(scheduler, self.log.events)
+        self.encoder = Encoder(Identity("w", "m"), scheduler.cache.layout, self.log.history)
+        self.map = Map()
+        self.number = 0
+
+    def look(self) -> Map:
+        first = not self.number
+        frame = self.encoder.update(self.snapshots.take())
+        if first:
+            frame = self.encoder.whole(0.0)
+        self.map.take(frame.numbered(self.number))
+        self.number += 1
+        return self.map
+
+    def settle(self) -> Map:
+        self.map.take(self.encoder.again(0.0).numbered(self.number))
+        self.number += 1
+        return self.map
+
+
+def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
+    """What a map without evictions must show, asked block by block."""
+    cache = scheduler.cache
+    logical: dict[tuple[int, int], int] = {}
+    repaired = set()
+    for sequence in scheduler.holders():
+        blocks = sequence.blocks
+        assert blocks is not None
+        for group, table in enumerate(blocks.tables):
+            for index in range(table.end_block):
+                if (block := table.at(index)) is not None:
+                    assert logical.setdefault((group, block), index) == index
+            if blocks.processed < blocks.replay_until and not cache.retentions[group].keeps_everything:
+                repaired |= {(group, block) for block in table.run}
+    shown = {}
+    for page, owner in enumerate(cache.arena.owner):
+        for block in cache.arena.blocks(page, owner) if owner >= 0 else ():
+            pool = cache.pools[owner]
+            name = pool.published.get(block)
+            if pool.refs[block]:
+                state = REPAIR if (owner, block) in repaired else ACTIVE
+            else:
+                state = HELD if pool.holds[block] else LOOSE if name else EMPTY
+            digest = int.from_bytes(name[0][:4], "big") if name else 0
+            at = logical.get((owner, block), name[1] if name else None)
+            shown[owner, block] = Block(state, pool.refs[block], at, digest, None)
+    return shown
+
+
+def check(watch: Watch) -> None:
+    """The map, but for blocks that it shows as evicted, is what is there."""
+    scheduler, seen = watch.scheduler, watch.map
+    expected, shown = plain(scheduler), seen.shown
+    for key, block in shown.items():
+        if block.state == EVICTED:
+            there = expected.get(key, Block(GONE, 0, None, 0, None))
+            assert block == there._replace(state=EVICTED)
+    evicted = {key for key, block in shown.items() if block.state == EVICTED}
+    assert {key: b for key, b in shown.items() if key not in evicted} == {
+        key: b for key, b in expected.items() if key not in evicted
+    }
+    arena = scheduler.cache.arena
+    assert seen.owners == {page: owner + 1 for page, owner in enumerate(arena.owner)}
+    assert seen.header["free_pages"] == arena.num_free
+    assert set(seen.sequences) == {sequence.seq_id for sequence in scheduler.holders()}
+    for sequence in scheduler.holders():
+        check_sequence(seen, sequence)
+    for group, counts in enumerate(seen.header["counts"]):
+        states = [block.state for (of, _), block in expected.items() if of == group]
+        assert counts["active"] == states.count(ACTIVE) + states.count(REPAIR)
+        assert (counts["held"], counts["loose"], counts["empty"]) == tuple(map(states.count, (HELD, LOOSE, EMPTY)))
+
+
+def check_sequence(seen: Map, sequence: object) -> None:
+    told = seen.sequences[sequence.seq_id]
+    blocks = sequence.blocks
+    assert told["request"] == sequence.request.request_id
+    assert told["processed"] == blocks.processed
+    assert told["num_tokens"] == len(sequence.token_ids)
+    assert (told["phase"] == "repair") <= (told["repair"] == [blocks.replay_from, blocks.replay_until])
+    for table, runs in zip(blocks.tables, told["runs"], strict=True):
+        flat = {first + k: block + k for first, block, count in runs for k in range(count)}
+        assert flat == {index: table.at(index) for index in range(table.end_block) if table.at(index) is not None}
+
+
+def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int) -> Watch:
+    rng = random.Random(seed)
+    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).worst_case_pages(80)
+    driver = Driver(
+        layout(mix, num_pages=least + rng.choice([0, 1, 2, 12])),
+        steps_in_flight=steps_in_flight,
+        max_num_batched_tokens=rng.choice([3, 16, 64]),
+        max_model_len=80,
+    )
+    watch = Watch(driver.scheduler)
+    prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(2)]
+    waiting = [f"r{i}" for i in range(14)]
+    watch.look()
+    while waiting or driver.scheduler.has_work:
+        if waiting and rng.random() < 0.5:
+            name = waiting.pop()
+            prompt = rng.choice(prefixes)[: rng.randrange(1, 60)] + [rng.randrange(50) for _ in range(rng.randrange(6))]
+            driver.add(request(name, prompt, rng.randrange(1, 20)))
+        if rng.random() < 0.03 and driver.requests:
+            driver.abort(rng.choice(sorted(driver.requests)))
+        if rng.random() < 0.08:
+            lose_windows(driver.scheduler.cache)
+        driver.step()
+        if rng.random() < 0.6:
+            watch.look()
+            check(watch)
+            whole = Map(next_sequence=7)
+            whole.take(watch.encoder.whole(0.0).numbered(7))
+            assert whole.shown == watch.map.shown
+            assert (whole.owners, whole.sequences) == (watch.map.owners, watch.map.sequences)
+    watch.look()
+    watch.settle()
+    assert watch.map.shown == plain(driver.scheduler)
+    return watch
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_frames_say_what_the_cache_holds(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    watches = [random_lives(mix, seed, steps_in_flight=steps_in_flight) for seed in range(6)]
+    for watch in watches:
+        totals, events = watch.map.header["totals"], watch.map.events
+        by_kind = {kind: [e for e in events if e["kind"] == kind] for kind in ("evicted", "preempted", "repair")}
+        assert sum(event["count"] for event in by_kind["evicted"]) == totals["evicted_blocks"]
+        assert len(by_kind["preempted"]) == totals["preemptions"]
+        assert len(by_kind["repair"]) == totals["repairs"]

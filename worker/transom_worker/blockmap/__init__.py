@@ -1,0 +1,1 @@
+"""The live block map, the worker's part: pictures of the cache, what changed between them, and who watches."""

@@ -1,0 +1,176 @@
+"""Snapshots in, frames out: one encoder for all watchers of a worker. Runs off the engine's thread."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transom_worker.blockmap.block_records import BlockRecords
+from transom_worker.blockmap.events import MAX_EVENTS, MapEvent
+from transom_worker.blockmap.frame import Frame, Words, make_frame
+from transom_worker.blockmap.history import History
+from transom_worker.blockmap.runs import TableRuns
+from transom_worker.blockmap.snapshot import SequenceSnapshot, Snapshot
+from transom_worker.kvcache.layout import ArenaLayout
+
+
+class Identity(NamedTuple):
+    """Whose frames they are."""
+
+    worker: str
+    model: str
+
+
+class Encoder:
+    """Begins with a whole snapshot. `update` gives what changed, `whole` all that `update`s have told up to now."""
+
+    def __init__(self, identity: Identity, layout: ArenaLayout, history: History) -> None:
+        self._identity = identity
+        self._layout = layout
+        self._history = history
+        self._records = BlockRecords(layout)
+        self._tables: dict[int, list[TableRuns]] = {}  # by sequence, by group
+        self._sequences: dict[int, dict[str, Any]] = {}  # as told
+        self._owners: list[int] = [-1] * layout.num_pages
+        self._evicted: list[dict[str, int]] = []
+        self._state: dict[str, Any] = {}  # of the last header
+        self._has_begun = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another frame of the same state would say the same."""
+        return not self._records.shows_evicted
+
+    def update(self, snapshot: Snapshot) -> Frame:
+        """What changed since the snapshot before."""
+        cache = snapshot.cache
+        changed, gone = self._update_sequences(snapshot.sequences)
+        self._records.update(cache, snapshot.time_s, self._repaired(snapshot.sequences))
+        events, num_dropped = self._events(snapshot)
+        self._state = {
+            "counts": [
+                {"active": g.num_active, "held": g.num_held, "loose": g.num_loose, "empty": g.num_empty}
+                for g in cache.groups
+            ],
+            "free_pages": cache.free_pages,
+            "running": snapshot.num_running,
+            "waiting": snapshot.num_waiting,
+            "totals": snapshot.totals,
+        }
+        pages = self._changed_pages(cache.owners)
+        happened = {"events": events, "dropped_events": num_dropped, "sequences": changed, "gone": gone}
+        return self._frame(snapshot.time_s, happened, pages, self._records.take_changed(snapshot.time_s), whole=False)
+
+    def again(self, time_s: float) -> Frame:
+        """Nothing happened since the last `update`; what it showed as evicted gets its plain state."""
+        self._records.settle()
+        nothing = {"events": [], "dropped_events": 0, "sequences": [], "gone": []}
+        return self._frame(time_s, nothing, _pairs([], []), self._records.take_changed(time_s), whole=False)
+
+    def whole(self, time_s: float) -> Frame:
+        """All that the frames up to now have told."""
+        told = {"events": [], "dropped_events": 0, "sequences": list(self._sequences.values()), "gone": []}
+        pages = _pairs(list(range(len(self._owners))), self._owners)
+        return self._frame(time_s, told, pages, self._records.present(time_s), whole=True)
+
+    def _frame(self, time_s: float, told: dict[str, Any], pages: Words, blocks: Words, *, whole: bool) -> Frame:
+        header: dict[str, Any] = {"worker": self._identity.worker, "time_s": time_s, "whole": whole}
+        header |= self._state | told
+        if whole:
+            header |= self._geometry()
+            header["history"] = self._history.entries(time_s)
+        return make_frame(header, {"pages": pages, "blocks": blocks})
+
+    def _geometry(self) -> dict[str, Any]:
+        layout = self._layout
+        groups = [
+            {
+                "name": group.spec.name,
+                "kind": group.spec.kind.value,
+                "block_size": group.spec.block_size,
+                "stride_bytes": group.stride_bytes,
+                "block_bytes": group.block_bytes,
+                "num_blocks": layout.dump_block(index),
+                "blocks_per_page": layout.blocks_per_page(index),
+            }
+            for index, group in enumerate(layout.groups)
+        ]
+        return {
+            "model": self._identity.model,
+            "page_bytes": layout.page_bytes,
+            "num_pages": layout.num_pages,
+            "groups": groups,
+        }
+
+    def _update_sequences(self, snapshots: list[SequenceSnapshot]) -> tuple[list[dict[str, Any]], list[int]]:
+        """Sequences that are not as they were told, and those that are gone."""
+        changed, present = [], set()
+        for snapshot in snapshots:
+            seq_id = snapshot.seq_id
+            present.add(seq_id)
+            tables = self._tables.setdefault(seq_id, [TableRuns() for _ in snapshot.tables])
+            for group, (runs, pieces) in enumerate(zip(tables, snapshot.tables, strict=True)):
+                runs.update(pieces)
+                for logical, blocks in pieces.pieces:
+                    self._records.place(group, logical, blocks)
+            told = _describe(snapshot, tables)
+            if self._sequences.get(seq_id) != told:
+                self._sequences[seq_id] = told
+                changed.append(told)
+        gone = [seq_id for seq_id in self._sequences if seq_id not in present]
+        for seq_id in gone:
+            del self._sequences[seq_id], self._tables[seq_id]
+        return changed, gone
+
+    def _repaired(self, snapshots: list[SequenceSnapshot]) -> list[tuple[int, int, int]]:
+        """(group, first block, count) of sliding groups' blocks whose sequences repair their windows."""
+        sliding = [g for g, group in enumerate(self._layout.groups) if not group.spec.keeps_everything]
+        return [
+            (group, block, count)
+            for snapshot in snapshots
+            if snapshot.replay is not None
+            for group in sliding
+            for _, block, count in self._tables[snapshot.seq_id][group].sliding()
+        ]
+
+    def _changed_pages(self, owners: list[int]) -> Words:
+        pages = [page for page, (old, new) in enumerate(zip(self._owners, owners, strict=True)) if old != new]
+        self._owners = owners
+        return _pairs(pages, [owners[page] for page in pages])
+
+    def _events(self, snapshot: Snapshot) -> tuple[list[dict[str, Any]], int]:
+        """What happened, with the blocks evicted since the frame before, by group and reason."""
+        evicted = [group.num_evicted for group in snapshot.cache.groups]
+        events = list(snapshot.events)
+        if self._has_begun:
+            for group, (before, now) in enumerate(zip(self._evicted, evicted, strict=True)):
+                for reason, count in (Counter(now) - Counter(before)).items():
+                    events.append(MapEvent(snapshot.time_s, "evicted", None, group, count, reason))
+        self._evicted, self._has_begun = evicted, True
+        num_dropped = snapshot.num_dropped_events + max(0, len(events) - MAX_EVENTS)
+        return [asdict(event) for event in events[-MAX_EVENTS:]], num_dropped
+
+
+def _describe(snapshot: SequenceSnapshot, tables: list[TableRuns]) -> dict[str, Any]:
+    return {
+        "id": snapshot.seq_id,
+        "request": snapshot.request_id,
+        "phase": snapshot.phase,
+        "processed": snapshot.processed,
+        "num_tokens": snapshot.num_tokens,
+        "num_prompt_tokens": snapshot.num_prompt_tokens,
+        "num_cached_tokens": snapshot.num_cached_tokens,
+        "repair": snapshot.replay,
+        "runs": [table.runs for table in tables],
+    }
+
+
+def _pairs(pages: list[int], owners: list[int]) -> Words:
+    """(page, owner + 1), flat."""
+    pairs = np.empty((len(pages), 2), np.uint32)
+    pairs[:, 0] = pages
+    pairs[:, 1] = np.array(owners, np.int64) + 1
+    return pairs.reshape(-1)

@@ -1,0 +1,47 @@
+"""The last five minutes of one worker's pool, a small entry a second, kept whether somebody watches or not."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from transom_worker.kvcache.manager import KvCache
+
+MAX_ENTRIES = 300
+PERIOD_S = 1.0
+
+Entry = tuple[
+    float, int, tuple[tuple[int, int, int, int], ...]
+]  # time, free pages, (active, held, loose, empty) by group
+
+
+class History:
+    """One thread notes, any may read. An engine that rests notes nothing: its last entry stands until the next."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
+
+    def note(self, cache: KvCache, now_s: float | None = None) -> None:
+        """Called a few times a second; replaces the newest entry until that is a second after the one before."""
+        now_s = time.time() if now_s is None else now_s
+        groups = tuple((pool.num_active, pool.num_held, len(pool.loose), pool.num_empty) for pool in cache.pools)
+        entries = self._entries
+        if len(entries) > 1 and entries[-1][0] - entries[-2][0] < PERIOD_S:
+            entries.pop()
+        entries.append((now_s, cache.arena.num_free, groups))
+
+    def entries(self, now_s: float) -> list[list[object]]:
+        """As frames have them: one a second up to `now_s`, oldest first, of the last five minutes."""
+        known = list(self._entries)
+        if not known:
+            return []
+        told: list[list[object]] = []
+        at_s = max(known[0][0], now_s - (MAX_ENTRIES - 1) * PERIOD_S)
+        index = 0
+        while at_s <= now_s and len(told) < MAX_ENTRIES:
+            while index + 1 < len(known) and known[index + 1][0] <= at_s:
+                index += 1
+            _, free_pages, groups = known[index]
+            told.append([round(at_s, 3), free_pages, *map(list, groups)])
+            at_s += PERIOD_S
+        return told

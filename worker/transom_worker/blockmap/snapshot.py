@@ -1,0 +1,151 @@
+"""What the engine's thread copies for the block map: the cache, the sequences that hold blocks, and what happened since.
+
+Block tables are told as what was appended: they only grow at their ends, shrink at their fronts, and change in the middle when
+compaction moves blocks, after which they are told anew.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transom_worker.blockmap.events import EventLog, MapEvent
+from transom_worker.kvcache.outcome import HIT, REPAIRED
+from transom_worker.kvcache.picture import CachePicture
+from transom_worker.kvcache.sequence import BlockTable
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.sequence import Sequence, State
+
+
+class TablePieces(NamedTuple):
+    """One block table: its bounds, and the blocks that were not told before as (first logical index, blocks)."""
+
+    is_new: bool  # forget what was told of it
+    num_pinned: int  # blocks from logical index 0 on that never slide out
+    first_block: int  # of the run
+    pieces: list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSnapshot:
+    """One sequence that holds blocks. `replay` is the token range that a repair computes again, while it does."""
+
+    seq_id: int
+    request_id: str
+    phase: str
+    processed: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    replay: tuple[int, int] | None
+    tables: list[TablePieces]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All of it at one moment between two steps."""
+
+    time_s: float
+    cache: CachePicture
+    sequences: list[SequenceSnapshot]
+    num_running: int
+    num_waiting: int
+    totals: dict[str, int]
+    events: list[MapEvent]
+    num_dropped_events: int
+
+
+class Snapshots:
+    """Takes snapshots of one scheduler, the first one whole. Only on the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler, events: EventLog) -> None:
+        self._scheduler = scheduler
+        self._events = events
+        self._ends: dict[int, list[int]] = {}  # by sequence and group, up to which logical index its table was told
+        self._num_compacted = 0
+        self._is_first = True
+
+    def take(self) -> Snapshot:
+        """The state now."""
+        scheduler = self._scheduler
+        cache = scheduler.cache.picture(whole=self._is_first)
+        if self._is_first:
+            self._events.begin()
+        self._is_first = False
+        if cache.num_compacted != self._num_compacted:
+            self._ends, self._num_compacted = {}, cache.num_compacted
+        sequences = [self._sequence(sequence) for sequence in scheduler.holders()]
+        told = {sequence.seq_id for sequence in sequences}
+        self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in told}
+        events, num_dropped = self._events.take()
+        return Snapshot(
+            time_s=time.time(),
+            cache=cache,
+            sequences=sequences,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            totals=self._totals(cache),
+            events=events,
+            num_dropped_events=num_dropped,
+        )
+
+    def end(self) -> None:
+        """Nobody watches any more."""
+        self._scheduler.cache.end_pictures()
+        self._events.end()
+
+    def _sequence(self, sequence: Sequence) -> SequenceSnapshot:
+        blocks = sequence.blocks
+        assert blocks is not None
+        replays = blocks.processed < blocks.replay_until
+        ends = self._ends.get(sequence.seq_id)
+        is_new = ends is None
+        if ends is None:
+            ends = self._ends[sequence.seq_id] = [0] * len(blocks.tables)
+        tables = []
+        for group, table in enumerate(blocks.tables):
+            tables.append(_pieces(table, ends[group], is_new=is_new))
+            ends[group] = table.end_block
+        return SequenceSnapshot(
+            seq_id=sequence.seq_id,
+            request_id=sequence.request.request_id,
+            phase=_phase(sequence, blocks.processed, replays=replays),
+            processed=blocks.processed,
+            num_tokens=len(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            replay=(blocks.replay_from, blocks.replay_until) if replays else None,
+            tables=tables,
+        )
+
+    def _totals(self, cache: CachePicture) -> dict[str, int]:
+        scheduler = self._scheduler
+        tokens = cache.outcome_tokens
+        return {
+            "hit_tokens": tokens.get(HIT, 0),
+            "repaired_tokens": tokens.get(REPAIRED, 0),
+            "missed_tokens": sum(count for name, count in tokens.items() if name not in (HIT, REPAIRED)),
+            "evicted_blocks": sum(sum(group.num_evicted.values()) for group in cache.groups),
+            "preemptions": sum(scheduler.preemptions.values()),
+            "repairs": cache.num_repairs,
+        }
+
+
+def _phase(sequence: Sequence, processed: int, *, replays: bool) -> str:
+    if sequence.state is not State.RUNNING:
+        return "leaving"
+    if replays:
+        return "repair"
+    return "decode" if len(sequence.token_ids) - processed <= 1 and sequence.has_output else "prefill"
+
+
+def _pieces(table: BlockTable, told: int, *, is_new: bool) -> TablePieces:
+    num_pinned, first_block = len(table.pinned), table.first_block
+    pieces = []
+    if told < num_pinned:
+        pieces.append((told, table.pinned[told:]))
+    begin = max(told, first_block)
+    if begin < first_block + len(table.run):
+        pieces.append((begin, table.run[begin - first_block :]))
+    return TablePieces(is_new, num_pinned, first_block, pieces)
