@@ -1,0 +1,195 @@
+"""Paged batches of any size, made on the device: random keys and values, blocks handed out in random order.
+
+Legend: B sequences, T query tokens, H query heads, KVH KV heads, D key width, E value width, P block size, L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from transom_kernels.paged_attention.batch import PagedBatch
+
+BLOCK = 16  # tokens of a cache block, as served by default
+SPARE_BYTES = 12 << 30  # for partial results, references and rivals
+
+_held: list[torch.Tensor] = []  # one slab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """A layer's heads. Inside a block a head's tokens lie together, as in the worker's slab."""
+
+    query: int
+    kv: int
+    size: int
+
+    def bytes_per_token(self, itemsize: int = 2) -> int:
+        """Of keys and values."""
+        return 2 * self.kv * self.size * itemsize
+
+
+@dataclass(slots=True, kw_only=True)
+class Paged:
+    """Queries, caches and their batch."""
+
+    q: torch.Tensor  # [T, H, D]
+    k_cache: torch.Tensor  # [ids, P, KVH, D]
+    v_cache: torch.Tensor
+    batch: PagedBatch
+
+
+def make_paged(
+    heads: Heads, starts: list[int], counts: list[int], device: torch.device, *, window: int | None = None
+) -> Paged:
+    """Sequences with `starts[b]` tokens in the cache and `counts[b]` new ones; with a window only its blocks are kept."""
+    firsts = [0 if window is None else max(0, start - window + 1) // BLOCK for start in starts]
+    lengths = [-(-(start + count) // BLOCK) - first for start, count, first in zip(starts, counts, firsts, strict=True)]
+    k_cache, v_cache = _caches(heads, sum(lengths), device)
+    order = torch.randperm(len(k_cache), generator=torch.Generator().manual_seed(1))[: sum(lengths)].tolist()
+    tables, used = [], 0
+    for length in lengths:
+        tables.append(order[used : used + length])
+        used += length
+    batch = _batch(tables, firsts, starts, counts, device)
+    q = torch.randn(sum(counts), heads.query, heads.size, device=device).to(k_cache.dtype)
+    return Paged(q=q, k_cache=k_cache, v_cache=v_cache, batch=batch)
+
+
+def one_sequence(paged: Paged, b: int) -> Paged:
+    """A sequence as if it were alone, over the same cache."""
+    batch = paged.batch
+    row = sum(batch.count_host[:b])
+    alone = _batch(
+        [batch.block_table_host[b]],
+        [batch.first_block_host[b]],
+        [batch.start_host[b]],
+        [batch.count_host[b]],
+        paged.q.device,
+    )
+    return Paged(q=paged.q[row : row + batch.count_host[b]], k_cache=paged.k_cache, v_cache=paged.v_cache, batch=alone)
+
+
+def expected_rows(
+    paged: Paged, rows: list[int], *, window: int | None, sink_logits: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of some query rows in float64, keys gathered densely: [rows, H, E]."""
+    return torch.stack([_expected_row(paged, row, window, sink_logits) for row in rows])
+
+
+def some_rows(paged: Paged, most: int = 12) -> list[int]:
+    """Query rows worth comparing: the first and last of some sequences, and of a prompt some between."""
+    counts = paged.batch.count_host
+    ends, row = [], 0
+    for count in counts:
+        ends += [row, row + count // 3, row + count - 1]
+        row += count
+    rows = sorted(set(ends))
+    return rows if len(rows) <= most else sorted({rows[i * (len(rows) - 1) // (most - 1)] for i in range(most)})
+
+
+def poison_tails(paged: Paged) -> Callable[[], None]:
+    """Fill the slots behind each sequence's last key with NaN; returns what puts the numbers back."""
+    batch, kept = paged.batch, []
+    for b, (start, count) in enumerate(zip(batch.start_host, batch.count_host, strict=True)):
+        block, offset = batch.block_table_host[b][-1], (start + count) % BLOCK
+        if offset:
+            kept += [(cache[block, offset:], cache[block, offset:].clone()) for cache in (paged.k_cache, paged.v_cache)]
+    for place, _ in kept:
+        place.fill_(float("nan"))
+
+    def restore() -> None:
+        for place, numbers in kept:
+            place.copy_(numbers)
+
+    return restore
+
+
+def dense(paged: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Contiguous queries [B, H, R, D], keys and values [B, KVH, L, D], for those who know no pages; all lengths are equal."""
+    batch = paged.batch
+    length, count = batch.start_host[0] + batch.count_host[0], batch.count_host[0]
+    table = batch.block_table.long()
+    q = paged.q.view(len(table), count, *paged.q.shape[1:]).transpose(1, 2).contiguous()
+    k, v = (
+        cache[table].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for cache in (paged.k_cache, paged.v_cache)
+    )
+    return q, k, v
+
+
+def _expected_row(paged: Paged, row: int, window: int | None, sink_logits: torch.Tensor | None) -> torch.Tensor:
+    batch, b, before = paged.batch, 0, 0
+    while row >= before + batch.count_host[b]:
+        before += batch.count_host[b]
+        b += 1
+    position = batch.start_host[b] + row - before
+    low = 0 if window is None else max(0, position - window + 1)
+    keys = torch.arange(low, position + 1, device=paged.q.device)
+    table = torch.tensor(batch.block_table_host[b], device=paged.q.device)
+    blocks = table[keys // BLOCK - batch.first_block_host[b]]
+    k, v = (cache[blocks, keys % BLOCK].double() for cache in (paged.k_cache, paged.v_cache))
+    group = paged.q.shape[1] // k.shape[1]
+    q = paged.q[row].double().view(k.shape[1], group, -1)
+    scores = torch.einsum("kgd,lkd->kgl", q, k) * paged.q.shape[2] ** -0.5
+    if sink_logits is not None:
+        scores = torch.cat([scores, sink_logits.double().view(-1, group, 1)], dim=2)
+    weights = scores.softmax(2)[..., : len(keys)]
+    return torch.einsum("kgl,lkd->kgd", weights, v).flatten(0, 1)
+
+
+def _slab(elements: int, device: torch.device) -> torch.Tensor:
+    """Random numbers; the last slab is kept, since cases of one size follow each other.
+
+    Raises:
+        MemoryError: the device has no room for it and for as much again as rivals and partial results take.
+    """
+    if _held and len(_held[0]) >= elements and _held[0].device == device:
+        return _held[0]
+    _held.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        wanted, free = 2 * elements + SPARE_BYTES, torch.cuda.mem_get_info()[0]
+        if wanted > free:
+            raise MemoryError(f"needs {wanted / 2**30:.0f} GiB of device memory, {free / 2**30:.0f} are free")
+    _held.append(torch.empty(elements, dtype=torch.bfloat16, device=device))
+    for part in _held[0].split(1 << 30):
+        part.normal_()
+    return _held[0]
+
+
+def _caches(heads: Heads, num_blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    part = BLOCK * heads.kv * heads.size
+    slab = _slab(num_blocks * 2 * part, device)
+    shape, strides = (num_blocks, BLOCK, heads.kv, heads.size), (2 * part, heads.size, BLOCK * heads.size, 1)
+    return slab.as_strided(shape, strides, 0), slab.as_strided(shape, strides, part)
+
+
+def _batch(
+    tables: list[list[int]], firsts: list[int], starts: list[int], counts: list[int], device: torch.device
+) -> PagedBatch:
+    def on_device(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    width = max(map(len, tables))
+    slots = [
+        table[p // BLOCK - first] * BLOCK + p % BLOCK
+        for table, first, start, count in zip(tables, firsts, starts, counts, strict=True)
+        for p in range(start, start + count)
+    ]
+    return PagedBatch(
+        block_size=BLOCK,
+        num_pinned_blocks=0,
+        block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32, device=device),
+        first_block=on_device(firsts),
+        attend_from=on_device([0] * len(tables)),
+        slots=on_device(slots, torch.int64),
+        query_offset=on_device([0, *counts]).cumsum(0).int(),
+        start=on_device(starts),
+        block_table_host=tables,
+        first_block_host=firsts,
+        attend_from_host=[0] * len(tables),
+        start_host=starts,
+        count_host=counts,
+    )

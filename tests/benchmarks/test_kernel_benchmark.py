@@ -1,0 +1,148 @@
+"""The kernels' benchmark at tiny sizes, through Triton's interpreter: it runs, and it sees what is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import kernels
+from gpu_device import Ceilings, describe
+from gpu_timing import Timer
+from kernel_cases import attention, rows
+from kernel_cases.attention import TINY
+from kernel_cases.case import Case, Check, Prepared, Scale, Target
+from kernel_cases.measure import measure
+from kernel_cases.paged import expected_rows, make_paged, poison_tails
+from transom_kernels.paged_attention.reference import paged_attention_reference
+from transom_kernels.paged_attention.rule import MaskRule
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(copy_bytes_per_s=1e9, matrix_flops_per_s=1e9)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, object]]:
+    code = kernels.main(["--device", "cpu", "--tiny", "--in-process", "--out", str(tmp_path), *arguments])
+    return code, json.loads((tmp_path / "kernels.json").read_text())
+
+
+def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
+    code, written = run(tmp_path, "--check")
+    assert code == 0
+    assert {result["status"] for result in written["results"]} == {"passed"}
+    assert len(written["results"]) >= 28
+    assert {"schema", "date", "commit", "device", "versions", "ceilings"} <= set(written)
+
+
+def test_times_and_a_table(tmp_path: Path) -> None:
+    code, written = run(tmp_path, "--only", "decode window")
+    assert code == 0
+    assert all(result["time_us"] > 0 and result["bytes"] > 0 for result in written["results"])
+    assert written["results"][1]["over_short_context"] > 0
+    assert "| decode window 20 batch 2 context 90 | passed |" in (tmp_path / "kernels.md").read_text()
+
+
+def test_cases_of_all_scales_have_names_of_their_own() -> None:
+    for scale in ("full", "quick"):
+        found = [case for part in (attention, rows) for case in part.cases(Scale(scale))]
+        assert len({case.name for case in found}) == len(found)
+        flat = {case.flat_with for case in found} - {None}
+        assert flat <= {case.name for case in found}
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_dense_answer_is_the_references(window: int | None) -> None:
+    paged = make_paged(TINY, [0, 30, 17], [20, 1, 3], CPU, window=window)
+    sinks = torch.randn(4)
+    wanted = paged_attention_reference(
+        paged.q.float(), paged.k_cache, paged.v_cache, paged.batch, scale=0.25, rule=MaskRule(window=window), sink_logits=sinks
+    )  # fmt: skip
+    got = expected_rows(paged, list(range(24)), window=window, sink_logits=sinks)
+    torch.testing.assert_close(got.float(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_tails_of_blocks_are_poisoned_and_put_back() -> None:
+    paged = make_paged(TINY, [16, 18], [1, 1], CPU)
+    before = paged.k_cache.clone()
+    restore = poison_tails(paged)
+    assert int(paged.k_cache.isnan().sum()) == (15 + 13) * 2 * 16
+    restore()
+    assert torch.equal(paged.k_cache, before)
+
+
+def case_of(prepared: Prepared, **changes: object) -> Case:
+    return replace(Case(name="it", prepare=lambda device: prepared, formula="none"), **changes)
+
+
+def prepared_of(out: torch.Tensor, wanted: torch.Tensor, **changes: object) -> Prepared:
+    return Prepared(
+        run=lambda: (out,),
+        check=lambda out: [Check(got=out[0], wanted=wanted, limit=1e-3)],
+        num_bytes=8,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def status_of(case: Case) -> dict[str, object]:
+    return measure(case, CPU, CEILINGS, Timer(CPU))
+
+
+def test_a_wrong_result_gets_no_time() -> None:
+    found = status_of(case_of(prepared_of(torch.ones(4), torch.full((4,), 1.1))))
+    assert found["status"] == "wrong"
+    assert "time_us" not in found
+
+
+def test_what_nobody_wrote_is_wrong() -> None:
+    prepared = prepared_of(torch.ones(4), torch.ones(4))
+    prepared.run = lambda: (torch.empty(4),)
+    assert status_of(case_of(prepared))["status"] == "wrong"
+    prepared.run = lambda: (torch.ones(4).new_empty(4),)
+    assert status_of(case_of(prepared))["status"] == "wrong"
+
+
+def test_two_runs_must_agree_to_the_bit() -> None:
+    prepared, numbers = prepared_of(torch.ones(4), torch.ones(4)), iter(range(9))
+    prepared.run = lambda: (torch.ones(4) + 1e-6 * next(numbers),)
+    assert status_of(case_of(prepared))["error"] == "two runs differ"
+
+
+def test_a_sequence_must_not_notice_its_batch_where_that_is_promised() -> None:
+    prepared = prepared_of(torch.ones(4), torch.ones(4), alone=lambda: [(torch.ones(1), torch.ones(1) + 1e-6)])
+    assert status_of(case_of(prepared))["status"] == "wrong"
+    found = status_of(case_of(prepared, is_invariant=False))
+    assert (found["status"], found["same_bits_alone"]) == ("passed", False)
+
+
+def test_a_missed_target_and_a_faster_rival_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Timer.time
+    monkeypatch.setattr(
+        Timer, "time", lambda self, work: replace(real(self, work), launch="graph", seconds=1.0 if work() else 0.1)
+    )
+    target = Target(least=0.85, of="bandwidth")
+    slow = prepared_of(torch.ones(4), torch.ones(4), rivals={"flex": lambda: None, "absent": lambda: 1 / 0})
+    found = status_of(case_of(slow, target=target))
+    assert found["status"] == "missed"
+    assert found["rivals"]["flex"]["speedup"] == pytest.approx(0.1)
+    assert "ZeroDivisionError" in found["rivals"]["absent"]["error"]
+    assert status_of(case_of(slow, rival_limits={"flex": 1.0}))["behind"] == ["flex"]
+    assert status_of(case_of(slow, rival_limits={"flex": 0.05}))["status"] == "passed"
+
+
+def test_no_room_is_a_skip() -> None:
+    def none(device: torch.device) -> Prepared:
+        raise MemoryError("needs 70 GiB")
+
+    found = status_of(Case(name="it", prepare=none, formula="none"))
+    assert found == {"status": "skipped", "error": "needs 70 GiB"}
+
+
+def test_a_device_is_described() -> None:
+    assert {"date", "commit", "device", "driver", "python", "versions", "cuda"} <= set(describe(CPU))
