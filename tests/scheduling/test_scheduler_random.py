@@ -67,6 +67,7 @@ def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_req
         driver.requests[name].num_prompt_tokens for name in driver.requests if name not in driver.executor.inputs
     )
     assert sum(outcomes.values()) == admitted_tokens - never_admitted
+    assert sum(driver.scheduler.stats().outcome_requests.values()) == len(driver.executor.inputs)
     driver.check_idle()
     return driver
 

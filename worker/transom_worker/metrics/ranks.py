@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -47,5 +48,13 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
         "transom_rank_info",
         "A rank's device, process id and host; the value is always 1.",
         ("rank", "device", "pid", "host"),
-        [((rank, report.info.memory.device, str(report.info.process_id), report.info.ip), 1) for rank, report in named],
+        [
+            ((rank, report.info.memory.device, str(report.info.process_id), _host(report.info.ip)), 1)
+            for rank, report in named
+        ],
     )
+
+
+def _host(address: str) -> str:
+    """The address that others know this machine by, where a rank gave the one that only its neighbours do."""
+    return platform.node() if address.startswith("127.") else address

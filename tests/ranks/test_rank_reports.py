@@ -1,0 +1,36 @@
+"""What ranks in processes of their own tell of themselves, and what the worker's page makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rank_watch import process_ids
+
+from engine_driver import make_engine, make_request, run
+from transom_worker.scheduling.step import StepPlan
+
+
+def test_every_rank_tells_what_it_uses(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), device="cpu", tensor_parallel_size=2)
+    executor = engine._executor
+    try:
+        assert [report.use.busy_s for report in executor.rank_reports()] == [0.0, 0.0]
+        run(engine, [make_request("a", list(range(5, 45)), max_tokens=4)])
+        for step in range(10_000):  # the first report of a rank is on its way
+            if all(report.use.busy_s for report in executor.rank_reports()):
+                break
+            executor.submit(StepPlan(step_id=1_000 + step))
+            executor.receive()
+        engine._publish_stats()
+        reports = executor.rank_reports()
+        assert [report.info.process_id for report in reports] == process_ids(engine)
+        for report in reports:
+            assert 0 < report.use.forward_s < report.use.busy_s
+            assert report.info.memory.kv_bytes > 0
+        page = engine.metrics.text().decode()
+        for report in reports:
+            assert f'pid="{report.info.process_id}"' in page
+        assert 'host="127.' not in page
+        assert 'tensor_parallel_size="2"' in page
+    finally:
+        engine.shutdown()
