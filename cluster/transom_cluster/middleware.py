@@ -19,7 +19,8 @@ from transom_worker.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
 
-OPEN_PATHS = frozenset({"/health"})  # load balancers and kubelets send no keys
+OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})  # kubelets send no keys; the page holds no data
+OPEN_FOLDER = "/blocks/assets/"  # the page's own files
 CLIENT_LEFT = 499
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
@@ -114,7 +115,7 @@ class RequireApiKey:
         if scope["type"] == "http":
             given = _bearer_token(Headers(scope=scope).get("authorization", ""))
             client = self._keys.client(given) if given and self._keys.are_wanted else None
-            if self._keys.are_wanted and client is None and scope["path"] not in OPEN_PATHS:
+            if self._keys.are_wanted and client is None and not _is_open(scope["path"]):
                 await send_error(wrong_api_key(missing=not given), send)
                 return
             scope["state"]["client"] = client or ONLY_CLIENT
@@ -176,6 +177,11 @@ class LimitBody:
             return message
 
         return counted_receive
+
+
+def _is_open(path: str) -> bool:
+    """Whether a path needs no key: nothing there tells of requests, or of what the server does."""
+    return path in OPEN_PATHS or (path.startswith(OPEN_FOLDER) and "/" not in path.removeprefix(OPEN_FOLDER))
 
 
 def _bearer_token(authorization: str) -> bytes:

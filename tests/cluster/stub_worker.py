@@ -97,6 +97,9 @@ class StubWorker:
     num_silent: int = 0  # attempts that have brought `max_events`
     is_dead: bool = False
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(max_num_seqs=1000))
+    watch_failure: Exception | None = None
+    watch_periods_s: list[float] = field(default_factory=list)
+    watchers: list[asyncio.Queue[bytes | Exception]] = field(default_factory=list)  # put frames, or an error, into these
 
     def __post_init__(self) -> None:
         self._queue: asyncio.Queue[WorkerMessage | Exception] | None = None
@@ -155,6 +158,27 @@ class StubWorker:
         if self.metrics is None:
             raise ConnectionError("no worker")
         return self.metrics if isinstance(self.metrics, str) else self.metrics(openmetrics)
+
+    async def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
+        self.watch_periods_s.append(period_s)
+        self._notify()
+        if self.watch_failure is not None:
+            raise self.watch_failure
+        queue: asyncio.Queue[bytes | Exception] = asyncio.Queue()
+        self.watchers.append(queue)
+        self._notify()
+        try:
+            while not isinstance(item := await queue.get(), Exception):
+                yield item
+            raise item
+        finally:
+            self.watchers.remove(queue)
+            self._notify()
+
+    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
+        if self.is_dead:
+            raise ConnectionError("no worker")
+        return {"error": f"There is no group {group}."} if group else {"group": group, "block": block, "state": "active"}
 
     def push(self, *events: OutputEvent) -> None:
         """Send events of the test's own making."""

@@ -20,7 +20,7 @@ from transom_worker.errors import ConfigError
 from transom_worker.kvcache.hashing import chain_root
 
 KEYS = ("first", "second", "dritter Schlüssel")
-OPEN = {"/health"}  # as in docs/security.md
+OPEN = {"/health", "/blocks", "/blocks/demo.bin", "/blocks/assets/{name}"}  # as in docs/security.md
 
 
 def bearer(key: str) -> dict[bytes, bytes]:

@@ -59,7 +59,7 @@ def complete_document(document: dict[str, Any], *, wants_key: bool, open_paths: 
     if wants_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
-        for path in open_paths:
+        for path in open_paths & document["paths"].keys():
             document["paths"][path]["get"]["security"] = []
 
 

@@ -1,0 +1,50 @@
+"""The page's own files, out of this package's `static` folder: they hold no data, and need no key."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+STATIC = Path(__file__).parent / "static"
+PAGE = "index.html"
+DEMO = "demo.bin"
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".bin": "application/octet-stream",
+}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_HEADERS = {
+    "cache-control": "no-cache",  # kept, but asked about each time: a new version must not mix with an old one
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
+}
+
+
+def file_response(name: str, request: Request) -> Response | None:
+    """One file, 304 if the client has it; None if there is no such file, or it is not one of the page's kinds."""
+    kind = CONTENT_TYPES.get(Path(name).suffix)
+    if kind is None or not _NAME.fullmatch(name):
+        return None
+    try:
+        content = (STATIC / name).read_bytes()
+    except OSError:
+        return None
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "etag": tag, **(_PAGE_HEADERS if name == PAGE else {})}
+    if tag in [given.strip().removeprefix("W/") for given in request.headers.get("if-none-match", "").split(",")]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers={**headers, "content-type": kind})
