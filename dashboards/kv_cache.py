@@ -1,0 +1,234 @@
+"""KV cache: what the blocks hold, and whether that is enough; `kv_reuse.py` has what the cache saves."""
+
+from __future__ import annotations
+
+from dashboards import kv_reuse, kv_shortage
+from dashboards.board import Board, Section
+from dashboards.panels import About, high_is_bad, lines, low_is_bad, number
+from dashboards.queries import GROUP, WORKER, Query, or_zero, rate, ratio, total
+
+UID = "transom-kv-cache"
+PAGES = total("transom_kv_pages", WORKER)
+FREE_SHARE = ratio(total("transom_kv_pages", f'{WORKER},state="free"'), PAGES)
+USED_BY_WORKER = total("transom_kv_utilization_ratio", WORKER, "worker")
+
+
+def build() -> Board:
+    """The dashboard."""
+    return Board(
+        uid=UID,
+        title="KV cache",
+        description="Every block by group and state, what hits and what does not, what is evicted, and what a "
+        "lack of memory costs.",
+        variables=frozenset({"model", "worker", "group"}),
+        sections=(
+            NOW,
+            POOL,
+            kv_reuse.HITS,
+            kv_reuse.EVICTION,
+            kv_reuse.CHECKPOINTS,
+            kv_shortage.SHORTAGE,
+            kv_shortage.EACH_WORKER,
+        ),
+    )
+
+
+NOW = Section(
+    title="Now",
+    panels=[
+        number(
+            About(
+                title="In use",
+                shows="Share of the pool that running requests use, of the fullest worker. Orange from "
+                "80 %, red from 95 %.",
+                act="Near 100 % with preemptions: add workers or memory, or lower `--max-num-seqs`.",
+            ),
+            Query(expr=f"max({USED_BY_WORKER})"),
+            "percentunit",
+            limits=high_is_bad(0.8, 0.95),
+        ),
+        number(
+            About(
+                title="Free pages",
+                shows="Share of the arena's pages that no group has leased. Zero is normal in a warm "
+                "cache: cached blocks fill it.",
+                act="Nothing by itself; *Headroom* counts cached blocks as room.",
+            ),
+            Query(expr=FREE_SHARE),
+            "percentunit",
+        ),
+        number(
+            About(
+                title="Headroom",
+                shows="Requests of 1,024 tokens that could start now on all workers together. Red below "
+                "1, orange below 4.",
+                act="At zero new requests wait: see *Shortage* below, and add workers.",
+            ),
+            Query(expr=total("transom_kv_headroom_requests", f'{WORKER},length="1024"')),
+            "short",
+            limits=low_is_bad(1, 4),
+        ),
+        number(
+            About(
+                title="Hit rate",
+                shows="Share of prompt tokens that were not computed again, hits and repaired ones.",
+                act="A drop: *Prompt tokens by outcome* gives the reason for each that was missed.",
+            ),
+            Query(expr=kv_reuse.HIT_RATE),
+            "percentunit",
+        ),
+        number(
+            About(
+                title="Evicted",
+                shows="Blocks evicted, a second.",
+                act="High with misses for `full_evicted` or `window_evicted`: the cache is too small for the traffic.",
+            ),
+            Query(expr=or_zero(rate("transom_kv_evicted_blocks_total", GROUP))),
+            "ops",
+        ),
+        number(
+            About(
+                title="Repairs",
+                shows="Windows that were computed again below a hit's boundary, a second.",
+                act="They are exact and cheaper than a miss; *Repairs and their tokens* has what they cost.",
+            ),
+            Query(expr=rate("transom_kv_repairs_total", WORKER)),
+            "ops",
+        ),
+        number(
+            About(
+                title="Preempted",
+                shows="Requests sent back to the queue for want of blocks, a second. Orange from one in "
+                "ten seconds, red from one.",
+                act="Lower `--max-num-seqs`, add memory (`--kv-cache-memory-bytes`) or workers.",
+            ),
+            Query(expr=or_zero(rate("transom_preemptions_total", WORKER))),
+            "ops",
+            limits=high_is_bad(0.1, 1),
+        ),
+        number(
+            About(
+                title="Fragmentation",
+                shows="Bytes in empty blocks over those of leased pages, of the worst worker. Orange "
+                "from 20 %, red from 40 %.",
+                act="Compaction moves blocks when an allocation needs it. High for long: groups take "
+                "turns; watch *Pages*.",
+            ),
+            Query(expr=f"max(transom_kv_fragmentation_ratio{{{WORKER}}})"),
+            "percentunit",
+            limits=high_is_bad(0.2, 0.4),
+        ),
+    ],
+)
+
+
+POOL_BYTES = total("transom_kv_pool_bytes", WORKER)
+POOL = Section(
+    title="Pool",
+    panels=[
+        lines(
+            About(
+                title="Bytes by group and state",
+                shows="Active blocks belong to running requests, cached ones can be hit, empty ones are "
+                "free inside leased pages. "
+                "Dashed: the whole pool, all groups.",
+                act="Cached near nothing: prefixes do not survive, so add memory. Empty large: see "
+                "*Fragmentation and waste*.",
+            ),
+            [
+                Query(expr=total("transom_kv_bytes", GROUP, "group", "state"), legend="{{group}} {{state}}"),
+                Query(expr=POOL_BYTES, legend="pool"),
+            ],
+            "bytes",
+            stack=True,
+            unstacked=["pool"],
+            width=12,
+        ),
+        lines(
+            About(
+                title="Bytes by worker and state",
+                shows="The same by worker.",
+                act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements.",
+            ),
+            [Query(expr=total("transom_kv_bytes", GROUP, "worker", "state"), legend="{{worker}} {{state}}")],
+            "bytes",
+            stack=True,
+            width=12,
+        ),
+        lines(
+            About(
+                title="In use by group and worker",
+                shows="Bytes of active blocks over the whole pool. The sum of a worker's groups is how full it is.",
+                act="One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
+            ),
+            [
+                Query(
+                    expr=total("transom_kv_utilization_ratio", GROUP, "worker", "group"),
+                    legend="{{worker}} {{group}}",
+                )
+            ],
+            "percentunit",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Blocks by group and state",
+                shows="Numbers of blocks; a group's blocks all have one size.",
+                act="Active blocks of a window group grow with the length of requests: its window does not slide.",
+            ),
+            [Query(expr=total("transom_kv_blocks", GROUP, "group", "state"), legend="{{group}} {{state}}")],
+            "short",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Cached blocks that checkpoints hold",
+                shows="Cached blocks that some checkpoint keeps, by group; the other cached ones are "
+                "left behind and go first.",
+                act="Near zero though blocks are cached: hits end early; see *Checkpoints by kind*.",
+            ),
+            [Query(expr=total("transom_kv_held_blocks", GROUP, "group"), legend="{{group}}")],
+            "short",
+        ),
+        lines(
+            About(
+                title="Pages by state",
+                shows="Arena pages: leased by a group, or free for any.",
+                act="Leased at the top is normal. Pages that change hands often show up as compaction below.",
+            ),
+            [Query(expr=total("transom_kv_pages", WORKER, "state"), legend="{{state}}")],
+            "short",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Fragmentation and waste",
+                shows="Fragmentation: bytes in empty blocks over leased ones. Waste: share of a page "
+                "that no block covers, by geometry. "
+                "Dashed: 20 % and 40 %.",
+                act="Waste does not change while a worker runs: another `--block-size` does. "
+                "Fragmentation: watch compaction.",
+            ),
+            [
+                Query(
+                    expr=f"max by (worker) (transom_kv_fragmentation_ratio{{{WORKER}}})",
+                    legend="{{worker}} fragmentation",
+                ),
+                Query(expr=f"max by (worker) (transom_kv_waste_ratio{{{WORKER}}})", legend="{{worker}} waste"),
+            ],
+            "percentunit",
+            limits=high_is_bad(0.2, 0.4),
+        ),
+        lines(
+            About(
+                title="Headroom in requests",
+                shows="How many requests of a length could start now, all workers together. Cached blocks count "
+                "as room. Dashed: 1 and 4.",
+                act="At zero for a length, such requests wait or preempt others: add workers or memory.",
+            ),
+            [Query(expr=total("transom_kv_headroom_requests", WORKER, "length"), legend="{{length}} tokens")],
+            "short",
+            limits=low_is_bad(1, 4),
+        ),
+    ],
+)

@@ -1,0 +1,187 @@
+"""The KV cache dashboard's sections about reuse: hits, evictions and their ages, checkpoints."""
+
+from __future__ import annotations
+
+from dashboards.board import Section
+from dashboards.panels import About, heat, lines
+from dashboards.queries import GROUP, WORKER, Query, buckets, mean, quantile, rate, ratio, total
+
+PREFIX = "transom_prefix_tokens_total"
+FOUND = f'{WORKER},outcome=~"hit|repaired"'
+HIT_RATE = ratio(rate(PREFIX, FOUND), rate(PREFIX, WORKER))
+
+
+HITS = Section(
+    title="Hits",
+    panels=[
+        lines(
+            About(
+                title="Prompt tokens by outcome",
+                shows="Every prompt token, a second: hit, repaired, or missed with its reason. They add "
+                "up to all prompt tokens.",
+                act="`never_seen` is new text. `full_evicted`, `window_evicted`: too little memory. "
+                "`below_alignment`, `last_token`: "
+                "normal in small amounts. `policy`: a client or setting turned the cache off.",
+            ),
+            [Query(expr=rate(PREFIX, WORKER, "outcome", "reason"), legend="{{outcome}} {{reason}}")],
+            "short",
+            stack=True,
+            width=12,
+        ),
+        lines(
+            About(
+                title="Hit rate by worker",
+                shows="Share of prompt tokens that were not computed again.",
+                act="One worker far below: it is new or lost its cache. All fall together: traffic "
+                "changed, or memory is short.",
+            ),
+            [
+                Query(
+                    expr=ratio(rate(PREFIX, FOUND, "worker"), rate(PREFIX, WORKER, "worker"), "worker"),
+                    legend="{{worker}}",
+                )
+            ],
+            "percentunit",
+            maximum=1,
+            width=12,
+        ),
+        lines(
+            About(
+                title="Requests by outcome",
+                shows="Admitted requests, a second, by the best that happened to them.",
+                act="Few hits though clients share prompts: their text differs early, for instance by "
+                "a date in the first line.",
+            ),
+            [Query(expr=rate("transom_prefix_requests_total", WORKER, "outcome"), legend="{{outcome}}")],
+            "reqps",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Tokens asked for and computed",
+                shows="Prompt tokens admitted and prompt tokens computed, a second; the gap is what the cache saved.",
+                act="Computed above asked for: preemption makes work twice; see *Shortage*.",
+            ),
+            [
+                Query(expr=rate("transom_prompt_tokens_total", WORKER), legend="asked for"),
+                Query(expr=rate("transom_computed_tokens_total", f'{WORKER},phase!="decode"'), legend="computed"),
+            ],
+            "short",
+        ),
+        lines(
+            About(
+                title="Missed for want of memory",
+                shows="Share of prompt tokens that had been cached and were evicted. It is what more memory could win.",
+                act="Over a tenth for long: a larger pool or more workers pay off; `transom bench "
+                "simulate` says how much.",
+            ),
+            [
+                Query(
+                    expr=ratio(rate(PREFIX, f'{WORKER},reason=~".*_evicted"'), rate(PREFIX, WORKER)),
+                    legend="evicted before",
+                )
+            ],
+            "percentunit",
+        ),
+    ],
+)
+
+
+RESIDENCY = "transom_kv_residency_seconds"
+REUSE = "transom_kv_reuse_interval_seconds"
+EVICTION = Section(
+    title="Eviction",
+    panels=[
+        heat(
+            About(
+                title="Age at eviction",
+                shows="From when a block became cached to its eviction; a cell counts blocks.",
+                act="Ages below those of *Age at a hit*: blocks go before anybody comes back for them. Add memory.",
+            ),
+            buckets(RESIDENCY, GROUP),
+            "s",
+        ),
+        heat(
+            About(
+                title="Age at a hit",
+                shows="From when a block became cached to its hit; a cell counts blocks.",
+                act="Nothing here means that nothing is reused: see *Requests by outcome*.",
+            ),
+            buckets(REUSE, GROUP),
+            "s",
+        ),
+        lines(
+            About(
+                title="Evicted blocks by reason",
+                shows="Blocks evicted, a second, by group and reason.",
+                act="Compare with *Missed for want of memory*: evictions that nobody misses cost nothing.",
+            ),
+            [
+                Query(
+                    expr=rate("transom_kv_evicted_blocks_total", GROUP, "group", "reason"),
+                    legend="{{group}} {{reason}}",
+                )
+            ],
+            "ops",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Ages, median",
+                shows="Median age at eviction and at a hit, by group.",
+                act="Eviction below hit: the cache turns over faster than clients come back.",
+            ),
+            [
+                Query(expr=quantile(0.5, RESIDENCY, GROUP, "group"), legend="{{group}} evicted"),
+                Query(expr=quantile(0.5, REUSE, GROUP, "group"), legend="{{group}} hit"),
+            ],
+            "s",
+        ),
+        lines(
+            About(
+                title="Ages, mean",
+                shows="Mean age at eviction and at a hit, by group; far from the median where few blocks live long.",
+                act="As for the median.",
+            ),
+            [
+                Query(expr=mean(RESIDENCY, GROUP, "group"), legend="{{group}} evicted"),
+                Query(expr=mean(REUSE, GROUP, "group"), legend="{{group}} hit"),
+            ],
+            "s",
+        ),
+    ],
+)
+
+
+CHECKPOINTS = Section(
+    title="Checkpoints",
+    panels=[
+        lines(
+            About(
+                title="Checkpoints by kind",
+                shows="Places in the prefix tree where a request can go on, by what they were placed for.",
+                act="None while requests end: prefix caching is off. Only `prompt` and `generation`: "
+                "turns are not recognised.",
+            ),
+            [Query(expr=total("transom_kv_checkpoints", WORKER, "kind"), legend="{{kind}}")],
+            "short",
+            stack=True,
+            width=12,
+        ),
+        lines(
+            About(
+                title="What becomes of checkpoints",
+                shows="Placed, hit, given up whole, or only their windows given up, a second, by kind.",
+                act="Given up as fast as placed, with few hits: memory is short, or that kind does not pay.",
+            ),
+            [
+                Query(
+                    expr=rate("transom_kv_checkpoint_changes_total", WORKER, "kind", "change"),
+                    legend="{{kind}} {{change}}",
+                )
+            ],
+            "ops",
+            width=12,
+        ),
+    ],
+)

@@ -1,0 +1,115 @@
+"""The KV cache dashboard's sections about what a lack of memory costs, and about each worker by itself."""
+
+from __future__ import annotations
+
+from dashboards.board import Section
+from dashboards.panels import About, high_is_bad, lines
+from dashboards.queries import GROUP, WORKER, Query, each_of, rate, ratio, total
+
+COMPUTED = rate("transom_computed_tokens_total", WORKER)
+THROWN_AWAY = ratio(rate("transom_preempted_tokens_total", WORKER), COMPUTED)
+SHORTAGE = Section(
+    title="Shortage and repairs",
+    panels=[
+        lines(
+            About(
+                title="Repairs and their tokens",
+                shows="Repairs begun, and tokens that they compute again, a second.",
+                act="Many tokens a repair: windows are given up long before their requests come back; add memory.",
+            ),
+            [
+                Query(expr=rate("transom_kv_repairs_total", WORKER), legend="repairs"),
+                Query(expr=rate("transom_kv_repair_tokens_total", WORKER), legend="tokens"),
+            ],
+            "short",
+        ),
+        lines(
+            About(
+                title="Work that was done before",
+                shows="Share of all computed tokens that repairs and preemptions made necessary. Dashed: 5 % and 20 %.",
+                act="Recompute high: runbook of TransomCacheThrashing. Repair high: windows are evicted too soon.",
+            ),
+            [
+                Query(
+                    expr=each_of(
+                        rate("transom_computed_tokens_total", f'{WORKER},phase=~"repair|recompute"', "phase"),
+                        COMPUTED,
+                    ),
+                    legend="{{phase}}",
+                )
+            ],
+            "percentunit",
+            limits=high_is_bad(0.05, 0.2),
+        ),
+        lines(
+            About(
+                title="Preemptions by mode",
+                shows="Requests sent back to the queue for want of blocks, a second, by worker.",
+                act="On one worker only: it has the long requests; see *Router*, in flight. On all: add memory.",
+            ),
+            [
+                Query(
+                    expr=rate("transom_preemptions_total", WORKER, "worker", "mode"),
+                    legend="{{worker}} {{mode}}",
+                )
+            ],
+            "ops",
+        ),
+        lines(
+            About(
+                title="Tokens thrown away",
+                shows="Computed tokens that preemptions threw away, over all that were computed. "
+                "Dashed: 5 % and 20 %. "
+                "The cache may give some of them back.",
+                act="Over 5 %: the batch is larger than the pool; lower `--max-num-seqs`.",
+            ),
+            [Query(expr=THROWN_AWAY, legend="thrown away")],
+            "percentunit",
+            limits=high_is_bad(0.05, 0.2),
+            width=12,
+        ),
+        lines(
+            About(
+                title="Compacted blocks",
+                shows="Blocks moved to let an allocation succeed, a second, by worker.",
+                act="Constant: groups compete for pages; more memory ends it.",
+            ),
+            [Query(expr=rate("transom_kv_compacted_blocks_total", WORKER, "worker"), legend="{{worker}}")],
+            "ops",
+            width=12,
+        ),
+    ],
+)
+
+
+EACH_WORKER = Section(
+    title="Worker $worker",
+    repeat="worker",
+    panels=[
+        lines(
+            About(
+                title="Blocks' bytes of $worker",
+                shows="Active, cached and empty bytes of this worker by group. Dashed: its pool.",
+                act="Compare with the other workers: a cold one has just started, or gets no traffic.",
+            ),
+            [
+                Query(expr=total("transom_kv_bytes", GROUP, "group", "state"), legend="{{group}} {{state}}"),
+                Query(expr=total("transom_kv_pool_bytes", WORKER), legend="pool"),
+            ],
+            "bytes",
+            stack=True,
+            unstacked=["pool"],
+            width=16,
+        ),
+        lines(
+            About(
+                title="Outcomes at $worker",
+                shows="Prompt tokens of this worker, a second: hit, repaired, missed.",
+                act="Fewer hits than elsewhere: it lost its cache (a restart), or gets what fits nowhere.",
+            ),
+            [Query(expr=rate("transom_prefix_tokens_total", WORKER, "outcome"), legend="{{outcome}}")],
+            "short",
+            stack=True,
+        ),
+    ],
+)

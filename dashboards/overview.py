@@ -1,0 +1,201 @@
+"""Overview: is the service well, from a client's point of view, and how much room is left."""
+
+from __future__ import annotations
+
+from dashboards import kv_cache, router, service_levels
+from dashboards.board import Board, Section, to_board
+from dashboards.panels import About, high_is_bad, lines, low_is_bad, number
+from dashboards.queries import (
+    API,
+    ROUTER,
+    WORKER,
+    Query,
+    or_zero,
+    quantile,
+    rate,
+    ratio,
+    seen,
+    total,
+)
+from dashboards.service_levels import BUSY, FIRST_TOKEN_LIMITS, INTER_TOKEN_LIMITS
+
+UID = "transom-overview"
+ERROR_LIMITS = high_is_bad(0.001, 0.01)  # the objective of alerts.yml, and ten times its budget
+REQUESTS = rate("transom_router_requests_total", f"{ROUTER},{API}")
+ERRORS = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status=~"5.."'))
+
+
+def build() -> Board:
+    """The dashboard."""
+    return Board(
+        uid=UID,
+        title="Overview",
+        description="What clients see: traffic, errors, latency, and how full the service is.",
+        variables=frozenset({"model", "worker", "router"}),
+        sections=(NOW, TRAFFIC, service_levels.LATENCY, service_levels.SATURATION),
+    )
+
+
+NOW = Section(
+    title="Now",
+    panels=[
+        number(
+            About(
+                title="Requests",
+                shows="Requests to `/v1` that ended, a second.",
+                act="None though clients say that they send some: look at *Workers open*, then at "
+                "Prometheus' page of targets.",
+            ),
+            Query(expr=or_zero(REQUESTS)),
+            "reqps",
+        ),
+        number(
+            About(
+                title="Errors",
+                shows="Share of requests answered with 5xx. Orange from 0.1 %, the objective; red from 1 %.",
+                act="Split by status below, then read the router's log for the requests' ids.",
+            ),
+            Query(expr=ratio(f"({ERRORS})", REQUESTS)),
+            "percentunit",
+            limits=ERROR_LIMITS,
+        ),
+        number(
+            About(
+                title="First token p95",
+                shows="From a request's arrival to its first token. Orange from half the objective of 2 "
+                "s, red above it.",
+                act="*Parts of the first token* says whether requests wait in the queue (add workers) "
+                "or compute long "
+                "prompts (look at the hit rate).",
+            ),
+            Query(expr=quantile(0.95, "transom_router_first_token_seconds", ROUTER)),
+            "s",
+            limits=FIRST_TOKEN_LIMITS,
+        ),
+        number(
+            About(
+                title="Inter-token p95",
+                shows="Between two tokens of one answer. Orange from 0.1 s, red from 0.25 s: slower than people read.",
+                act="Long prompts in the batch slow everybody: lower `--max-num-batched-tokens`, or add workers.",
+            ),
+            Query(expr=quantile(0.95, "transom_router_inter_token_seconds", ROUTER)),
+            "s",
+            limits=INTER_TOKEN_LIMITS,
+        ),
+        number(
+            About(
+                title="Tokens out",
+                shows="Tokens of answers, a second, as clients are billed.",
+                act="Low while requests wait: see *Workers*, step time.",
+            ),
+            Query(expr=rate("transom_router_output_tokens_total", ROUTER)),
+            "short",
+        ),
+        number(
+            About(
+                title="Waiting",
+                shows="Requests that no worker computes yet: in workers' queues and at routers. "
+                "Orange from 10, red from 100.",
+                act="Growing for minutes: add workers, or limit clients with `--concurrent-requests`.",
+            ),
+            Query(
+                expr=f"{total('transom_requests_waiting', WORKER)} + {total('transom_router_waiting_requests', ROUTER)}"
+            ),
+            "short",
+            limits=high_is_bad(10, 100),
+        ),
+        number(
+            About(
+                title="Workers open",
+                shows="Workers that take requests. Red at none, which is right only after a scale-down to zero.",
+                act="None while requests wait: read the workers' logs for why they do not start, and see *Router*.",
+            ),
+            Query(expr=seen("transom_router_workers", f'{ROUTER},state="open"')),
+            "short",
+            limits=low_is_bad(1, 1),
+        ).links([to_board(router.UID, "Router")]),
+        number(
+            About(
+                title="Fullest cache",
+                shows="Share of the KV pool in use by running requests, of the worker with the most. "
+                "Orange from 80 %, red from 95 %.",
+                act="Near 100 % requests are preempted: see *KV cache*, and add workers or memory.",
+            ),
+            Query(expr=f"max({BUSY})"),
+            "percentunit",
+            limits=high_is_bad(0.8, 0.95),
+        ).links([to_board(kv_cache.UID, "KV cache")]),
+    ],
+)
+
+
+REFUSED = ratio(rate("transom_router_requests_total", f'{ROUTER},{API},status="429"'), REQUESTS)
+LEFT = ratio(rate("transom_router_requests_total", f'{ROUTER},{API},status="499"'), REQUESTS)
+TRAFFIC = Section(
+    title="Traffic and errors",
+    panels=[
+        lines(
+            About(
+                title="Requests by status",
+                shows="Requests to `/v1` by HTTP status, a second; 499 means that the client left first.",
+                act="5xx: the router's log names the request. 429: a client is over its limit. 503: "
+                "there is no worker.",
+            ),
+            [Query(expr=rate("transom_router_requests_total", f"{ROUTER},{API}", "status"), legend="{{status}}")],
+            "reqps",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Requests by endpoint",
+                shows="All HTTP requests by route, a second, scrapes and health checks included.",
+                act="`other` are paths that do not exist: a client has the wrong base URL.",
+            ),
+            [Query(expr=rate("transom_router_requests_total", ROUTER, "endpoint"), legend="{{endpoint}}")],
+            "reqps",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Error ratio",
+                shows="Shares of `/v1` requests: server errors (5xx), refused for a client's limit "
+                "(429), left by the client (499). "
+                "Dashed: the objective of 0.1 %, and ten times that.",
+                act="5xx over the line: runbook of TransomErrorsBurnBudget. Many 499: clients give "
+                "up, look at latency.",
+            ),
+            [
+                Query(expr=ratio(f"({ERRORS})", REQUESTS), legend="5xx"),
+                Query(expr=REFUSED, legend="429"),
+                Query(expr=LEFT, legend="499"),
+            ],
+            "percentunit",
+            limits=ERROR_LIMITS,
+        ),
+        lines(
+            About(
+                title="How requests ended",
+                shows="Requests that workers ended, a second, by reason.",
+                act="`length` for most: clients' `max_tokens` cuts answers. `error`: read the "
+                "worker's log. `abort`: clients leave.",
+            ),
+            [Query(expr=rate("transom_requests_total", WORKER, "finish_reason"), legend="{{finish_reason}}")],
+            "reqps",
+            stack=True,
+            width=12,
+        ),
+        lines(
+            About(
+                title="Tokens in and out",
+                shows="Prompt and answer tokens a second, as billed over HTTP.",
+                act="Many more in than out make the hit rate of *KV cache* what costs depend on.",
+            ),
+            [
+                Query(expr=rate("transom_router_prompt_tokens_total", ROUTER), legend="prompt"),
+                Query(expr=rate("transom_router_output_tokens_total", ROUTER), legend="answer"),
+            ],
+            "short",
+            width=12,
+        ),
+    ],
+)

@@ -1,0 +1,89 @@
+"""PromQL in the few shapes that the dashboards need, so that a panel names a metric and what to split it by.
+
+Rates are taken over `$__rate_interval`, which Grafana makes long enough for the scrape interval.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WORKER = 'model=~"$model",worker=~"$worker"'
+GROUP = f'{WORKER},group=~"$group"'
+ROUTER = 'model=~"$model",router=~"$router"'
+PLACED = f'{ROUTER},worker=~"$worker"'  # router series of one worker
+API = 'endpoint=~"/v1/.*"'  # what clients ask for: neither health checks nor scrapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """One query of a panel. `legend` is Grafana's template of a series' name; `exemplars` shows the requests behind a histogram."""
+
+    expr: str
+    legend: str = ""
+    exemplars: bool = False
+    instant: bool = False
+
+
+def total(metric: str, labels: str, *by: str) -> str:
+    """A gauge, summed."""
+    return f"sum{_by(by)} ({metric}{{{labels}}})"
+
+
+def rate(metric: str, labels: str, *by: str) -> str:
+    """A counter's increase per second, summed."""
+    return f"sum{_by(by)} (rate({metric}{{{labels}}}[$__rate_interval]))"
+
+
+def increase(metric: str, labels: str, *by: str) -> str:
+    """How much a counter went up in the dashboard's time range, summed."""
+    return f"sum{_by(by)} (increase({metric}{{{labels}}}[$__range]))"
+
+
+def seen(metric: str, labels: str, *by: str) -> str:
+    """A gauge that every router tells alike: each model's once, not once a router."""
+    each = f"max by ({', '.join(('model', *by))}) ({metric}{{{labels}}})"
+    return f"sum{_by(by)} ({each})"
+
+
+def ratio(part: str, whole: str, *by: str) -> str:
+    """A share; no value while the whole is zero."""
+    on = f" on ({', '.join(by)})" if by else ""
+    return f"{part} /{on} ({whole} > 0)"
+
+
+def each_of(parts: str, whole: str) -> str:
+    """Every one of the parts over one whole; no value while the whole is zero."""
+    return f"{parts} / on () group_left () ({whole} > 0)"
+
+
+def buckets(metric: str, labels: str) -> str:
+    """A histogram's new observations by bucket, for a heat map."""
+    return f"sum by (le) (increase({metric}_bucket{{{labels}}}[$__rate_interval]))"
+
+
+def quantile(share: float, metric: str, labels: str, *by: str) -> str:
+    """A histogram's quantile over what was observed lately; no value while nothing was."""
+    rates = f"sum by ({', '.join((*by, 'le'))}) (rate({metric}_bucket{{{labels}}}[$__rate_interval]))"
+    return f"histogram_quantile({share}, {rates})"
+
+
+def mean(metric: str, labels: str, *by: str) -> str:
+    """A histogram's mean over what was observed lately; no value while nothing was."""
+    return ratio(rate(f"{metric}_sum", labels, *by), rate(f"{metric}_count", labels, *by), *by)
+
+
+def quantiles(metric: str, labels: str) -> list[Query]:
+    """Median, p95 and p99, with exemplars."""
+    return [
+        Query(expr=quantile(share, metric, labels), legend=legend, exemplars=share == 0.99)
+        for share, legend in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
+    ]
+
+
+def or_zero(expr: str) -> str:
+    """A value that is zero where no series is: right only for counts of events whose series begin with the first event."""
+    return f"{expr} or vector(0)"
+
+
+def _by(labels: tuple[str, ...]) -> str:
+    return f" by ({', '.join(labels)})" if labels else ""

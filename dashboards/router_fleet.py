@@ -1,0 +1,175 @@
+"""The Router dashboard's sections about the workers that routers see, and about the routers themselves."""
+
+from __future__ import annotations
+
+from dashboards.board import Section
+from dashboards.panels import About, lines, rows
+from dashboards.queries import PLACED, ROUTER, Query, quantile, rate, seen, total
+from dashboards.worker_machines import info
+
+VERSIONS = f"transom_router_mirror_version{{{PLACED}}}"
+MIRRORS = Section(
+    title="Mirrors",
+    panels=[
+        lines(
+            About(
+                title="Mirrored blocks by worker",
+                shows="Blocks in the mirror of each worker's prefix index, of the router with the most.",
+                act="Zero for a worker that has cached blocks: its updates do not arrive; see *Resyncs*.",
+            ),
+            [Query(expr=f"max by (worker) (transom_router_mirror_blocks{{{PLACED}}})", legend="{{worker}}")],
+            "short",
+        ),
+        lines(
+            About(
+                title="Mirrors' lag between routers",
+                shows="Versions between the newest and the oldest mirror of a worker. Always 0 with one router.",
+                act="It grows: one router does not get updates; its choices are worse than the others'.",
+            ),
+            [Query(expr=f"max by (worker) ({VERSIONS}) - min by (worker) ({VERSIONS})", legend="{{worker}}")],
+            "short",
+        ),
+        lines(
+            About(
+                title="Resyncs",
+                shows="Gaps in a worker's index updates, after which the whole index was asked for, a second.",
+                act="More than now and then: updates are lost between worker and router; look at the "
+                "network and the router's CPU.",
+            ),
+            [Query(expr=rate("transom_router_resyncs_total", PLACED, "worker"), legend="{{worker}}")],
+            "ops",
+        ),
+    ],
+)
+
+
+FLEET = Section(
+    title="Workers",
+    panels=[
+        lines(
+            About(
+                title="Workers by state, and wanted",
+                shows="Workers open, closed (starting or lost) and draining. Dashed: how many the "
+                "autoscaling policy would ask for.",
+                act="Open below wanted for minutes: hosts or devices are missing; runbook of TransomScaleUpStuck.",
+            ),
+            [
+                Query(expr=seen("transom_router_workers", ROUTER, "state"), legend="{{state}}"),
+                Query(expr=seen("transom_router_desired_workers", ROUTER), legend="wanted"),
+            ],
+            "short",
+            stack=True,
+            unstacked=["wanted"],
+        ),
+        lines(
+            About(
+                title="Workers joined, lost, drained",
+                shows="Changes within five minutes, of the router that saw the most.",
+                act="Lost: the worker's log and its host's. Joined and lost in turns: workers crash while they start.",
+            ),
+            [
+                Query(
+                    expr="max by (change) (sum by (router, change) "
+                    f"(increase(transom_router_worker_changes_total{{{ROUTER}}}[5m])))",
+                    legend="{{change}}",
+                )
+            ],
+            "short",
+        ),
+        lines(
+            About(
+                title="Drains by outcome",
+                shows="Workers that went, a second: everything there had finished, or what had not was moved.",
+                act="`moved` often: answers take longer than drains wait; clients see a pause and nothing else.",
+            ),
+            [Query(expr=rate("transom_router_drains_total", ROUTER, "outcome"), legend="{{outcome}}")],
+            "ops",
+        ),
+        lines(
+            About(
+                title="Failovers by outcome",
+                shows="Requests whose worker was lost, a second: resumed elsewhere, given up, or stopped as poison.",
+                act="`gave_up`: clients got an error, see TransomRequestsLost. `poison`: one request kills workers, "
+                "see TransomPoisonRequest.",
+            ),
+            [Query(expr=rate("transom_router_failovers_total", ROUTER, "outcome"), legend="{{outcome}}")],
+            "reqps",
+            width=12,
+        ),
+        lines(
+            About(
+                title="Dropped scrapes by target",
+                shows="Pages of workers or routers that came too late, a second.",
+                act="Runbook of TransomScrapesDropped.",
+            ),
+            [Query(expr=rate("transom_router_dropped_scrapes_total", ROUTER, "target"), legend="{{target}}")],
+            "ops",
+            width=12,
+        ),
+    ],
+)
+
+
+COLUMNS = ("model", "router", "version", "python", "ray")
+ROUTERS = Section(
+    title="Routers",
+    panels=[
+        lines(
+            About(
+                title="Requests by router",
+                shows="HTTP requests, a second, scrapes and health checks included.",
+                act="One router has none: the balancer does not know it.",
+            ),
+            [Query(expr=rate("transom_router_requests_total", ROUTER, "router"), legend="{{router}}")],
+            "reqps",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="First token by router (p95)",
+                shows="From a request's arrival to its first token.",
+                act="One router slow, the others not: its process is short of CPU.",
+            ),
+            [Query(expr=quantile(0.95, "transom_router_first_token_seconds", ROUTER, "router"), legend="{{router}}")],
+            "s",
+        ),
+        lines(
+            About(
+                title="Open streams by router",
+                shows="Streamed answers that are being sent.",
+                act="All on one router: the balancer keeps connections; that is right for few clients.",
+            ),
+            [Query(expr=total("transom_router_open_streams", ROUTER, "router"), legend="{{router}}")],
+            "short",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="CPU of routers",
+                shows="Cores that each router's process keeps busy; one is all that it can use.",
+                act="Near 1: add routers (`--router-replicas`).",
+            ),
+            [Query(expr=rate("transom_router_process_cpu_seconds_total", ROUTER, "router"), legend="{{router}}")],
+            "short",
+        ),
+        lines(
+            About(
+                title="Memory of routers",
+                shows="Resident bytes of each router's process.",
+                act="It grows with mirrors and open streams; without either, it is a leak, worth a report.",
+            ),
+            [Query(expr=total("transom_router_process_resident_bytes", ROUTER, "router"), legend="{{router}}")],
+            "bytes",
+        ),
+        rows(
+            About(
+                title="Versions of routers",
+                shows="What every router runs on.",
+                act="Rows that differ: a redeploy is under way, or hosts have different wheels.",
+            ),
+            info("transom_build_info", f'{ROUTER},router!=""', COLUMNS),
+            COLUMNS,
+            width=8,
+        ),
+    ],
+)

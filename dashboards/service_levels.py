@@ -1,0 +1,154 @@
+"""The Overview's sections about latency and about how full the service is."""
+
+from __future__ import annotations
+
+from dashboards import kv_cache, workers
+from dashboards.board import Section, to_board
+from dashboards.panels import About, high_is_bad, lines
+from dashboards.queries import API, ROUTER, WORKER, Query, or_zero, quantile, quantiles, rate, seen, total
+
+FIRST_TOKEN_LIMITS = high_is_bad(1, 2)  # two seconds: the default of --first-token-objective-s
+INTER_TOKEN_LIMITS = high_is_bad(0.1, 0.25)  # ten tokens a second are read at ease; four are waited for
+BUSY = "max by (worker) (sum by (worker, model) (transom_kv_utilization_ratio{" + WORKER + "}))"
+
+LATENCY = Section(
+    title="Latency",
+    panels=[
+        lines(
+            About(
+                title="Time to first token",
+                shows="From a request's arrival at the router to its first token. Dots are requests, with their ids. "
+                "Dashed: half the objective of 2 s, and the objective.",
+                act="Open a dot's id at `/debug/requests/{id}`; *Parts of the first token* has the sum of all.",
+            ),
+            quantiles("transom_router_first_token_seconds", ROUTER),
+            "s",
+            limits=FIRST_TOKEN_LIMITS,
+        ),
+        lines(
+            About(
+                title="Time between tokens",
+                shows="Between two events of one answer, as the router sends them. Dashed: 0.1 s and 0.25 s.",
+                act="p99 far above p50: long prompts share steps with answers, or preemption; see "
+                "*Workers* and *KV cache*.",
+            ),
+            quantiles("transom_router_inter_token_seconds", ROUTER),
+            "s",
+            limits=INTER_TOKEN_LIMITS,
+        ),
+        lines(
+            About(
+                title="Time of whole requests",
+                shows="From a request's arrival to the end of its answer, `/v1` only; dots are "
+                "requests, with their ids.",
+                act="It grows with the answers' length: compare with *Time between tokens* before calling it slow.",
+            ),
+            quantiles("transom_router_request_seconds", f"{ROUTER},{API}"),
+            "s",
+        ),
+        lines(
+            About(
+                title="Parts of the first token (p95)",
+                shows="In workers: waiting for the first step, computing the prompt, and both; and what "
+                "the router saw.",
+                act="Queue high: add workers. Prefill high: prompts are long or miss the cache. "
+                "Router far above worker: "
+                "requests wait at the router, or its process is short of CPU.",
+            ),
+            [
+                Query(expr=quantile(0.95, "transom_queue_seconds", WORKER), legend="queue"),
+                Query(expr=quantile(0.95, "transom_prefill_seconds", WORKER), legend="prefill"),
+                Query(expr=quantile(0.95, "transom_first_token_seconds", WORKER), legend="first token, worker"),
+                Query(expr=quantile(0.95, "transom_router_first_token_seconds", ROUTER), legend="first token, router"),
+            ],
+            "s",
+            width=12,
+        ),
+        lines(
+            About(
+                title="Parts of an answer (p95)",
+                shows="In workers: from the first token to the last, from arrival to the end, and between two tokens.",
+                act="Decode grows without longer answers: batches have grown or steps slowed down; see *Workers*.",
+            ),
+            [
+                Query(expr=quantile(0.95, "transom_decode_seconds", WORKER), legend="decode"),
+                Query(expr=quantile(0.95, "transom_request_seconds", WORKER), legend="request"),
+                Query(expr=quantile(0.95, "transom_inter_token_seconds", WORKER), legend="inter-token"),
+            ],
+            "s",
+            width=12,
+        ),
+    ],
+)
+
+
+SATURATION = Section(
+    title="Saturation",
+    panels=[
+        lines(
+            About(
+                title="Requests running and waiting",
+                shows="In batches, in workers' queues, and at routers without a worker.",
+                act="Waiting grows while running stays: memory or `--max-num-seqs` is the limit; see "
+                "*KV cache*, headroom.",
+            ),
+            [
+                Query(expr=total("transom_requests_running", WORKER), legend="running"),
+                Query(expr=total("transom_requests_waiting", WORKER), legend="waiting in workers"),
+                Query(expr=total("transom_router_waiting_requests", ROUTER), legend="waiting at routers"),
+            ],
+            "short",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Cache in use by worker",
+                shows="Share of each worker's KV pool that running requests use. Dashed: 80 % and 95 %.",
+                act="One worker far above the others: see *Router*, placements. All of them: add workers.",
+            ),
+            [Query(expr=BUSY, legend="{{worker}}")],
+            "percentunit",
+            limits=high_is_bad(0.8, 0.95),
+            maximum=1,
+        ),
+        lines(
+            About(
+                title="Workers by state",
+                shows="Open ones take requests; closed ones start or are lost; draining ones end what they have.",
+                act="Closed for long: a worker does not start. Its log says why; *Router* has joins and losses.",
+            ),
+            [Query(expr=seen("transom_router_workers", ROUTER, "state"), legend="{{state}}")],
+            "short",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Open streams",
+                shows="Streamed answers that are being sent, by router.",
+                act="Constant though no tokens go out: clients read slowly, or a worker hangs; see *Workers*, steps.",
+            ),
+            [Query(expr=total("transom_router_open_streams", ROUTER, "router"), legend="{{router}}")],
+            "short",
+            stack=True,
+        ),
+        lines(
+            About(
+                title="Preemptions",
+                shows="Requests sent back to the queue for want of KV blocks, a second.",
+                act="More than now and then: the pool is too small for the batch. Lower "
+                "`--max-num-seqs` or add memory.",
+            ),
+            [Query(expr=or_zero(rate("transom_preemptions_total", WORKER)), legend="preempted")],
+            "ops",
+        ).links([to_board(kv_cache.UID, "KV cache")]),
+        lines(
+            About(
+                title="Steps",
+                shows="Steps a second, by worker.",
+                act="None while requests run: that worker hangs. Runbook of TransomWorkerStalled.",
+            ),
+            [Query(expr=rate("transom_steps_total", WORKER, "worker"), legend="{{worker}}")],
+            "ops",
+        ).links([to_board(workers.UID, "Workers")]),
+    ],
+)

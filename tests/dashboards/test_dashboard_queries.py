@@ -1,0 +1,90 @@
+"""Queries of dashboards and alerts: PromQL, over metrics that exist, by labels that these have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from dashboard_files import all_queries, dashboards, variables
+from declared_series import declared
+from promql import OF_A_HISTOGRAM, Named, kept_labels, named, parse
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "deploy/monitoring/alerts.yml"
+SERIES = declared()
+PROMETHEUS_OWN = {  # what Prometheus makes itself
+    "up": {"job", "instance"},
+    "ALERTS": {"alertname", "alertstate", "severity", "model", "worker"},
+}
+NOT_ON_A_DASHBOARD: dict[str, str] = {}  # metric: why
+
+
+def rules() -> list[dict[str, str]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+RECORDED = {rule["record"]: {"model"} for rule in rules() if "record" in rule}
+QUERIES = [
+    *((f"{board['uid']}: {panel}", expr) for board in dashboards() for panel, expr, _ in all_queries(board)),
+    *((f"alerts: {rule.get('alert') or rule['record']}", rule["expr"]) for rule in rules()),
+]
+
+
+def base(metric: str) -> str:
+    """The metric that a series belongs to."""
+    stems = [metric.removesuffix(end) for end in OF_A_HISTOGRAM if metric.endswith(end)]
+    return next((stem for stem in stems if stem in SERIES), metric)
+
+
+def problems(one: Named) -> list[str]:
+    known = {**SERIES, **RECORDED, **PROMETHEUS_OWN}
+    name = base(one.metric)
+    if name not in known:
+        return [f"{one.metric} is no metric"]
+    allowed = known[name] | ({"le"} if one.metric.endswith("_bucket") else set())
+    return [f"{one.metric} has no label {label}" for label in sorted(one.labels - allowed)]
+
+
+@pytest.mark.parametrize(("where", "expr"), QUERIES, ids=[where for where, _ in QUERIES])
+def test_a_query_names_what_exists(where: str, expr: str) -> None:
+    selectors = named(expr)
+    assert selectors, f"{where} reads no metric"
+    assert [problem for one in selectors for problem in problems(one)] == []
+
+
+@pytest.mark.parametrize(
+    ("expr", "problem"),
+    [
+        ("sum(transom_kv_block)", "transom_kv_block is no metric"),
+        ('transom_kv_blocks{groups="a"}', "transom_kv_blocks has no label groups"),
+        ("sum by (rank) (rate(transom_steps_total[$__rate_interval]))", "transom_steps_total has no label rank"),
+        ("sum by (le) (transom_steps_total)", "transom_steps_total has no label le"),
+    ],
+)
+def test_wrong_names_are_caught(expr: str, problem: str) -> None:
+    assert [found for one in named(expr) for found in problems(one)] == [problem]
+
+
+def test_what_is_no_promql_is_caught() -> None:
+    with pytest.raises(ValueError, match="unclosed"):
+        parse("sum(rate(transom_steps_total[$__rate_interval])")
+
+
+@pytest.mark.parametrize("board", dashboards(), ids=lambda board: board["uid"])
+def test_legends_name_labels_that_the_query_keeps(board: dict[str, object]) -> None:
+    for panel, expr, legend in all_queries(board):
+        assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= kept_labels(expr) | {"le"}, panel
+
+
+@pytest.mark.parametrize("board", dashboards(), ids=lambda board: board["uid"])
+def test_queries_use_the_variables_that_are_shown_and_no_others(board: dict[str, object]) -> None:
+    text = " ".join(expr for _, expr, _ in all_queries(board))
+    used = {name for name in ("model", "worker", "router", "group") if f"${name}" in text}
+    assert used == {name for name, is_hidden in variables(board).items() if not is_hidden} - {"datasource"}
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
+    shown = {base(one.metric) for where, expr in QUERIES if "alerts" not in where for one in named(expr)}
+    assert set(SERIES) - shown == set(NOT_ON_A_DASHBOARD)

@@ -1,0 +1,137 @@
+"""The dashboards as files: equal to the code, laid out without overlaps, explained, and linked."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+from dashboard_files import FOLDER, dashboards, panels, variables
+
+from dashboards.board import Board, Section
+from dashboards.build import documents
+from dashboards.panels import About, low_is_bad, number
+from dashboards.queries import Query
+from transom_worker.config import Settings
+
+BOARDS = dashboards()
+EACH = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
+
+
+def overlaps(board: dict[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of panels that share a cell of the grid."""
+    cells: dict[tuple[int, int], dict[str, Any]] = {}
+    found = []
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        xs, ys = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+        for cell in itertools.product(xs, ys):
+            if cells.setdefault(cell, panel) is not panel:
+                found.append((cells[cell]["title"], panel["title"]))
+    return found
+
+
+def test_the_files_are_what_the_code_makes() -> None:
+    """Another text here means: run `make dashboards`."""
+    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == documents()
+
+
+def test_building_twice_changes_nothing() -> None:
+    assert documents() == documents()
+
+
+def test_there_are_four_with_names_that_stay() -> None:
+    assert {board["uid"] for board in BOARDS} == {
+        "transom-overview",
+        "transom-kv-cache",
+        "transom-workers",
+        "transom-router",
+    }
+    assert len({board["title"] for board in BOARDS}) == 4
+
+
+@EACH
+def test_panels_lie_on_the_grid_beside_each_other(board: dict[str, Any]) -> None:
+    assert overlaps(board) == []
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in board["panels"])
+
+
+@EACH
+def test_ids_are_unique(board: dict[str, Any]) -> None:
+    ids = [panel["id"] for panel in board["panels"]]
+    titles = [panel["title"] for panel in panels(board)]
+    assert len(set(ids)) == len(ids)
+    assert min(ids) > 0
+    assert len(set(titles)) == len(titles)
+    for panel in panels(board):
+        letters = [target["refId"] for target in panel["targets"]]
+        assert letters == list("ABCDEFGH"[: len(letters)]), panel["title"]
+
+
+@EACH
+def test_every_panel_says_its_unit_and_what_to_do(board: dict[str, Any]) -> None:
+    for panel in panels(board):
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        shows, act = panel["description"].split("\n\n**When it looks wrong:** ")
+        assert min(len(shows), len(act)) > 10, panel["title"]
+        assert all(text.endswith(".") for text in (shows, act)), panel["title"]
+
+
+@EACH
+def test_every_panel_asks_the_chosen_source(board: dict[str, Any]) -> None:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    for panel in panels(board):
+        assert [panel["datasource"], *(target["datasource"] for target in panel["targets"])] == [
+            source,
+            *[source] * len(panel["targets"]),
+        ]
+
+
+@EACH
+def test_lines_have_limits_only_where_the_words_explain_them(board: dict[str, Any]) -> None:
+    for panel in panels(board):
+        has_limits = len(panel["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1
+        explains = re.search(r"[Oo]range|[Rr]ed |Dashed", panel["description"]) is not None
+        assert not has_limits or explains, panel["title"]
+
+
+@EACH
+def test_dashboards_share_variables_and_lead_to_each_other(board: dict[str, Any]) -> None:
+    assert list(variables(board)) == ["datasource", "model", "worker", "router", "group"]
+    assert board["tags"] == ["transom"]
+    (link,) = board["links"]
+    assert (link["type"], link["tags"], link["keepTime"], link["includeVars"]) == (
+        "dashboards",
+        ["transom"],
+        True,
+        True,
+    )
+    targets = [link["url"] for panel in panels(board) for link in panel.get("links", [])]
+    uids = {other["uid"] for other in BOARDS}
+    assert {target.split("?")[0].removeprefix("/d/") for target in targets} <= uids - {board["uid"]}
+
+
+@EACH
+def test_all_of_a_variable_covers_what_starts_later(board: dict[str, Any]) -> None:
+    for one in board["templating"]["list"][1:]:
+        assert (one["multi"], one["includeAll"], one["allValue"], one["refresh"]) == (True, True, ".*", 2), one["name"]
+
+
+@EACH
+def test_words_name_flags_and_alerts_that_exist(board: dict[str, Any]) -> None:
+    flags = {name.replace("_", "-") for name in Settings.model_fields}
+    alerts = set(re.findall(r"- alert: (\w+)", (FOLDER.parents[1] / "deploy/monitoring/alerts.yml").read_text()))
+    text = " ".join(panel["description"] for panel in panels(board))
+    assert set(re.findall(r"--([a-z-]+)", text)) <= flags
+    assert set(re.findall(r"Transom[A-Z]\w+", text)) <= alerts
+
+
+def test_sections_wrap_and_repeat() -> None:
+    about = About(title="One", shows="x.", act="y.")
+    wide = [number(about, Query(expr="up"), "s", width=16, limits=low_is_bad(1, 2)) for _ in range(2)]
+    sections = (Section(title="First", panels=wide), Section(title="Each", panels=[], repeat="worker"))
+    built = Board(uid="u", title="t", description="d", variables=frozenset(), sections=sections).build()
+    places = [(one.grid_pos.x, one.grid_pos.y, one.id_val) for one in built["panels"]]
+    assert places == [(0, 0, 100), (0, 1, 101), (0, 5, 102), (0, 9, 200)]
+    assert built["panels"][-1].repeat == "worker"
