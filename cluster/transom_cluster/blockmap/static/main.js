@@ -1,0 +1,187 @@
+/** Binds the modules to the page and starts them. */
+
+import { Announcer } from "./announcer.js";
+import { ApiKeyStore, askForKey } from "./api_key.js";
+import { App } from "./app.js";
+import { Connection } from "./connection.js";
+import { Counters } from "./counters.js";
+import { Cursor } from "./cursor.js";
+import { replayTrace } from "./demo.js";
+import { Describer } from "./describe.js";
+import { EventLog } from "./event_log.js";
+import { FilterControls } from "./filter_controls.js";
+import { Filters } from "./filters.js";
+import { GroupHues } from "./group_hues.js";
+import { Inspector } from "./inspector.js";
+import { Keyboard } from "./keyboard.js";
+import { Legend } from "./legend.js";
+import { MapView } from "./map_view.js";
+import { sequencesOf } from "./sequence_lookup.js";
+import { RequestsPanel } from "./requests_panel.js";
+import { StatusLine } from "./status_line.js";
+import { Strip } from "./strip.js";
+import { Theme } from "./theme.js";
+import { TimeControls } from "./time_controls.js";
+import { lineOf, Tooltip } from "./tooltip.js";
+
+const ADDRESS = new URL("../", import.meta.url); // of /blocks/, wherever the server is mounted
+const parameters = new URLSearchParams(location.search);
+const find = (id) => document.getElementById(id);
+
+const keys = new ApiKeyStore();
+const filters = new Filters(() => app.requestRender(true));
+const hues = new GroupHues();
+const app = new App({ filters, hues });
+const announcer = new Announcer(find("announcer"));
+const chooseRequest = (request) => {
+  filters.set({ request });
+  announcer.say(`Showing the blocks of ${request} only.`);
+};
+
+const map = new MapView({
+  scroller: find("map-scroller"), world: find("map-world"), canvas: find("map"),
+  view: { workers: () => app.visibleWorkers(), filters, hues },
+});
+const inspector = new Inspector({ panel: find("inspector"), onRequest: chooseRequest });
+const describer = new Describer({ url: new URL("describe", ADDRESS), keys, onAnswer: (rows) => inspector.showDetails(rows) });
+const tooltip = new Tooltip({ tip: find("tooltip"), box: find("map-box") });
+const cursor = new Cursor({ map, outline: find("cursor"), onChange: showTarget });
+const legend = new Legend(find("legend"));
+const counters = new Counters({ table: find("counters"), requests: find("request-counts") });
+const requestsPanel = new RequestsPanel({ list: find("requests"), suggestions: find("request-ids"), onRequest: chooseRequest });
+const eventLog = new EventLog({ list: find("events"), onRequest: chooseRequest });
+const strip = new Strip({ box: find("strip"), onSeek: (time_s) => app.timeline.seek(time_s) });
+const timeControls = new TimeControls({
+  toggle: find("toggle"), back: find("back"), forth: find("forth"), slider: find("slider"), live: find("go-live"), label: find("moment"),
+  timeline: app.timeline,
+});
+const filterControls = new FilterControls({
+  worker: find("worker-filter"), group: find("group-filter"), request: find("request-filter"), clear: find("clear-filters"), filters,
+});
+const theme = new Theme({ button: find("theme"), onChange: () => app.requestRender(true) });
+
+let paintedTheme = 0;
+
+function draw() {
+  if (paintedTheme !== theme.version) map.setStyles(theme.styles);
+  paintedTheme = theme.version;
+  const workers = app.visibleWorkers();
+  find("nothing").hidden = workers.length > 0;
+  map.paint();
+  cursor.refresh();
+  showTarget("frame");
+  timeControls.update();
+  filterControls.update([...app.workers.keys()], app.groupNames());
+  counters.update(workers);
+  legend.update(app.groupNames(), workers, theme.styles, theme.version);
+  requestsPanel.update(workers, filters.request);
+  eventLog.update(app.timeline.isLive ? Infinity : app.timeline.shown_s, filters);
+  announcer.update(workers, timeControls.describe(), Date.now() / 1000);
+  document.title = app.timeline.isLive ? "Transom blocks" : "Paused: Transom blocks";
+}
+
+function drawStrip() {
+  const workers = app.visibleWorkers();
+  const shown_s = app.timeline.isLive || !workers.length ? null : Math.max(...workers.map(({ shown }) => shown.time_s));
+  strip.update({ groups: app.groupNames(), workers, hues, colours: theme.colours, shown_s, chosenGroup: filters.group });
+}
+
+/** `how`: what made the target another one, "pointer", "pin", "keyboard" or "frame". */
+function showTarget(how) {
+  const { target } = cursor;
+  inspector.show(target);
+  describer.lookAt(app.isConnected && app.timeline.isLive ? target : null);
+  tooltip.show(target === cursor.hovered || how === "keyboard" || document.activeElement === map.canvas ? target : null, rectOnScreen(target));
+  if (how === "keyboard") announcer.say(lineOf(target));
+}
+
+function rectOnScreen(target) {
+  const rect = target === null ? null : map.rectOf(target);
+  if (rect === null) return null;
+  const [left, top, width, height] = rect.map((length) => length / map.pixelRatio);
+  return { left, top: top - map.scroller.scrollTop, width, height };
+}
+
+function chooseRequestOfTarget() {
+  const { target } = cursor;
+  if (target === null || target.block === null) return;
+  const [found] = sequencesOf(target.worker.shown, target.group, target.block);
+  if (found) chooseRequest(found.sequence.request);
+  else announcer.say("No request uses this block.");
+}
+
+function zoom(by) {
+  map.changeZoom(by);
+  app.requestRender(true);
+}
+
+function step(direction) {
+  app.timeline.step(direction);
+  announcer.say(timeControls.describe());
+}
+
+function toggle() {
+  app.timeline.toggle();
+  announcer.say(timeControls.describe());
+}
+
+function clear() {
+  if (filters.request) filters.set({ request: "" });
+  else cursor.clear();
+}
+
+function bindMap() {
+  const { canvas, scroller } = map;
+  canvas.addEventListener("pointermove", ({ offsetX, offsetY }) => cursor.hover([offsetX, offsetY]));
+  canvas.addEventListener("pointerleave", () => cursor.hover(null));
+  canvas.addEventListener("click", () => cursor.pin());
+  canvas.addEventListener("dblclick", chooseRequestOfTarget);
+  canvas.addEventListener("blur", () => showTarget("frame"));
+  scroller.addEventListener("scroll", () => app.requestRender(false));
+  new ResizeObserver(() => app.requestRender(true)).observe(scroller);
+}
+
+function bindButtons() {
+  find("zoom-in").addEventListener("click", () => zoom(1));
+  find("zoom-out").addEventListener("click", () => zoom(-1));
+  find("zoom-fit").addEventListener("click", () => zoom(0));
+  find("help-button").addEventListener("click", () => find("help").showModal());
+  new Keyboard({
+    map: map.canvas, off: find("no-shortcuts"),
+    actions: {
+      toggle, step, clear, zoom, goLive: () => app.timeline.goLive(), focusFilter: () => find("request-filter").focus(),
+      focusMap: () => map.canvas.focus(), switchTheme: () => theme.toggle(), help: () => find("help").showModal(),
+      saySummary: () => announcer.saySummary(app.visibleWorkers(), timeControls.describe(), Date.now() / 1000),
+      move: (dx, dy) => cursor.move(dx, dy), movePage: (direction) => cursor.movePage(direction),
+      moveToEnd: (isLast) => cursor.moveToEnd(isLast), chooseRequest: chooseRequestOfTarget,
+    },
+  });
+}
+
+function streamAddress() {
+  const url = new URL("stream", ADDRESS);
+  for (const name of ["worker", "period_s"]) if (parameters.has(name)) url.searchParams.set(name, parameters.get(name));
+  return url;
+}
+
+function start() {
+  const onStatus = (status) => app.setStatus(status);
+  if (parameters.has("demo")) {
+    replayTrace(new URL("demo.bin", ADDRESS), { onFrame: (bytes, shift_s) => app.takeFrame(bytes, shift_s), onStatus });
+    return;
+  }
+  const onEvent = (event, data) => app.takeEvent(event, data);
+  app.source = new Connection({
+    url: streamAddress(), keys, onEvent, onStatus, askForKey: (wasRefused) => askForKey(find("key-dialog"), wasRefused),
+  });
+  app.source.run();
+}
+
+app.parts = { draw, drawStrip, eventLog, status: new StatusLine({ pill: find("status"), message: find("status-message"), announcer }) };
+globalThis.transomBlockMap = app; // for the console and the tests
+app.map = map;
+app.cursor = cursor;
+bindMap();
+bindButtons();
+start();
+app.requestRender(true);

@@ -1,0 +1,55 @@
+/** Blocks by state over the last five minutes, a sample a second, of one worker. */
+
+export const SPAN_S = 300;
+export const BANDS = ["active", "held", "loose", "empty"]; // the order in which a frame's `history` has them
+
+/** Second -> [free pages, [active, held, loose, empty] of each group]. */
+export class UtilisationSeries {
+  constructor() {
+    this.samples = new Map();
+  }
+
+  takeFrame(header) {
+    for (const [time_s, freePages, ...groups] of header.history ?? []) this.#put(time_s, [freePages, ...groups]);
+    this.#put(header.time_s, [header.free_pages, ...header.counts.map((counts) => BANDS.map((band) => counts[band]))]);
+  }
+
+  /** The sample of a second, or of the one before: frames may come late. */
+  at(second) {
+    return this.samples.get(second) ?? this.samples.get(second - 1) ?? null;
+  }
+
+  get newestSecond() {
+    return this.#newest ?? null;
+  }
+
+  #newest;
+
+  #put(time_s, sample) {
+    const second = Math.floor(time_s);
+    this.samples.set(second, sample);
+    if (this.#newest === undefined || second > this.#newest) {
+      this.#newest = second;
+      this.#trim();
+    }
+  }
+
+  #trim() {
+    for (const second of this.samples.keys()) {
+      if (second >= this.#newest - SPAN_S) break; // inserted in order of time
+      this.samples.delete(second);
+    }
+  }
+}
+
+/** Sum several workers' samples of a second into [active, held, loose, empty] of the group of that name; null without samples. */
+export function sumOfGroup(workers, groupName, second) {
+  let sum = null;
+  for (const worker of workers) {
+    const sample = worker.series.at(second);
+    const index = worker.live.geometry.groups.findIndex((group) => group.name === groupName);
+    if (sample === null || index < 0) continue;
+    sum = sample[1 + index].map((count, band) => count + (sum ? sum[band] : 0));
+  }
+  return sum;
+}
