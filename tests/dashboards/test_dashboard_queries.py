@@ -13,7 +13,6 @@ from promql import OF_A_HISTOGRAM, Named, kept_labels, named, parse
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/monitoring/alerts.yml"
-SERIES = declared()
 PROMETHEUS_OWN = {  # what Prometheus makes itself
     "up": {"job", "instance"},
     "ALERTS": {"alertname", "alertstate", "severity", "model", "worker"},
@@ -32,15 +31,20 @@ QUERIES = [
 ]
 
 
-def base(metric: str) -> str:
+@pytest.fixture(scope="module")
+def series(tiny_model: Path) -> dict[str, set[str]]:
+    return declared(tiny_model)
+
+
+def base(metric: str, series: dict[str, set[str]]) -> str:
     """The metric that a series belongs to."""
     stems = [metric.removesuffix(end) for end in OF_A_HISTOGRAM if metric.endswith(end)]
-    return next((stem for stem in stems if stem in SERIES), metric)
+    return next((stem for stem in stems if stem in series), metric)
 
 
-def problems(one: Named) -> list[str]:
-    known = {**SERIES, **RECORDED, **PROMETHEUS_OWN}
-    name = base(one.metric)
+def problems(one: Named, series: dict[str, set[str]]) -> list[str]:
+    known = {**series, **RECORDED, **PROMETHEUS_OWN}
+    name = base(one.metric, series)
     if name not in known:
         return [f"{one.metric} is no metric"]
     allowed = known[name] | ({"le"} if one.metric.endswith("_bucket") else set())
@@ -48,10 +52,10 @@ def problems(one: Named) -> list[str]:
 
 
 @pytest.mark.parametrize(("where", "expr"), QUERIES, ids=[where for where, _ in QUERIES])
-def test_a_query_names_what_exists(where: str, expr: str) -> None:
+def test_a_query_names_what_exists(where: str, expr: str, series: dict[str, set[str]]) -> None:
     selectors = named(expr)
     assert selectors, f"{where} reads no metric"
-    assert [problem for one in selectors for problem in problems(one)] == []
+    assert [problem for one in selectors for problem in problems(one, series)] == []
 
 
 @pytest.mark.parametrize(
@@ -63,8 +67,8 @@ def test_a_query_names_what_exists(where: str, expr: str) -> None:
         ("sum by (le) (transom_steps_total)", "transom_steps_total has no label le"),
     ],
 )
-def test_wrong_names_are_caught(expr: str, problem: str) -> None:
-    assert [found for one in named(expr) for found in problems(one)] == [problem]
+def test_wrong_names_are_caught(expr: str, problem: str, series: dict[str, set[str]]) -> None:
+    assert [found for one in named(expr) for found in problems(one, series)] == [problem]
 
 
 def test_what_is_no_promql_is_caught() -> None:
@@ -85,6 +89,6 @@ def test_queries_use_the_variables_that_are_shown_and_no_others(board: dict[str,
     assert used == {name for name, is_hidden in variables(board).items() if not is_hidden} - {"datasource"}
 
 
-def test_every_metric_is_on_a_dashboard() -> None:
-    shown = {base(one.metric) for where, expr in QUERIES if "alerts" not in where for one in named(expr)}
-    assert set(SERIES) - shown == set(NOT_ON_A_DASHBOARD)
+def test_every_metric_is_on_a_dashboard(series: dict[str, set[str]]) -> None:
+    shown = {base(one.metric, series) for where, expr in QUERIES if "alerts" not in where for one in named(expr)}
+    assert set(series) - shown == set(NOT_ON_A_DASHBOARD)

@@ -1,0 +1,70 @@
+"""Alert rules: valid and tested by promtool where there is one, and complete in what they tell whoever is woken up."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "deploy/monitoring"
+RUNBOOKS = (ROOT / "docs/monitoring.md").read_text()
+RULES = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+ALERTS = [rule for rule in RULES if "alert" in rule]
+EACH = pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"] + rule["labels"].get("speed", ""))
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    """Its path; nothing is downloaded for a test."""
+    command = [ROOT / "scripts/prometheus", "promtool", "--offline"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if found.returncode:
+        pytest.skip(found.stderr.strip())
+    return found.stdout.strip()
+
+
+def run(promtool: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [promtool, *arguments], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_promtool_takes_the_rules(promtool: str) -> None:
+    assert f"{len(RULES)} rules found" in run(promtool, "check", "rules", "alerts.yml")
+
+
+def test_the_rules_do_what_their_tests_say(promtool: str) -> None:
+    assert "SUCCESS" in run(promtool, "test", "rules", "alerts_test.yml")
+
+
+def test_every_alert_is_seen_firing_in_a_test() -> None:
+    tests = (MONITORING / "alerts_test.yml").read_text()
+    fired = set(re.findall(r'alertname="(\w+)"', tests)) | set(re.findall(r"alertname: (\w+)\n\s+eval_time", tests))
+    assert fired == {rule["alert"] for rule in ALERTS}
+
+
+@EACH
+def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert "for" in rule
+    assert set(rule["annotations"]) == {"summary", "description", "action", "runbook_url"}
+    for name in ("summary", "description", "action"):
+        assert rule["annotations"][name].endswith("."), name
+
+
+@EACH
+def test_an_alert_leads_to_its_runbook(rule: dict[str, Any]) -> None:
+    assert rule["annotations"]["runbook_url"] == f"docs/monitoring.md#{rule['alert'].lower()}"
+    section = RUNBOOKS.split(f"\n### {rule['alert']}\n")[1].split("\n### ")[0]
+    assert len(section) > 100
+
+
+def test_runbooks_belong_to_alerts() -> None:
+    assert set(re.findall(r"\n### (Transom\w+)\n", RUNBOOKS)) == {rule["alert"] for rule in ALERTS}
