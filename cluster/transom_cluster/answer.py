@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from transom_cluster.event_parts import joined
+from transom_cluster.request_lives import RequestLife
 from transom_worker.contract import ErrorInfo, OutputEvent, Request
 
 MAX_BUFFERED = 512  # events of which a slow client's answer keeps each; more are joined, one a choice
@@ -18,8 +19,9 @@ class Answer:
     `num_unfinished` counts choices whose last event `next` has not returned yet.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], life: RequestLife | None = None) -> None:
         self.requests = requests
+        self.life = life or RequestLife(requests)
         self.num_unfinished = len(requests)
         self._num_unadmitted = len(requests)
         self._refusal: Exception | None = None

@@ -14,6 +14,7 @@ from transom_cluster.answer import Answer
 from transom_cluster.answer_meter import AnswerMeter
 from transom_cluster.openai.errors import wire_error, wire_error_of
 from transom_cluster.openai.writers import Writer, data_line
+from transom_cluster.request_lives import RequestLife
 from transom_cluster.router import Router
 from transom_worker.contract import OutputEvent, Request
 
@@ -30,8 +31,17 @@ class AnswerResponse(Response):
     A stream's headers wait for its first event: an error before that still gets its own status.
     """
 
-    def __init__(self, router: Router, requests: Sequence[Request], writer: Writer, *, stream: bool) -> None:
+    def __init__(
+        self,
+        router: Router,
+        requests: Sequence[Request],
+        writer: Writer,
+        *,
+        stream: bool,
+        life: RequestLife | None = None,
+    ) -> None:
         super().__init__()
+        self._life = life or RequestLife(requests)
         self._router = router
         self._requests = requests
         self._writer = writer
@@ -50,12 +60,13 @@ class AnswerResponse(Response):
         finally:
             gone.cancel()
             if not work.done():
+                self._life.client_left()
                 work.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await work
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._router.answer(self._requests) as answer:
+        async with self._router.answer(self._requests, self._life) as answer:
             self._meter.begun()
             if self._stream:
                 await self._send_stream(answer, send)

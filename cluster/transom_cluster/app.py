@@ -50,12 +50,14 @@ class Router:
         """The FastAPI app; Serve runs its lifespan, which opens an event stream to each worker."""
         from transom_cluster.ingress import build_api
         from transom_cluster.router import Router as RouterCore
+        from transom_worker.logs import show_logs
         from transom_worker.model_files import resolve_model
         from transom_worker.tokenizer import Tokenizer
 
         replica = serve.get_replica_context()
         router_id = replica.replica_id.unique_id
         find_handle = partial(serve.get_deployment_handle, replica.deployment, replica.app_name)
+        show_logs(self._settings.log_format, f"router/{router_id}")
         self._core = RouterCore(
             workers=ServeWorkerDirectory(self._worker),
             tokenizer=Tokenizer.load(resolve_model(self._settings.model)),

@@ -262,7 +262,10 @@ class WorkerLink:
 
     def _fail(self, flight: Flight, error: Exception) -> None:
         """Something went wrong with this flight, which would be a bug: it ends, and nothing else does."""
-        logger.error("Request %s failed in the router.\n%s", flight.request.request_id, _details(error))
+        request_id = flight.request.request_id
+        logger.error(
+            "Request %s failed in the router.\n%s", request_id, _details(error), extra={"request_id": request_id}
+        )
         self._listener.failed(flight, error)
 
     def _abort(self, request_ids: list[str]) -> None:

@@ -15,6 +15,7 @@ from transom_cluster import __version__, debug_routes, metrics_routes, server_ro
 from transom_cluster.api_keys import ApiKeys
 from transom_cluster.blockmap import routes as blockmap_routes
 from transom_cluster.client_limits import ClientLimits
+from transom_cluster.follow_requests import FollowRequests
 from transom_cluster.middleware import (
     OPEN_PATHS,
     AnswerBugs,
@@ -62,6 +63,7 @@ def _add_layers(api: FastAPI, router: Router, keys: ApiKeys) -> None:
     api.add_middleware(LimitHeaders, max_header_bytes=config.limits.max_header_bytes)
     api.add_middleware(AnswerBugs, show_messages=config.log_prompts)
     api.add_middleware(CountRequests, metrics=router.metrics)
+    api.add_middleware(FollowRequests, tracing=router.tracing, logs_access=config.log_format == "json")
 
 
 def _add_error_handlers(api: FastAPI) -> None:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from transom_cluster.answer_response import AnswerResponse
 from transom_cluster.api_keys import salted
+from transom_cluster.follow_requests import name_request
 from transom_cluster.openai.body import Model, parse_body
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
@@ -29,8 +30,10 @@ from transom_cluster.openai.prompts import (
 )
 from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
-from transom_cluster.openai.writers import AnswerHeader
+from transom_cluster.openai.writers import AnswerHeader, Writer
+from transom_cluster.request_lives import RequestLife
 from transom_cluster.router import Router
+from transom_cluster.tracing import RequestTrace, asked
 from transom_worker import contract
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError, RequestTimeout
@@ -52,6 +55,7 @@ class OpenAiRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
+        header = self._header(request, "chatcmpl")
         wanted = await self._parse(request, ChatCompletionRequest, CHAT_RULES)
         await self._router.prepare(wanted.model)
         params = wanted.params()
@@ -61,7 +65,6 @@ class OpenAiRoutes:
             add_generation_prompt=wanted.add_generation_prompt,
             template_kwargs=wanted.chat_template_kwargs,
         )
-        header = self._header("chatcmpl")
         requests = self._requests(request, header, wanted, [prompt], params, prompt_param="messages")
         writer = ChatWriter(
             header,
@@ -70,16 +73,16 @@ class OpenAiRoutes:
             include_usage=wanted.include_usage,
             num_top_logprobs=params.logprobs,
         )
-        return AnswerResponse(self._router, requests, writer, stream=bool(wanted.stream))
+        return self._answer(request, requests, writer, params, stream=bool(wanted.stream))
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
+        header = self._header(request, "cmpl")
         wanted = await self._parse(request, CompletionRequest, COMPLETION_RULES)
         await self._router.prepare(wanted.model)
         params = wanted.params()
         texts = wanted.prompts()
         prompts = await completion_prompts(self._router.tokenizer, texts, add_special_tokens=wanted.add_special_tokens)
-        header = self._header("cmpl")
         requests = self._requests(request, header, wanted, prompts, params, prompt_param="prompt")
         writer = CompletionWriter(
             header,
@@ -90,7 +93,7 @@ class OpenAiRoutes:
             echoed=self._echoed(texts, prompts, params.n) if wanted.echo else None,
             echo_only=wanted.echo_only,
         )
-        return AnswerResponse(self._router, requests, writer, stream=bool(wanted.stream))
+        return self._answer(request, requests, writer, params, stream=bool(wanted.stream))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
@@ -176,8 +179,28 @@ class OpenAiRoutes:
             prompt_param=prompt_param,
         )
 
-    def _header(self, prefix: str) -> AnswerHeader:
-        return AnswerHeader(id=f"{prefix}-{secrets.token_hex(12)}", model=self._router.config.served_model_name)
+    def _header(self, request: Request, prefix: str) -> AnswerHeader:
+        header = AnswerHeader(id=f"{prefix}-{secrets.token_hex(12)}", model=self._router.config.served_model_name)
+        name_request(request, header.id)
+        return header
+
+    def _answer(
+        self,
+        request: Request,
+        requests: Sequence[contract.Request],
+        writer: Writer,
+        params: SamplingParams,
+        *,
+        stream: bool,
+    ) -> AnswerResponse:
+        """The response, and what is told of it to those who ask later."""
+        trace: RequestTrace | None = getattr(request.state, "trace", None)
+        if trace is not None:
+            trace.describe(asked(params, num_choices=len(requests), stream=stream))
+        path, client = request.scope["path"], request.state.client
+        life = RequestLife(requests, endpoint=path, client=client, stream=stream, trace=trace)
+        request.state.life = life
+        return AnswerResponse(self._router, requests, writer, stream=stream, life=life)
 
     def _echoed(
         self, texts: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int

@@ -27,6 +27,7 @@ class Flight:
         self.answer = answer
         self.index = index
         self.request = request
+        self.life = answer.life
         self.token_ids = list(request.resumed_output_ids)
         self.attempt = request
         self.is_sent = False  # the attempt is on its way to the worker, or there
@@ -55,13 +56,29 @@ class Flight:
         self.has_begun = False
         return self.attempt
 
+    def go_to(self, worker_id: str, *, policy: str, predicted_tokens: int) -> None:
+        """This worker gets the attempt."""
+        self.worker_id = worker_id
+        trace_parent = self.life.placed(
+            self.index,
+            worker_id,
+            policy=policy,
+            predicted_tokens=predicted_tokens,
+            num_resumed=len(self.attempt.resumed_output_ids),
+        )
+        if trace_parent is not None:
+            self.attempt = replace(self.attempt, trace_parent=trace_parent)
+
     def send(self) -> None:
         """From here on the worker may be computing the attempt."""
         self.is_sent = self.awaits_reply = True
+        self.life.sent(self.index, self.worker_id)
 
     def admit(self) -> None:
         """A worker has taken the attempt."""
-        self.awaits_reply = False
+        if self.awaits_reply:
+            self.awaits_reply = False
+            self.life.accepted(self.index, self.worker_id)
         if not self.is_admitted:
             self.is_admitted = True
             self.answer.admit()
@@ -76,6 +93,8 @@ class Flight:
         fresh = without_first(event, num_seen, num_seen_chars) if num_seen or num_seen_chars else event
         if fresh.usage is not None:
             fresh = self._with_usage(fresh, fresh.usage)
+        if fresh.token_ids and not self.num_new_tokens:
+            self.life.began(self.index, self.worker_id, event.usage)
         self.num_new_tokens += len(fresh.token_ids)
         self.token_ids += fresh.token_ids
         self._num_chars = num_chars + len(fresh.text)
@@ -84,11 +103,16 @@ class Flight:
             self.answer.put(self.index, fresh)
         if fresh.finish_reason is not None:
             self.end()
+            if fresh.error is not None:
+                self.life.failed(self.index, fresh.error.kind, len(self.token_ids))
+            else:
+                self.life.finished(self.index, fresh.finish_reason, len(self.token_ids))
         return True
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
         self.end()
+        self.life.failed(self.index, type(error).__name__, len(self.token_ids))
         self.answer.fail(self.index, error_event(self.request.request_id, len(self.token_ids), error), error)
 
     def end(self) -> None:
@@ -112,6 +136,8 @@ class Flight:
         """A resumed request may find its own prompt in a cache: what counts is what the first worker found."""
         if self._usage is None:
             self._usage = usage
+            if self.request.choice_index == 0:
+                self.life.hit(usage)
         if usage.num_cached_tokens == self._usage.num_cached_tokens:
             return event
         return replace(event, usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 from zlib import crc32
 
 from transom_cluster.answer import Answer
@@ -15,10 +16,12 @@ from transom_cluster.known_limits import KnownLimits
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.openai.errors import unknown_model
 from transom_cluster.openai.to_contract import ModelLimits
+from transom_cluster.request_lives import RequestLife, RequestLives
 from transom_cluster.requests_in_flight import Flight
 from transom_cluster.router_peers import NoPeers, RouterPeers
 from transom_cluster.router_state import read_state
 from transom_cluster.routing.placer import Placer
+from transom_cluster.tracing import RouterTracing
 from transom_cluster.waiting_room import WaitingRoom
 from transom_cluster.worker_client import WorkerClient, WorkerDirectory
 from transom_cluster.worker_pool import WorkerPool
@@ -70,6 +73,10 @@ class Router:
         self._pool = WorkerPool(
             workers, router_id, links=self.links, listener=self._room, metrics=self.metrics, drain_s=drain_s
         )
+        self.lives = RequestLives(router_id)
+        self.tracing: RouterTracing | None = None
+        if config.tracing is not None:
+            self.tracing = RouterTracing(config.tracing, router_id, model=config.served_model_name)
         self._answers: dict[Answer, list[Flight]] = {}
         self._idle = asyncio.Event()
         self.metrics.watch(functools.partial(read_state, self.links, self._room, autoscaling))
@@ -77,6 +84,14 @@ class Router:
     def metrics_text(self, openmetrics: bool) -> str:
         """This router's own page of metrics, in one of Prometheus' two formats."""
         return self.metrics.text(openmetrics=openmetrics)
+
+    def request_life(self, request_id: str) -> dict[str, Any] | None:
+        """This router's part of a request's life; None if it does not know the request (any more)."""
+        return self.lives.life_of(request_id)
+
+    def request_lines(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
+        """A client's last requests here, in a line each."""
+        return self.lives.lines(client, state, limit)
 
     def process_name(self) -> str:
         """This router among all processes of the cluster."""
@@ -161,9 +176,11 @@ class Router:
                 flight.fail(WorkerLost(_STOPPING))
         await self._room.stop()
         await self._pool.stop()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     @contextlib.asynccontextmanager
-    async def answer(self, requests: Sequence[Request]) -> AsyncIterator[Answer]:
+    async def answer(self, requests: Sequence[Request], life: RequestLife | None = None) -> AsyncIterator[Answer]:
         """Submit requests; on leaving, for whatever reason, what has not ended is aborted at once.
 
         Raises:
@@ -171,14 +188,15 @@ class Router:
         """
         if self.is_draining:
             raise WorkerLost(_STOPPING)
-        answer = Answer(requests)
+        answer = Answer(requests, life)
         flights = self._answers[answer] = [Flight(answer, index, request) for index, request in enumerate(requests)]
-        try:
-            self._room.enter(flights)
-            await answer.admitted()
-            yield answer
-        finally:
-            self._room.withdraw(flights)
-            del self._answers[answer]
-            if not self._answers:
-                self._idle.set()
+        with self.lives.following(answer.life, flights):
+            try:
+                self._room.enter(flights)
+                await answer.admitted()
+                yield answer
+            finally:
+                self._room.withdraw(flights)
+                del self._answers[answer]
+                if not self._answers:
+                    self._idle.set()

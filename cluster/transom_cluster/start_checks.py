@@ -22,8 +22,11 @@ def check_start(settings: Settings) -> None:
     from transom_worker.models.architecture import choose_max_model_len, read_architecture, runnable
     from transom_worker.models.sharding import check_size
     from transom_worker.tokenizer import Tokenizer
+    from transom_worker.tracing import check_tracing
 
     check_api_keys(settings)
+    if (tracing := settings.server_config().tracing) is not None:
+        check_tracing(tracing)
     if problem := port_problem(settings.host, settings.port):
         raise ConfigError(problem)
     if settings.quantization == "int8" and (settings.device == "cuda" or settings.dtype == "float16"):

@@ -143,6 +143,7 @@ class WaitingRoom:
         """See `LinkListener`."""
         flights = [flight for flight in flights if not flight.has_ended]
         for flight in flights:
+            flight.life.lost(flight.index, link.worker_id, cause, len(flight.token_ids))
             self._left(flight)
         max_num_seqs = None if link.load is None else link.load.max_num_seqs
         verdict = after_loss(flights, cause, self._config, max_num_seqs=max_num_seqs)
@@ -180,7 +181,8 @@ class WaitingRoom:
                     worker_id = self._assign(flight, among)
                 except Exception as error:  # a bug: neither this client nor the others may wait for ever because of it
                     details = "".join(traceback_lines(error, with_messages=False))
-                    logger.error("Request %s could not be placed.\n%s", flight.request.request_id, details)
+                    about = {"request_id": flight.request.request_id}
+                    logger.error("Request %s could not be placed.\n%s", flight.request.request_id, details, extra=about)
                     flight.fail(error)
                     continue
                 groups.setdefault(worker_id, []).append((flight, flight.attempt))
@@ -198,8 +200,9 @@ class WaitingRoom:
 
     def _assign(self, flight: Flight, among: list[str]) -> str:
         attempt = flight.begin_attempt()
-        worker_id = self._placer.place(attempt, among).worker_id
-        flight.worker_id = worker_id
+        placed = self._placer.place(attempt, among)
+        worker_id = placed.worker_id
+        flight.go_to(worker_id, policy=self._placer.policy, predicted_tokens=placed.predicted_tokens)
         if flight.record.is_suspect:
             self._examined[worker_id] = flight
         self._links[worker_id].in_flight.add(flight)
@@ -218,6 +221,8 @@ class WaitingRoom:
             return
         if in_line:  # the line moves
             flight.wait_until_s = time.monotonic() + self._config.wait_s
+        if flight not in self._waiting:
+            flight.life.waits(flight.index, "suspect" if in_line else "workers full" if is_refused else "no worker")
         self._waiting[flight] = None
         if self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(RETRY_S, self._on_tick)
@@ -254,6 +259,7 @@ class WaitingRoom:
         if isinstance(error.error(), WorkerLost):
             self._rests_until_s[link.worker_id] = time.monotonic() + REST_S
         if isinstance(error.error(), (Overloaded, WorkerLost)):
+            flight.life.turned_away(flight.index, link.worker_id, error.kind)
             flight.refusals[link.worker_id] = error
             return True
         flight.fail(error.error())
@@ -272,8 +278,13 @@ class WaitingRoom:
             self._serve_soon()
 
     def _give_up(self, flight: Flight, outcome: str, error: Exception) -> None:
+        request_id, num_losses = flight.request.request_id, flight.record.num_losses
         logger.error(
-            "Request %s is given up (%s) after %d losses.", flight.request.request_id, outcome, flight.record.num_losses
+            "Request %s is given up (%s) after %d losses.",
+            request_id,
+            outcome,
+            num_losses,
+            extra={"request_id": request_id},
         )
         self._metrics.failover(outcome)
         flight.fail(error)

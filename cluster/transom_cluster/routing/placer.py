@@ -29,7 +29,7 @@ class Placer:
     """One router's view of all workers. Not thread-safe: one event loop calls it, and every call is short."""
 
     def __init__(self, policy: RoutingPolicy, *, seed: int = 0, metrics: RoutingMetrics | None = None) -> None:
-        self._policy = policy
+        self.policy = policy
         self._choose = POLICIES[policy]
         self._rng = random.Random(seed)
         self._turn = self._rng.randrange(1 << 16)  # routers that start together begin elsewhere
@@ -42,12 +42,12 @@ class Placer:
         """A worker's stream was opened; what was known of an earlier one is forgotten."""
         self._drop(worker_id)
         self._workers[worker_id] = KnownWorker(worker_id, info)
-        self._metrics.joined(self._policy, worker_id)
+        self._metrics.joined(self.policy, worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
         """A worker is gone, with what was placed there; an unknown one is ignored."""
         if self._drop(worker_id):
-            self._metrics.forget(self._policy, worker_id)
+            self._metrics.forget(self.policy, worker_id)
 
     def update(self, worker_id: str, message: WorkerMessage) -> bool:
         """Take in what a worker's message says of index and load; False: ask that worker to `resync`."""
@@ -84,7 +84,7 @@ class Placer:
             report=worker.num_reports,
         )
         self._placements[request.request_id] = worker.placements[request.request_id] = placement
-        self._metrics.placed(self._policy, chosen.worker_id, cost_s=time.perf_counter() - begin_s)
+        self._metrics.placed(self.policy, chosen.worker_id, cost_s=time.perf_counter() - begin_s)
         return Placed(
             worker_id=chosen.worker_id,
             predicted_tokens=placement.predicted_tokens,

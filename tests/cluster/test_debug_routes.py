@@ -1,0 +1,258 @@
+"""A request's life over HTTP: through several workers and routers, to whom it belongs, and without a word of what was asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from asgi_call import AsgiCall
+from engine_server import engine_server
+from stub_worker import StubWorker
+
+from conftest import Api, running_api, until
+from transom_cluster.ingress import build_api
+from transom_cluster.life_report import phase_times
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import ErrorInfo
+from transom_worker.errors import Overloaded, StepFailed
+
+MARK = "zebra4711"
+
+
+async def life_of(api: Api, request_id: str, **headers: str) -> dict[str, Any]:
+    response = await api.client.get(f"/debug/requests/{request_id}", headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def lines_of(api: Api, query: str = "", **headers: str) -> list[dict[str, Any]]:
+    return (await api.client.get(f"/debug/requests{query}", headers=headers)).json()["requests"]
+
+
+def kinds(life: dict[str, Any]) -> list[str]:
+    return [step["what"] for step in life["steps"]]
+
+
+def the(life: dict[str, Any], what: str) -> dict[str, Any]:
+    [step] = [step for step in life["steps"] if step["what"] == what]
+    return step
+
+
+USUAL = ["arrived", "tokenised", "placed", "sent", "accepted", "first_token", "finished", "ended"]
+
+
+async def test_a_life_from_arrival_to_the_end(api: Api) -> None:
+    response = await api.complete(max_tokens=4)
+    request_id = response.json()["id"]
+    assert response.headers["x-request-id"] == request_id
+    life = await life_of(api, request_id)
+    assert sorted(kinds(life), key=USUAL.index) == USUAL
+    assert the(life, "arrived").items() >= {"endpoint": "/v1/completions", "prompt_tokens": 2, "choices": 1}.items()
+    assert the(life, "placed").items() >= {"worker": "w0", "policy": "kv", "predicted_hit_tokens": 0}.items()
+    assert the(life, "first_token")["hit_tokens"] == 3
+    assert the(life, "finished").items() >= {"reason": "length", "output_tokens": 4}.items()
+    assert life["state"] == "finished"
+    assert (life["workers"], life["resumes"], life["hit_tokens"]) == (["w0"], 0, 3)
+    after = [step["after_s"] for step in life["steps"]]
+    assert after == sorted(after)
+    assert after[0] == 0
+    assert life["worker_parts"] == {"w0": "forgotten"}
+
+
+async def test_choices_are_told_apart(api: Api) -> None:
+    life = await life_of(api, (await api.complete(n=3)).json()["id"])
+    assert [step["choice"] for step in life["steps"] if step["what"] == "finished"] == [0, 1, 2]
+    assert (life["choices"], life["prompt_tokens"], life["output_tokens"]) == (3, 2, 9)
+
+
+async def test_what_workers_tell_is_sorted_in(api: Api) -> None:
+    request_id = (await api.complete()).json()["id"]
+    own = await life_of(api, request_id)
+    arrival_s = own["arrival_s"]
+    for what, after_s in (("queued", 0.5), ("admitted", 0.75), ("first_token", 1.75), ("finished", 3.75)):
+        step = {"at_s": arrival_s + after_s, "worker": "w0", "request_id": f"{request_id}-0-0", "what": what}
+        api.worker.life.append(step)
+    life = await life_of(api, request_id)
+    assert kinds(life)[-4:] == ["queued", "admitted", "first_token", "finished"]
+    assert life["worker_parts"] == {"w0": "told"}
+    assert life["times"] == pytest.approx({"queue_s": 0.25, "prefill_s": 1.0, "decode_s": 2.0})
+
+
+def test_times_are_those_of_the_slowest_choice_over_its_attempts() -> None:
+    def step(request_id: str, what: str, at_s: float, **facts: float) -> dict[str, Any]:
+        return {"request_id": request_id, "what": what, "at_s": at_s, **facts}
+
+    steps = [
+        *(step("a-0-0", what, at_s) for what, at_s in (("queued", 0), ("admitted", 1), ("first_token", 3))),
+        step("a-0-0", "decode", 3, seconds=2.0),
+        *(step("a-0-0+1", what, at_s) for what, at_s in (("queued", 6), ("admitted", 7), ("first_token", 8))),
+        step("a-0-0+1", "preempted", 9),
+        step("a-0-0+1", "finished", 10),
+        *(step("a-0-1", what, at_s) for what, at_s in (("queued", 0), ("finished", 5))),
+    ]
+    assert phase_times(steps) == {"queue_s": 5.0, "prefill_s": 3.0, "decode_s": 4.0}
+    assert phase_times([]) == {}
+
+
+async def test_a_worker_that_dies_in_mid_stream() -> None:
+    workers = (StubWorker(worker="w0", max_events=3), StubWorker(worker="w1", max_events=3))
+    failover = FailoverConfig(wait_s=10.0)
+    async with running_api(*workers, routing_policy="round_robin", failover=failover) as api:
+        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
+        await until(lambda: any(worker.num_silent for worker in workers))
+        first, second = sorted(workers, key=lambda worker: -worker.num_silent)
+        second.go()
+        first.kill()
+        await call.ended()
+        [line] = await lines_of(api)
+        life = await life_of(api, line["id"])
+    placed = [step for step in life["steps"] if step["what"] == "placed"]
+    assert [step["worker"] for step in placed] == [first.worker, second.worker] == life["workers"]
+    lost = the(life, "lost")
+    assert lost.items() >= {"worker": first.worker, "cause": "lost", "tokens_so_far": 3}.items()
+    assert placed[1]["resumed_tokens"] == 3
+    assert life["resumes"] == 1
+    assert the(life, "finished")["output_tokens"] == 6
+    assert life["worker_parts"][first.worker] in ("gone", "no answer")
+
+
+async def test_a_client_that_leaves(api: Api) -> None:
+    api.worker.max_events = 2
+    call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
+    await api.worker.until(lambda: api.worker.num_running)
+    await call.begun()
+    [line] = await lines_of(api, "?state=running")
+    assert (await life_of(api, line["id"]))["state"] == "running"
+    await call.leave()
+    assert await lines_of(api, "?state=running") == []
+    life = await life_of(api, line["id"])
+    assert life["state"] == "client left"
+    assert kinds(life)[-2:] == ["client_left", "ended"]
+
+
+async def test_a_refusal_names_its_kind_and_its_id() -> None:
+    async with running_api(StubWorker(admission_error=ErrorInfo.of(Overloaded(f"full of {MARK}")))) as api:
+        response = await api.complete()
+        assert response.status_code == 503
+        life = await life_of(api, response.headers["x-request-id"])
+    assert the(life, "turned_away").items() >= {"worker": "w0", "error": "Overloaded"}.items()
+    assert the(life, "failed")["error"] == life["error"] == "Overloaded"
+    assert life["state"] == "failed"
+    assert MARK not in json.dumps(life)
+
+
+async def test_an_error_in_mid_answer() -> None:
+    async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK)))) as api:
+        response = await api.complete(stream=True)
+        life = await life_of(api, response.headers["x-request-id"])
+    assert the(life, "failed").items() >= {"error": "StepFailed", "tokens_so_far": 1}.items()
+    assert MARK not in json.dumps(life)
+
+
+async def test_no_worker_is_there(api: Api) -> None:
+    await api.complete()
+    api.worker.kill()
+    await until(lambda: not api.router.links["w0"].is_open)
+    response = await api.complete()
+    assert response.status_code == 503
+    life = await life_of(api, response.headers["x-request-id"])
+    assert the(life, "waits")["reason"] == "no worker"
+    assert the(life, "failed")["error"] == "WorkerLost"
+
+
+async def test_lists_have_the_newest_first_and_are_filtered(api: Api) -> None:
+    ids = [(await api.complete()).json()["id"] for _ in range(3)] + [(await api.chat()).json()["id"]]
+    assert [line["id"] for line in await lines_of(api)] == ids[::-1]
+    assert [line["id"] for line in await lines_of(api, "?limit=2")] == ids[:1:-1]
+    assert len(await lines_of(api, "?state=finished")) == 4
+    assert await lines_of(api, "?state=running") == []
+    for query in ("?state=odd", "?limit=0", "?limit=x"):
+        response = await api.client.get(f"/debug/requests{query}")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == query[1:].partition("=")[0]
+
+
+@pytest.mark.parametrize("request_id", ["chatcmpl", "cmpl-0", "-", "%00", "x" * 500])
+async def test_what_nobody_knows_is_not_found(api: Api, request_id: str) -> None:
+    await api.chat()
+    response = await api.client.get(f"/debug/requests/{request_id}")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "request_not_found"
+
+
+async def test_clients_see_their_own_requests_only() -> None:
+    mine, yours = {"authorization": "Bearer mine"}, {"authorization": "Bearer yours"}
+    async with running_api(StubWorker(), api_keys=("mine", "yours")) as api:
+        body = {"prompt": MARK, "max_tokens": 2, "cache_salt": MARK, "user": MARK}
+        response = await api.client.post("/v1/completions", json=body, headers=mine)
+        request_id = response.json()["id"]
+        assert await lines_of(api, **yours) == []
+        assert (await api.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
+        for path in ("/debug/requests", f"/debug/requests/{request_id}"):
+            assert (await api.client.get(path)).status_code == 401
+        [line] = await lines_of(api, **mine)
+        told = json.dumps([line, await life_of(api, request_id, **mine)])
+    assert "mine" not in told
+    assert MARK not in told
+    assert "client" not in line
+
+
+class Peers:
+    """Another router in the same process."""
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    async def ask_others(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [TimeoutError("a third one"), getattr(self.other, method)(*args)]
+
+
+async def test_any_router_knows_what_another_one_served() -> None:
+    keys = ("mine", "yours")
+    mine, yours = {"authorization": "Bearer mine"}, {"authorization": "Bearer yours"}
+    async with running_api(StubWorker(), api_keys=keys) as api, running_api(StubWorker(), api_keys=keys) as asked:
+        asked.router.peers = Peers(api.router)
+        request_id = (await api.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
+        own_id = (await asked.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
+        assert (await life_of(asked, request_id, **mine))["id"] == request_id
+        assert (await asked.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
+        assert [line["id"] for line in await lines_of(asked, **mine)] == [own_id, request_id]
+        assert await lines_of(asked, **yours) == []
+
+
+async def test_lives_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.router.lives._lives, "_max_lives", 5)
+    ids = [(await api.complete(max_tokens=1)).json()["id"] for _ in range(9)]
+    assert [line["id"] for line in await lines_of(api)] == ids[:3:-1]
+    assert (await api.client.get(f"/debug/requests/{ids[0]}")).status_code == 404
+    life = await life_of(api, (await api.complete(n=100, max_tokens=1)).json()["id"])
+    assert len(life["steps"]) <= 200
+    assert the(life, "summed_up")["steps"] > 1
+
+
+def test_through_a_real_engine(tiny_model: Path) -> None:
+    with engine_server(tiny_model, kv_cache_memory_bytes="8MiB", num_threads=1, block_size=8) as server:
+        body = {"prompt": list(range(10, 40)), "max_tokens": 5, "ignore_eos": True, "temperature": 0}
+        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
+            lives = []
+            for _ in range(2):
+                request_id = client.post("/v1/completions", json=body).json()["id"]
+                lives.append(client.get(f"/debug/requests/{request_id}").json())
+    first, second = lives
+    assert [step["what"] for step in first["steps"] if step.get("request_id")] == [
+        "queued",
+        "admitted",
+        "prefill",
+        "first_token",
+        "decode",
+        "finished",
+    ]
+    assert (first["hit_tokens"], second["hit_tokens"]) == (0, 24)
+    [placed] = [step for step in second["steps"] if step["what"] == "placed"]
+    [admitted] = [step for step in second["steps"] if step["what"] == "admitted"]
+    assert placed["predicted_hit_tokens"] == admitted["hit"] == 24
+    assert set(second["times"]) == {"queue_s", "prefill_s", "decode_s"}
+    assert sum(second["times"].values()) <= second["seconds"] + 1e-3
