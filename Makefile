@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-gpu test-compile test-cluster check bench lock clean distclean
+.PHONY: help setup serve test test-gpu test-compile test-interpreter test-cluster check bench lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -27,6 +27,9 @@ test-gpu: $(DEV) ## Run the tests that need a CUDA device
 
 test-compile: $(DEV) ## Compile every kernel in every configuration for GPUs that need not be there
 	@$(BIN)/python -m pytest -m compile -s $(ARGS)
+
+test-interpreter: $(DEV) ## Run small models of every family through Triton's kernels on the CPU
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m interpreter -n auto --maxprocesses 4 $(ARGS)
 
 test-cluster: $(DEV) ## Run the tests that need root and network namespaces
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m cluster $(ARGS)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.gated_mlp import gated_silu
-from transom_worker.layers.experts import Experts, ExpertWeights, clamped_swiglu
+from transom_kernels.moe import ExpertTensors, GateRule
+from transom_worker.layers.experts import ExpertsByMatrix, make_experts
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router, Routes, Routing, route
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 24, 16, 7, 3
+SILU = GateRule()
+CLAMPED = GateRule(limit=0.4, gain=1.702, up_offset=1.0)
+TENSORS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
 def reference_routes(logits, routing, correction=None):
@@ -32,13 +35,20 @@ def reference_routes(logits, routing, correction=None):
     return [(e, scores[e] / total * routing.scale) for e in chosen]
 
 
-def reference_experts(x, routes, weights, activation, *, scales_input):
+def reference_gated(inner, rule):
+    gate, up = inner[: len(inner) // 2], inner[len(inner) // 2 :]
+    if rule.limit is not None:
+        gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+    return gate * torch.sigmoid(rule.gain * gate) * (up + rule.up_offset)
+
+
+def reference_experts(x, routes, weights, rule, *, scales_input):
     """What one token's experts make of it."""
     y = torch.zeros_like(x)
     for e, weight in routes:
         inner = weights.gate_up[e] @ (x * weight if scales_input else x)
         inner = inner if weights.gate_up_bias is None else inner + weights.gate_up_bias[e]
-        out = weights.down[e] @ activation(inner[None])[0]
+        out = weights.down[e] @ reference_gated(inner, rule)
         out = out if weights.down_bias is None else out + weights.down_bias[e]
         y = y + (out if scales_input else out * weight)
     return y
@@ -49,7 +59,7 @@ def make_weights(dtype=torch.float32, *, biased=True):
     shapes = {"gate_up": (EXPERTS, 2 * INNER, HIDDEN), "down": (EXPERTS, HIDDEN, INNER)}
     if biased:
         shapes |= {"gate_up_bias": (EXPERTS, 2 * INNER), "down_bias": (EXPERTS, HIDDEN)}
-    return ExpertWeights(**{name: torch.randn(shape).mul(0.3).to(dtype) for name, shape in shapes.items()})
+    return ExpertTensors(**{name: torch.randn(shape).mul(0.3).to(dtype) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
@@ -95,19 +105,17 @@ def test_a_router_computes_in_float32():
 @pytest.mark.parametrize("scales_input", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 40])
-@pytest.mark.parametrize(
-    "activation", [gated_silu, partial(clamped_swiglu, limit=0.4, alpha=1.702, up_offset=1.0)], ids=["silu", "clamped"]
-)
-def test_experts(scales_input, biased, num_tokens, activation):
+@pytest.mark.parametrize("rule", [SILU, CLAMPED], ids=["silu", "clamped"])
+def test_experts(scales_input, biased, num_tokens, rule):
     weights = make_weights(biased=biased)
     x = torch.randn(num_tokens, HIDDEN)
     routes = route(torch.randn(num_tokens, EXPERTS), Routing(num_chosen=CHOSEN))
-    experts = Experts(weights, activation, quantization="none", scales_input=scales_input)
+    experts = make_experts(weights, rule, quantization="none", scales_input=scales_input)
     got = experts(x, routes)
     assert got.shape == x.shape
     for t in range(num_tokens):
         pairs = list(zip(routes.experts_TK[t].tolist(), routes.weights_TK[t].tolist(), strict=True))
-        wanted = reference_experts(x[t], pairs, weights, activation, scales_input=scales_input)
+        wanted = reference_experts(x[t], pairs, weights, rule, scales_input=scales_input)
         torch.testing.assert_close(got[t], wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -115,16 +123,16 @@ def test_experts(scales_input, biased, num_tokens, activation):
 def test_experts_in_other_formats_stay_close(dtype, quantization):
     weights, x = make_weights(getattr(torch, dtype)), torch.randn(30, HIDDEN).to(getattr(torch, dtype))
     routes = route(torch.randn(30, EXPERTS), Routing(num_chosen=CHOSEN))
-    got = Experts(weights, gated_silu, quantization=quantization)(x, routes).float()
-    wide = ExpertWeights(**{name: getattr(weights, name).float() for name in weights.__slots__})
-    wanted = Experts(wide, gated_silu, quantization="none")(x.float(), routes)
+    got = make_experts(weights, SILU, quantization=quantization)(x, routes).float()
+    wide = replace(weights, **{name: getattr(weights, name).float() for name in TENSORS})
+    wanted = make_experts(wide, SILU, quantization="none")(x.float(), routes)
     assert (got - wanted).norm() / wanted.norm() < 0.03
 
 
 def test_a_token_alone_gets_what_it_gets_in_company():
     weights, x = make_weights(), torch.randn(50, HIDDEN)
     routes = route(torch.randn(50, EXPERTS), Routing(num_chosen=CHOSEN))
-    experts = Experts(weights, gated_silu, quantization="none")
+    experts = make_experts(weights, SILU, quantization="none")
     together = experts(x, routes)
     for t in range(50):
         alone = experts(x[t : t + 1], Routes(routes.experts_TK[t : t + 1], routes.weights_TK[t : t + 1]))
@@ -134,15 +142,16 @@ def test_a_token_alone_gets_what_it_gets_in_company():
 def test_all_tokens_may_choose_the_same_expert():
     weights, x = make_weights(), torch.randn(6, HIDDEN)
     routes = Routes(torch.full((6, 1), EXPERTS - 1), torch.ones(6, 1))
-    got = Experts(weights, gated_silu, quantization="none")(x, routes)
-    wanted = reference_experts(x[0], [(EXPERTS - 1, 1.0)], weights, gated_silu, scales_input=False)
+    got = make_experts(weights, SILU, quantization="none")(x, routes)
+    wanted = reference_experts(x[0], [(EXPERTS - 1, 1.0)], weights, SILU, scales_input=False)
     torch.testing.assert_close(got[0], wanted)
 
 
 def test_weights_are_held_once():
     weights = make_weights(biased=False)
-    experts = Experts(weights, gated_silu, quantization="none")
+    experts = make_experts(weights, SILU, quantization="none")
     assert experts.weight_bytes == weights.gate_up.nbytes + weights.down.nbytes
+    assert isinstance(experts, ExpertsByMatrix)
     assert experts._down[3]._weight_NK.data_ptr() == weights.down[3].data_ptr()
 
 
@@ -153,7 +162,7 @@ def test_a_mixture_adds_router_experts_and_the_shared_expert(shared):
     matrices = [torch.randn(shape) for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
     dense = GatedMlp(matrices, None, quantization="none") if shared else None
     router = Router(gate, Routing(num_chosen=CHOSEN))
-    experts = Experts(weights, gated_silu, quantization="none")
+    experts = make_experts(weights, SILU, quantization="none")
     moe = Moe(router, experts, dense)
     kept = residual.clone()
     got = moe.add_to(residual, x)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from transom_worker.sampling.penalties import TokenCounts, apply_penalties
+from transom_worker.sampling.penalties import TokenCounts, apply_changes, penalty_changes
 
 VOCABULARY = 300
 IDS = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
@@ -19,7 +19,8 @@ def test_repetition_equals_transformers(prompt: list[int], output: list[int], pe
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(len(prompt)))
     expected = logits.clone()
     expected[1:] = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[1:].clone())
-    apply_penalties(logits, [1], [TokenCounts(prompt + output, len(prompt))], [penalty], [0.0], [0.0])
+    counts = TokenCounts(prompt + output, len(prompt))
+    apply_changes(logits, penalty_changes([1], [counts], [penalty], [0.0], [0.0], logits.device))
     torch.testing.assert_close(logits, expected)
 
 
@@ -30,7 +31,8 @@ def test_presence_and_frequency_count_output_alone(prompt: list[int], output: li
     expected = logits.clone()
     for token, count in Counter(output).items():
         expected[0, token] -= 0.7 + 0.3 * count
-    apply_penalties(logits, [0], [TokenCounts(prompt + output, len(prompt))], [1.0], [0.7], [0.3])
+    counts = TokenCounts(prompt + output, len(prompt))
+    apply_changes(logits, penalty_changes([0], [counts], [1.0], [0.7], [0.3], logits.device))
     torch.testing.assert_close(logits, expected)
 
 

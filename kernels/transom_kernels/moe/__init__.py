@@ -1,5 +1,6 @@
 """Mixtures of experts: every token through the experts that it chose."""
 
+from transom_kernels.moe.op import moe
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
-__all__ = ["ExpertTensors", "GateRule", "MxTensor"]
+__all__ = ["ExpertTensors", "GateRule", "MxTensor", "moe"]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from transom_worker.weights import Weights
-from transom_worker.weights.checkpoint import WHOLE, Part
+from transom_worker.weights.checkpoint import WHOLE, Packed, Part, read_packed
 
 OnProgress = Callable[[float, int], None]
 
@@ -50,11 +50,21 @@ class CountedWeights:
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """One tensor, or a part of it, as the checkpoint reads it."""
         tensor = self._weights(name, shape=shape, part=part)
-        self._num_bytes += tensor.nbytes
+        self._count(tensor.nbytes)
+        return tensor
+
+    def packed(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
+        """As the checkpoint stores it, where that is MXFP4."""
+        found = read_packed(self._weights, name, shape=shape, part=part)
+        if found is not None:
+            self._count(sum(half.nbytes for half in found))
+        return found
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
         if time.monotonic() - self._told_s > PERIOD_S:
             self._told_s = time.monotonic()
             self._on_progress(1 - len(self._weights.unread) / self._num_tensors, self._num_bytes)
-        return tensor
 
     def close(self) -> None:
         """Close the files."""

@@ -5,11 +5,12 @@ Legend: T tokens, N hidden width, H query heads, KVH KV heads, D key width, Dv v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from transom_kernels.kv_write import kv_write
+from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
+from transom_kernels.launch import uses_triton
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.rotary import rotary_
@@ -54,6 +55,7 @@ class Attention:
 
     def __init__(self, qkv: Linear, output: Linear, shape: AttentionShape, options: AttentionOptions = PLAIN) -> None:
         self._qkv, self._output, self._shape, self._options = qkv, output, shape, options
+        self._preparation = _preparation(shape, options)
         self._scale = float(shape.head_size**-0.5 if options.scale is None else options.scale)
         parts = (qkv, output, options.norm, options.norm_after_rotation, options.value_norm)
         sinks = options.sink_logits
@@ -95,6 +97,53 @@ class Attention:
     ) -> torch.Tensor:
         """Heads' outputs side by side, [T, H * Dv]."""
         shape, options = self._shape, self._options
+        fused = shape.has_cache and uses_triton(x_TN)
+        prepare = self._prepare_at_once if fused else self._prepare
+        return paged_attention(
+            prepare(x_TN, tables, cache, batch, query_scale_T11),
+            cache.k,
+            cache.v,
+            batch,
+            scale=self._scale,
+            window=shape.window,
+            num_sink_tokens=shape.num_sink_tokens,
+            chunk=shape.chunk,
+            soft_cap=options.soft_cap,
+            sink_logits=options.sink_logits,
+        ).flatten(1)
+
+    def _prepare_at_once(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `_prepare`, in one pass over the projections; a norm over all heads at once comes before it."""
+        heads, kv_heads, norm = self._shape.num_heads, self._shape.num_kv_heads, self._options.norm
+        qk, v = self._project(x_TN, heads, kv_heads)
+        assert v is not None
+        if norm is not None and not isinstance(norm, HeadNorm):
+            norm(qk)
+        q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
+        how, turns = self._preparation, None
+        if tables is not None:
+            how = replace(how, interleaved=True) if tables.interleaved else how
+            turns = (tables.cos, tables.signed_sin)
+        scale_T = None if query_scale_T11 is None else query_scale_T11.flatten()
+        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, turns, how, scale_T)
+
+    def _prepare(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Queries [T, H, D], normalised and rotated; keys and values are written to the cache, if the layer has its own."""
+        shape, options = self._shape, self._options
         heads, kv_heads = shape.num_heads, shape.num_kv_heads if shape.has_cache else 0
         qk, v = self._project(x_TN, heads, kv_heads)
         if options.norm is not None:
@@ -112,18 +161,7 @@ class Attention:
             if options.value_scale != 1.0:
                 v.mul_(options.value_scale)
             kv_write(k, v, cache.k, cache.v, batch.slots, batch.scratch)
-        return paged_attention(
-            q,
-            cache.k,
-            cache.v,
-            batch,
-            scale=self._scale,
-            window=shape.window,
-            num_sink_tokens=shape.num_sink_tokens,
-            chunk=shape.chunk,
-            soft_cap=options.soft_cap,
-            sink_logits=options.sink_logits,
-        ).flatten(1)
+        return q
 
     def _project(self, x_TN: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries and keys [T, H + KVH, D], and values [T, KVH, Dv] where the layer has a cache of its own."""
@@ -136,3 +174,19 @@ class Attention:
             return qk, v
         qk, v = projected.split_with_sizes(((heads + kv_heads) * size, kv_heads * value_size), dim=1)
         return qk.view(-1, heads + kv_heads, size), v.view(-1, kv_heads, value_size)
+
+
+def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparation:
+    """The norms of single heads and the factors, as `prepare_qkv` takes them."""
+    norm = options.norm if isinstance(options.norm, HeadNorm) else None
+    weight_HD = None if norm is None else norm.weight_HD
+    norms = [part for part in (norm, options.norm_after_rotation, options.value_norm) if part is not None]
+    return Preparation(
+        norm=norm is not None,
+        q_weight=None if weight_HD is None else weight_HD[: shape.num_heads],
+        k_weight=None if weight_HD is None else weight_HD[shape.num_heads :],
+        norm_after_rotation=options.norm_after_rotation is not None,
+        value_norm=options.value_norm is not None,
+        value_factor=options.value_scale,
+        eps=norms[0].eps if norms else Preparation().eps,  # a layer's norms have one
+    )

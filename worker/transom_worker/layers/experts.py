@@ -8,38 +8,81 @@ and expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 
 import torch
 
+from transom_kernels.gated_mlp import gated_activation
+from transom_kernels.launch import uses_triton
+from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, moe
 from transom_worker.layers.linear import Linear, Quantization, make_linear
 from transom_worker.layers.router import Routes
 
-Activation = Callable[[torch.Tensor], torch.Tensor]  # [P, 2I], gates then ups, to [P, I]
+
+class Experts(ABC):
+    """The experts of a layer. `weight_bytes` is what they hold."""
+
+    weight_bytes: int
+
+    @abstractmethod
+    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """What each token's experts make of it, added up, [T, N]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights:
-    """All experts of a layer, stacked; gates before ups."""
+def make_experts(
+    weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool = False
+) -> Experts:
+    """The fastest experts for these weights' device and dtype.
 
-    gate_up: torch.Tensor  # [E, 2I, N]
-    down: torch.Tensor  # [E, N, I]
-    gate_up_bias: torch.Tensor | None = None  # [E, 2I]
-    down_bias: torch.Tensor | None = None  # [E, N]; of several ranks the first one's alone
+    `scales_input`: a route's weight multiplies what goes into the expert, not what comes out.
+    """
+    if isinstance(weights.down, MxTensor) or runs_grouped(weights.down, quantization):
+        return GroupedExperts(weights, rule, scales_input=scales_input)
+    return ExpertsByMatrix(weights, rule, quantization=quantization, scales_input=scales_input)
 
 
-class Experts:
-    """The experts of a layer.
+def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
+    """Whether experts beside this tensor run as grouped products, which take MXFP4 as stored."""
+    return quantization == "none" and uses_triton(like)
+
+
+class GroupedExperts(Experts):
+    """All experts in two products, whose rows are found on the device: nothing waits for a count."""
+
+    def __init__(self, weights: ExpertTensors, rule: GateRule, *, scales_input: bool) -> None:
+        self._weights = ExpertTensors(
+            gate_up=_in_one_piece(weights.gate_up),
+            down=_in_one_piece(weights.down),
+            gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias,
+            interleaved=weights.interleaved,
+        )
+        self._rule, self._scales_input = rule, scales_input
+        parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
+        self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
+
+    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """See `Experts`; a token's experts are added up in the order in which it chose them."""
+        x_TN = x_TN.contiguous()
+        return moe(
+            x_TN, routes.experts_TK, routes.weights_TK, self._weights, self._rule, scales_input=self._scales_input
+        )
+
+
+class ExpertsByMatrix(Experts):
+    """Each expert runs once over the tokens that chose it, as many as the host counts.
 
     Weights that need no packing stay views of the stacked tensors. What comes out for a token does not depend on the other
     tokens beyond the rounding of a product with more rows: its experts are added up in the order in which it chose them.
     """
 
     def __init__(
-        self, weights: ExpertWeights, activation: Activation, *, quantization: Quantization, scales_input: bool = False
+        self, weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool
     ) -> None:
-        """`scales_input`: a route's weight multiplies what goes into the expert, not what comes out."""
+        """Plain weights, gates before ups."""
+        assert isinstance(weights.gate_up, torch.Tensor)
+        assert isinstance(weights.down, torch.Tensor)
+        assert not weights.interleaved
 
         def linears(stacked: torch.Tensor, biases: torch.Tensor | None) -> list[Linear]:
             each = [None] * len(stacked) if biases is None else biases.unbind()
@@ -50,11 +93,11 @@ class Experts:
 
         self._gate_up = linears(weights.gate_up, weights.gate_up_bias)
         self._down = linears(weights.down, weights.down_bias)
-        self._activation, self._scales_input = activation, scales_input
+        self._rule, self._scales_input = rule, scales_input
         self.weight_bytes = sum(linear.weight_bytes for linear in (*self._gate_up, *self._down))
 
     def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """What each token's experts make of it, added up, [T, N]."""
+        """See `Experts`."""
         chosen_P, num_chosen = routes.experts_TK.flatten(), routes.experts_TK.shape[1]
         order_P = chosen_P.argsort(stable=True)  # by expert, then by token
         x_PN = x_TN.index_select(0, order_P // num_chosen)
@@ -74,13 +117,28 @@ class Experts:
         for gate_up, down, count in zip(self._gate_up, self._down, counts, strict=True):
             if count:
                 rows = slice(start, start + count)
-                y_PN[rows] = down(self._activation(gate_up(x_PN[rows])))
+                y_PN[rows] = down(gated(gate_up(x_PN[rows]), self._rule))
                 start += count
         return y_PN
 
 
-def clamped_swiglu(gate_up: torch.Tensor, *, limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> torch.Tensor:
-    """`gate * sigmoid(alpha * gate) * (up + up_offset)`, the gate kept below `limit` and the up within it, [P, I]."""
+def gated(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
+    """Gates [P, I], then ups, of `gate_up` [P, 2I], joined as `rule` says, [P, I]."""
+    if rule.limit is None and rule.gain == 1.0 and rule.up_offset == 0.0:
+        return gated_activation(gate_up, rule.activation)
     gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(gate * alpha) * (up + up_offset)
+    if rule.limit is not None:
+        gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+    return gate * torch.sigmoid(gate * rule.gain) * (up + rule.up_offset)
+
+
+def _in_one_piece(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:
+    if isinstance(weight, MxTensor):
+        return MxTensor(blocks=weight.blocks.contiguous(), scales=weight.scales.contiguous())
+    return weight.contiguous()
+
+
+def _bytes(weight: torch.Tensor | MxTensor) -> int:
+    if isinstance(weight, MxTensor):
+        return weight.blocks.nbytes + weight.scales.nbytes
+    return weight.nbytes

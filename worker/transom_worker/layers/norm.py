@@ -52,12 +52,12 @@ class HeadNorm:
     """Root-mean-square normalisation of each head by itself, in place; without a weight every head's length is fixed."""
 
     def __init__(self, weight_HD: torch.Tensor | None, eps: float) -> None:
-        self._weight_HD, self._eps = weight_HD, eps
+        self.weight_HD, self.eps = None if weight_HD is None else weight_HD.contiguous(), eps
         self.weight_bytes = 0 if weight_HD is None else weight_HD.nbytes
 
     def __call__(self, x_THD: torch.Tensor) -> None:
         """Normalises `x` [T, H, D], which may be strided."""
-        head_norm_(x_THD, self._weight_HD, self._eps)
+        head_norm_(x_THD, self.weight_HD, self.eps)
 
 
 class AllHeadsNorm:

@@ -10,16 +10,25 @@ from dataclasses import replace
 
 import torch
 
-from transom_worker.layers.experts import ExpertWeights
+from transom_kernels.moe import ExpertTensors, MxTensor
+from transom_worker.layers.experts import runs_grouped
 from transom_worker.models.loading import Loader
 from transom_worker.models.mixture import Mixture
-from transom_worker.weights import ALL
+from transom_worker.weights import ALL, Packed, Part, read_packed
 
 
-def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertWeights:
-    """A matrix each: `names` of gate, up and down, with the expert's number in the place of {}."""
+def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertTensors:
+    """A matrix each: `names` of gate, up and down, with the expert's number in the place of {}. See `experts_by_stack`."""
     gate, up, down = (load.prefix + name for name in names)
     inner, own = mixture.inner_size, load.cut(mixture.inner_size)
+    if _takes_packed(load):
+        into, out = (inner, hidden_size), (hidden_size, inner)
+        stacks = [
+            _packed_stack(load, mixture.num_experts, *matrix)
+            for matrix in ((gate, into, (own,)), (up, into, (own,)), (down, out, (ALL, own)))
+        ]
+        if all(stacks):
+            return _joined(*filter(None, stacks))
 
     def gate_up(expert: int) -> torch.Tensor:
         shape = (inner, hidden_size)
@@ -33,13 +42,14 @@ def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden
 
 def experts_by_stack(
     load: Loader, mixture: Mixture, hidden_size: int, *, interleaved: bool = False, biased: bool = False
-) -> ExpertWeights:
+) -> ExpertTensors:
     """Two tensors of all experts, `gate_up_proj` [E, N, 2I] and `down_proj` [E, I, N], and their biases.
 
-    `interleaved`: each gate is followed by its up.
+    `interleaved`: each gate is followed by its up. Experts that are stored in MXFP4 stay so on devices that compute with them.
     """
     experts, inner, own = mixture.num_experts, mixture.inner_size, load.cut(mixture.inner_size)
     halves = [slice(2 * own.start, 2 * own.stop)] if interleaved else _gates_and_ups(own, inner)
+    packed = _packed_pair(load, mixture, hidden_size, halves[0], own) if interleaved and _takes_packed(load) else None
 
     def gate_up(expert: int) -> torch.Tensor:
         shape = (experts, hidden_size, 2 * inner)
@@ -48,7 +58,7 @@ def experts_by_stack(
 
     def gate_up_bias(expert: int) -> torch.Tensor:
         rows = torch.cat([one("gate_up_proj_bias", (experts, 2 * inner), expert, half) for half in halves])
-        return _gates_first(rows) if interleaved else rows
+        return _gates_first(rows) if interleaved and packed is None else rows
 
     def down(expert: int) -> torch.Tensor:
         return one("down_proj", (experts, inner, hidden_size), expert, own).t()
@@ -56,7 +66,7 @@ def experts_by_stack(
     def one(name: str, shape: tuple[int, ...], expert: int, *part: slice) -> torch.Tensor:
         return load.weights(load.prefix + name, shape=shape, part=(slice(expert, expert + 1), *part))[0]
 
-    weights = _stacked(load, mixture, hidden_size, gate_up, down)
+    weights = packed or _stacked(load, mixture, hidden_size, gate_up, down)
     if not biased:
         return weights
     width = 2 * (own.stop - own.start)
@@ -67,15 +77,51 @@ def experts_by_stack(
     )
 
 
-def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertWeights:
+def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertTensors:
     """Two tensors of all experts, `gate_up_proj` [E, 2I, N] and `down_proj` [E, N, I]."""
     experts, inner, own = mixture.num_experts, mixture.inner_size, load.cut(mixture.inner_size)
     shape = (experts, 2 * inner, hidden_size)
     halves = [load.tensor("gate_up_proj", shape=shape, part=(ALL, half)) for half in _gates_and_ups(own, inner)]
-    return ExpertWeights(
+    return ExpertTensors(
         gate_up=halves[0] if len(halves) == 1 else torch.cat(halves, dim=1),
         down=load.tensor("down_proj", shape=(experts, hidden_size, inner), part=(ALL, ALL, own)),
     )
+
+
+def _takes_packed(load: Loader) -> bool:
+    return runs_grouped(torch.empty(0, device=load.device), load.quantization)
+
+
+def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, own: slice) -> ExpertTensors | None:
+    """`gate_up_proj` and `down_proj` as stored, each gate followed by its up; None where they are not in MXFP4."""
+    experts, inner = mixture.num_experts, mixture.inner_size
+    gate_up = read_packed(
+        load.weights, f"{load.prefix}gate_up_proj", shape=(experts, hidden_size, 2 * inner), part=(ALL, ALL, rows)
+    )
+    down = read_packed(load.weights, f"{load.prefix}down_proj", shape=(experts, inner, hidden_size), part=(ALL, own))
+    if gate_up is None or down is None:
+        return None
+    return ExpertTensors(gate_up=_on_device(load, gate_up), down=_on_device(load, down), interleaved=True)
+
+
+def _packed_stack(load: Loader, num_experts: int, name: str, shape: tuple[int, int], part: Part) -> MxTensor | None:
+    """A matrix of every expert as stored; None where the first one is not in MXFP4."""
+    found = [
+        read_packed(load.weights, name.format(expert), shape=shape, part=part)
+        for expert in range(num_experts if read_packed(load.weights, name.format(0), shape=shape, part=part) else 0)
+    ]
+    blocks, scales = ([half[at] for half in filter(None, found)] for at in range(2))
+    return _on_device(load, (torch.stack(blocks), torch.stack(scales))) if blocks else None
+
+
+def _joined(gate: MxTensor, up: MxTensor, down: MxTensor) -> ExpertTensors:
+    both = (torch.cat((gate.blocks, up.blocks), dim=1), torch.cat((gate.scales, up.scales), dim=1))
+    return ExpertTensors(gate_up=MxTensor(blocks=both[0], scales=both[1]), down=down)
+
+
+def _on_device(load: Loader, packed: Packed) -> MxTensor:
+    blocks, scales = (half.to(load.device).contiguous() for half in packed)
+    return MxTensor(blocks=blocks, scales=scales)
 
 
 def _gates_and_ups(own: slice, inner: int) -> list[slice]:
@@ -96,10 +142,10 @@ def _stacked(
     hidden_size: int,
     gate_up: Callable[[int], torch.Tensor],
     down: Callable[[int], torch.Tensor],
-) -> ExpertWeights:
+) -> ExpertTensors:
     own = load.cut(mixture.inner_size)
     experts, width = mixture.num_experts, own.stop - own.start
-    return ExpertWeights(
+    return ExpertTensors(
         gate_up=_stack(load, gate_up, (experts, 2 * width, hidden_size)),
         down=_stack(load, down, (experts, hidden_size, width)),
     )

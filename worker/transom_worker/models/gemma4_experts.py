@@ -5,12 +5,10 @@ Legend: T tokens, N hidden width, E experts.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from transom_kernels.gated_mlp import gated_activation
-from transom_worker.layers.experts import Experts
+from transom_kernels.moe import GateRule
+from transom_worker.layers.experts import make_experts
 from transom_worker.layers.parallel_linear import all_reduce_both
 from transom_worker.layers.router import Router, Routes, Routing
 from transom_worker.models.architecture import Architecture
@@ -29,8 +27,8 @@ class DenseAndExperts:
         experts = mixture.num_experts
         self._mlp = dense_feed_forward(architecture, index, load.partial())
         weights = experts_by_rows(load.under("experts."), mixture, hidden)
-        activation = partial(gated_activation, activation=architecture.gate_activation)
-        self._experts = Experts(weights, activation, quantization=load.quantization)
+        rule = GateRule(activation=architecture.gate_activation)
+        self._experts = make_experts(weights, rule, quantization=load.quantization)
         scale_N = load.tensor("router.scale", torch.float32, shape=(hidden,)) * hidden**-0.5
         weight_EN = load.tensor("router.proj.weight", torch.float32, shape=(experts, hidden)) * scale_N
         self._router = Router(weight_EN, Routing(num_chosen=mixture.num_chosen))

@@ -5,11 +5,10 @@ The experts are published as MXFP4; `weights` makes them look as they do in bflo
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from transom_worker.layers.experts import Experts, clamped_swiglu
+from transom_kernels.moe import GateRule
+from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router, Routing
 from transom_worker.models.architecture import Architecture
@@ -30,8 +29,8 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
         bias_E=load.tensor("router.bias", torch.float32, shape=(mixture.num_experts,)),
     )
     weights = experts_by_stack(load.under("experts."), mixture, hidden_size, interleaved=True, biased=True)
-    activation = partial(clamped_swiglu, limit=mixture.clamp, alpha=mixture.gate_gain, up_offset=1.0)
-    return Moe(router, Experts(weights, activation, quantization=load.quantization), comm=load.comm)
+    rule = GateRule(limit=mixture.clamp, gain=mixture.gate_gain, up_offset=1.0)
+    return Moe(router, make_experts(weights, rule, quantization=load.quantization), comm=load.comm)
 
 
 _STYLE = Style(norm_wide=True, sink_logits="sinks", feed_forward=_feed_forward)

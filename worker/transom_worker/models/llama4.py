@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from transom_kernels.gated_mlp import gated_activation
-from transom_worker.layers.experts import Experts
+from transom_kernels.moe import GateRule
+from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router, Routing
 from transom_worker.models.architecture import Architecture
@@ -29,9 +29,9 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
     load = load.under("feed_forward.")
     routing = Routing(num_chosen=mixture.num_chosen, score="sigmoid", normalise=False)
     router = Router(load.tensor("router.weight", torch.float32, shape=(mixture.num_experts, hidden_size)), routing)
-    experts = Experts(
+    experts = make_experts(
         experts_by_stack(load.under("experts."), mixture, hidden_size),
-        partial(gated_activation, activation=architecture.gate_activation),
+        GateRule(activation=architecture.gate_activation),
         quantization=load.quantization,
         scales_input=True,
     )

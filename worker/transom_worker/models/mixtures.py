@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from transom_kernels.gated_mlp import gated_activation
-from transom_worker.layers.experts import Experts
+from transom_kernels.moe import GateRule
+from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router, Routing
 from transom_worker.models.architecture import Architecture
@@ -55,8 +53,8 @@ def _routed(
     weights = experts_by_name(
         load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
     )
-    activation = partial(gated_activation, activation=architecture.gate_activation)
-    return Moe(router, Experts(weights, activation, quantization=load.quantization), comm=load.comm)
+    experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
+    return Moe(router, experts, comm=load.comm)
 
 
 _STYLES = {

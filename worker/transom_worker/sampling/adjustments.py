@@ -10,14 +10,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from transom_worker.sampling.penalties import apply_penalties
+from transom_worker.sampling.penalties import PenaltyChanges, apply_changes, penalty_changes
 from transom_worker.sampling.sequence_state import SequenceState
 
 
 def adjust_logits(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
     """Change `logits_SV` in place, row s by `states[s]`; `grammar_mask` is as in StepPlan, lowest bit first."""
-    _add_bias(logits_SV, states)
+    add_bias_and_bans(logits_SV, states, grammar_mask)
     _penalise(logits_SV, states)
+
+
+def add_bias_and_bans(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
+    """`adjust_logits` but for penalties, which come after a bias and leave what is forbidden forbidden."""
+    _add_bias(logits_SV, states)
     pairs = [(row, token) for row, state in enumerate(states) for token in state.banned if token < logits_SV.shape[1]]
     if pairs:
         row_token = torch.tensor(pairs, device=logits_SV.device)
@@ -41,18 +46,26 @@ def _add_bias(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
         )
 
 
-def _penalise(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
+def penalties(states: Sequence[SequenceState], device: torch.device) -> PenaltyChanges | None:
+    """What penalties change; None where no row has any."""
     rows = [row for row, state in enumerate(states) if state.counts is not None]
-    if rows:
-        params = [states[row].params for row in rows]
-        apply_penalties(
-            logits_SV,
-            rows,
-            [counts for row in rows if (counts := states[row].counts) is not None],
-            [p.repetition_penalty for p in params],
-            [p.presence_penalty for p in params],
-            [p.frequency_penalty for p in params],
-        )
+    if not rows:
+        return None
+    params = [states[row].params for row in rows]
+    return penalty_changes(
+        rows,
+        [counts for row in rows if (counts := states[row].counts) is not None],
+        [p.repetition_penalty for p in params],
+        [p.presence_penalty for p in params],
+        [p.frequency_penalty for p in params],
+        device,
+    )
+
+
+def _penalise(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
+    changes = penalties(states, logits_SV.device)
+    if changes is not None:
+        apply_changes(logits_SV, changes)
 
 
 def _allowed(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:

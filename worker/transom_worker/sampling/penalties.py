@@ -6,6 +6,7 @@ Legend: R rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,27 +46,45 @@ class TokenCounts:
         self._counts[slot] += is_output
 
 
-def apply_penalties(
-    logits_RV: torch.Tensor,
+@dataclass(frozen=True, slots=True)
+class PenaltyChanges:
+    """Logits that penalties change, each pair of row and token once: divided by a factor if positive, multiplied if negative; then
+    something is subtracted."""
+
+    row: torch.Tensor  # [C] int64
+    token: torch.Tensor  # [C] int64
+    factor: torch.Tensor  # [C] float32
+    minus: torch.Tensor  # [C] float32
+
+
+def penalty_changes(
     rows: list[int],
     counts: list[TokenCounts],
     repetition: list[float],
     presence: list[float],
     frequency: list[float],
-) -> None:
-    """Penalise in place the rows named by `rows`, each by its own counts and strengths.
+    device: torch.device,
+) -> PenaltyChanges:
+    """Of the rows named by `rows`, each by its own counts and strengths.
 
-    Repetition divides positive and multiplies negative logits of every token seen in prompt or output; then presence and
-    frequency are subtracted for tokens of the output, frequency once per occurrence.
+    Repetition is for every token seen in prompt or output; presence and frequency are subtracted for tokens of the output,
+    frequency once per occurrence.
     """
     lengths = [len(count.token_ids) for count in counts]
-    device = logits_RV.device
-    row = torch.from_numpy(np.repeat(np.array(rows, dtype=np.int64), lengths)).to(device)
-    token = torch.from_numpy(np.concatenate([count.token_ids for count in counts])).to(device)
     occurrences = np.concatenate([count.output_counts for count in counts])
-    factor = torch.from_numpy(np.repeat(np.array(repetition, dtype=np.float32), lengths)).to(device)
-    subtract = np.repeat(np.array(presence, dtype=np.float32), lengths) * (occurrences > 0)
-    subtract += np.repeat(np.array(frequency, dtype=np.float32), lengths) * occurrences.astype(np.float32)
-    values = logits_RV[row, token]
-    values = torch.where(values < 0, values * factor, values / factor)
-    logits_RV[row, token] = values - torch.from_numpy(subtract).to(device)
+    minus = np.repeat(np.array(presence, dtype=np.float32), lengths) * (occurrences > 0)
+    minus += np.repeat(np.array(frequency, dtype=np.float32), lengths) * occurrences.astype(np.float32)
+    arrays = (
+        np.repeat(np.array(rows, dtype=np.int64), lengths),
+        np.concatenate([count.token_ids for count in counts]),
+        np.repeat(np.array(repetition, dtype=np.float32), lengths),
+        minus,
+    )
+    return PenaltyChanges(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+
+
+def apply_changes(logits_RV: torch.Tensor, changes: PenaltyChanges) -> None:
+    """Make the changes in place."""
+    values = logits_RV[changes.row, changes.token]
+    values = torch.where(values < 0, values * changes.factor, values / changes.factor)
+    logits_RV[changes.row, changes.token] = values - changes.minus

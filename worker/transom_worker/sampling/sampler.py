@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from transom_kernels.launch import uses_triton
 from transom_worker.contract import SamplingParams, TokenLogprobs
-from transom_worker.sampling.adjustments import adjust_logits
+from transom_worker.sampling.adjustments import add_bias_and_bans, adjust_logits
+from transom_worker.sampling.at_once import choose_at_once
 from transom_worker.sampling.filters import Filters, filter_logits
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.noise import gumbel
@@ -69,11 +71,12 @@ class Sampler:
         if not seq_ids:
             return Sampled(token_ids=[])
         states = [self._states[seq_id] for seq_id in seq_ids]
+        at_once = uses_triton(logits_SV)
         adjusted_SV = logits_SV
         if grammar_mask is not None or any(state.changes_logits for state in states):
             adjusted_SV = logits_SV.clone()
-            adjust_logits(adjusted_SV, states, grammar_mask)
-        token_ids = _choose(adjusted_SV, states)
+            (add_bias_and_bans if at_once else adjust_logits)(adjusted_SV, states, grammar_mask)
+        token_ids = (choose_at_once if at_once else _choose)(adjusted_SV, states)
         return Sampled(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
 
 

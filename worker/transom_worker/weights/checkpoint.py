@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,6 +11,9 @@ from transom_worker.errors import ModelError
 from transom_worker.model_files import ModelFiles
 
 Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
+Packed = tuple[
+    torch.Tensor, torch.Tensor
+]  # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32]
 ALL = slice(None)
 WHOLE: Part = ()
 
@@ -42,6 +46,18 @@ class Weights(Protocol):
     def close(self) -> None:
         """Close the files."""
         ...
+
+
+def read_packed(weights: Weights, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
+    """A tensor or a part of it as it is stored, where that is MXFP4 and the part is of whole groups; else None.
+
+    Rows are those of a matrix product: a stack of experts [E, in, out] comes as [E, out, in], a matrix [out, in] as it is.
+
+    Raises:
+        ModelError: as for one that is dequantised.
+    """
+    read: Callable[..., Packed | None] | None = getattr(weights, "packed", None)
+    return None if read is None else read(name, shape=shape, part=part)
 
 
 def load_weights(files: ModelFiles) -> Weights:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_GROUP = 32  # columns with one MXFP4 scale
+GROUP = 32  # columns with one MXFP4 scale
 _EXPONENT_BIAS = 127
 
 
@@ -23,11 +23,11 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice 
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"blocks are {blocks.dtype} and scales {scales.dtype}; both must be uint8")
-    if blocks.shape != (*scales.shape, _GROUP // 2):
+    if blocks.shape != (*scales.shape, GROUP // 2):
         raise ValueError(
             f"blocks {list(blocks.shape)} need scales {list(blocks.shape[:-1])} and 16 bytes each, not {list(scales.shape)}"
         )
-    groups, inside = _covering(columns, _GROUP * scales.shape[-1], _GROUP)
+    groups, inside = _covering(columns, GROUP * scales.shape[-1], GROUP)
     blocks, scales = blocks[..., groups, :], scales[..., groups]
     return (_unpack_fp4(blocks) * _factors(scales)[..., None]).flatten(-2)[..., inside]
 
@@ -46,7 +46,7 @@ def dequantise_blocks(
         raise ValueError(f"values have shape {list(values.shape)}; a matrix is needed")
     num_rows, num_columns = values.shape
     if values.dtype == torch.int8:
-        block, num_columns = (1, _GROUP), 2 * num_columns
+        block, num_columns = (1, GROUP), 2 * num_columns
     wanted = (-(-num_rows // block[0]), -(-num_columns // block[1]))
     if tuple(scales.shape) != wanted:
         raise ValueError(

@@ -7,13 +7,14 @@ transformers stores them unquantised. fp8 matrices are `X.weight` with `X.weight
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from transom_worker.errors import ModelError
-from transom_worker.weights.checkpoint import ALL, WHOLE, Part, check_shape
-from transom_worker.weights.quantised import dequantise_blocks, dequantise_mxfp4
+from transom_worker.weights.checkpoint import ALL, WHOLE, Packed, Part, check_shape
+from transom_worker.weights.quantised import GROUP, dequantise_blocks, dequantise_mxfp4
 from transom_worker.weights.safetensors_files import SafetensorsWeights
 
 _METHODS = ("mxfp4", "fp8")
@@ -73,19 +74,40 @@ class QuantisedWeights:
         """Close the files."""
         self._plain.close()
 
+    def packed(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
+        """See `read_packed`."""
+        if name in self._packed:
+            experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
+            blocks, scales, _ = self._blocks_and_scales(name, shape)
+            return _whole_groups(blocks[experts, rows].flatten(-2), scales[experts, rows], columns)
+        if name not in self._scale_of or (values := self._plain.read(name)).dtype != torch.int8:
+            return None
+        check_shape(values, (shape[0], shape[1] // 2), name=name, file=self._plain.file_of(name))
+        scale = self._scale_of[name]
+        scales = check_shape(
+            self._plain.read(scale), (shape[0], shape[1] // GROUP), name=scale, file=self._plain.file_of(scale)
+        )
+        rows, columns = (*part, *[ALL] * (2 - len(part)))
+        return _whole_groups(values.view(torch.uint8)[rows], scales.view(torch.uint8)[rows], columns)
+
     def _experts(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
         experts_part, into, out = (*part, *[ALL] * (3 - len(part)))
-        file = self._plain.file_of(f"{name}_blocks")
-        blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
-        if shape is not None:
-            experts, columns, rows_each = shape
-            packed = (experts, rows_each, columns // 32, 16)
-            check_shape(blocks, packed, name=f"{name}_blocks", file=file)
-            check_shape(scales, packed[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
+        blocks, scales, file = self._blocks_and_scales(name, shape)
         try:
             return dequantise_mxfp4(blocks[experts_part, out], scales[experts_part, out], into).transpose(-1, -2)
         except (ValueError, IndexError) as error:
             raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+
+    def _blocks_and_scales(self, name: str, shape: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor, Path]:
+        """Of experts that are [experts, in, out] together, and the file of the blocks."""
+        file = self._plain.file_of(f"{name}_blocks")
+        blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
+        if shape is not None:
+            experts, columns, rows_each = shape
+            packed = (experts, rows_each, columns // GROUP, GROUP // 2)
+            check_shape(blocks, packed, name=f"{name}_blocks", file=file)
+            check_shape(scales, packed[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
+        return blocks, scales, file
 
     def _matrix(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
         file, values = self._plain.file_of(name), self._plain.read(name)
@@ -96,6 +118,13 @@ class QuantisedWeights:
             return dequantise_blocks(values, self._plain.read(self._scale_of[name]), self._block, part)
         except ValueError as error:
             raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+
+
+def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) -> Packed | None:
+    start, stop, _ = columns.indices(2 * blocks.shape[-1])
+    if start % GROUP or stop % GROUP:
+        return None
+    return blocks[..., start // 2 : stop // 2], scales[..., start // GROUP : stop // GROUP]
 
 
 def _scale_name(name: str, there: set[str]) -> str | None:

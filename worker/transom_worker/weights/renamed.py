@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from transom_worker.weights.checkpoint import WHOLE, Part, Weights
+from transom_worker.weights.checkpoint import WHOLE, Packed, Part, Weights, read_packed
 
 # What a model asks for begins -> what it begins with in checkpoints of models that also see or hear, old ones and new ones.
 _DECODERS = (
@@ -35,6 +35,10 @@ class RenamedWeights:
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """One tensor; see `Weights`."""
         return self._weights(self._rename(name), shape=shape, part=part)
+
+    def packed(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
+        """See `read_packed`."""
+        return read_packed(self._weights, self._rename(name), shape=shape, part=part)
 
     def close(self) -> None:
         """Close the files."""

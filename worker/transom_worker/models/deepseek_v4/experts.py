@@ -5,12 +5,11 @@ Legend: T tokens, N hidden width, I inner width, V vocabulary, K experts chosen 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
+from transom_kernels.moe import GateRule
 from transom_worker.errors import ModelError
-from transom_worker.layers.experts import Experts, clamped_swiglu
+from transom_worker.layers.experts import gated, make_experts
 from transom_worker.layers.router import Router, Routing
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
@@ -33,9 +32,9 @@ class ExpertLayer:
         self._chosen_VK = _experts_by_token(load, table_shape, experts) if hashed else None
         correction = None if hashed else load.tensor("gate.bias", torch.float32, shape=(experts,))
         self._router = Router(load.tensor("gate.weight", shape=(experts, hidden)), routing, correction_E=correction)
-        self._activation = partial(clamped_swiglu, limit=mixture.clamp)
+        self._rule = GateRule(limit=mixture.clamp)
         weights = experts_by_name(load, _NAMES, mixture, hidden)
-        self._experts = Experts(weights, self._activation, quantization=load.quantization)
+        self._experts = make_experts(weights, self._rule, quantization=load.quantization)
         load, own, self._comm = load.under("shared_experts."), load.cut(inner), load.comm
         self._shared_in = load.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
         self._shared_out = load.partial().row_parallel("w2", shape=(hidden, inner), columns=own)
@@ -47,7 +46,7 @@ class ExpertLayer:
         """[T, N]."""
         chosen_TK = None if self._chosen_VK is None else self._chosen_VK[token_ids_T]
         routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
-        return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, self._activation(self._shared_in(x_TN))))
+        return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, gated(self._shared_in(x_TN), self._rule)))
 
 
 def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) -> torch.Tensor:
