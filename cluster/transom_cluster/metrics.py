@@ -11,6 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from transom_cluster.metric_families import RouterFamilies
 from transom_cluster.metrics_state import RouterState, StateCollector
 from transom_cluster.routing.metrics import RoutingMetrics
+from transom_worker.metrics.own_labels import OwnLabels
 
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -32,7 +33,7 @@ class RouterMetrics:
         self._add_requests(families)
         self._add_tokens(families)
         self._add_workers(families)
-        self._state = StateCollector(families.own_labels)
+        self._state = StateCollector(OwnLabels(families.own_labels))
         self.registry.register(self._state)
 
     def _add_requests(self, families: RouterFamilies) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import platform
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
-from resource import getpagesize
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import ProcessCollector
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from transom_cluster import __version__
-
-_STATM = Path("/proc/self/statm")  # on Linux: sizes in pages
+from transom_worker.metrics import build_versions
+from transom_worker.metrics.own_labels import OwnLabels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,63 +26,58 @@ class RouterState:
 class StateCollector(Collector):
     """Families that are read from `read` when somebody scrapes; workers that are gone are gone from them."""
 
-    def __init__(self, own_labels: Mapping[str, str]) -> None:
+    def __init__(self, own: OwnLabels) -> None:
         self.read: Callable[[], RouterState] | None = None
-        self._names = list(own_labels)
-        self._values = list(own_labels.values())
+        self._own = own
+        self._versions = build_versions("ray")
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
         """Families of this moment."""
         if self.read is not None:
-            yield from self._router(self.read())
-        yield from self._process()
-        build = {"version": __version__, "python": platform.python_version(), "ray": ray_version()}
-        yield self._gauge("transom_build_info", "Versions; always 1.", [([*build.values()], 1)], list(build))
-
-    def _router(self, state: RouterState) -> Iterator[Metric]:
-        text = "Requests that no worker has."
-        yield self._gauge("transom_router_waiting_requests", text, [([], state.num_waiting)])
-        workers = [([name], count) for name, count in state.workers_by_state.items()]
-        text = "Workers by state: open, closed (starting or lost), draining."
-        yield self._gauge("transom_router_workers", text, workers, ["state"])
-        in_flight = [([worker], count) for worker, count in state.in_flight_by_worker.items()]
-        text = "Requests that a worker has from this router."
-        yield self._gauge("transom_router_in_flight_requests", text, in_flight, ["worker"])
-        if state.desired_workers is not None:
-            text = "Workers that the autoscaling policy would ask for from the loads that this router knows."
-            yield self._gauge("transom_router_desired_workers", text, [([], state.desired_workers)])
-
-    def _process(self) -> Iterator[Metric]:
-        cpu = CounterMetricFamily(
-            "transom_router_process_cpu_seconds", "Processor time of the router's process.", labels=self._names
+            yield from self._of_router(self.read())
+        yield from self._of_process()
+        yield self._own.gauges(
+            "transom_build_info",
+            "Versions of Transom, Python and the libraries that the process runs on; the value is always 1.",
+            tuple(self._versions),
+            [(tuple(self._versions.values()), 1)],
         )
-        cpu.add_metric(self._values, time.process_time())
-        yield cpu
-        if (num_bytes := resident_bytes()) is not None:
-            text = "Memory of the router's process."
-            yield self._gauge("transom_router_process_resident_bytes", text, [([], num_bytes)])
 
-    def _gauge(
-        self, name: str, text: str, samples: Sequence[tuple[list[str], float]], labels: Sequence[str] = ()
-    ) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=[*self._names, *labels])
-        for values, value in samples:
-            family.add_metric([*self._values, *values], value)
-        return family
+    def _of_router(self, state: RouterState) -> Iterator[Metric]:
+        yield self._own.gauge("transom_router_waiting_requests", "Requests that no worker has.", state.num_waiting)
+        yield self._own.gauges(
+            "transom_router_workers",
+            "Workers by state: open, closed (starting or lost), draining.",
+            ("state",),
+            [((name,), count) for name, count in state.workers_by_state.items()],
+        )
+        yield self._own.gauges(
+            "transom_router_in_flight_requests",
+            "Requests that a worker has from this router.",
+            ("worker",),
+            [((worker,), count) for worker, count in state.in_flight_by_worker.items()],
+        )
+        if state.desired_workers is not None:
+            yield self._own.gauge(
+                "transom_router_desired_workers",
+                "Workers that the autoscaling policy would ask for from the loads that this router knows; "
+                "only with --max-replicas.",
+                state.desired_workers,
+            )
 
-
-def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM; None where the system does not say."""
-    try:
-        return int(_STATM.read_text().split()[1]) * getpagesize()
-    except OSError:
-        return None
-
-
-@functools.cache
-def ray_version() -> str:
-    """The installed Ray's, without importing it; empty where there is none."""
-    try:
-        return metadata.version("ray")
-    except metadata.PackageNotFoundError:
-        return ""
+    def _of_process(self) -> Iterator[Metric]:
+        """The client library's figures; no samples where the system does not tell (macOS)."""
+        found = {family.name: [((), sample.value) for sample in family.samples] for family in self._process.collect()}
+        yield self._own.counters(
+            "transom_router_process_cpu_seconds",
+            "Seconds of CPU time, user and system, that the router's process has used.",
+            (),
+            found.get("process_cpu_seconds", []),
+        )
+        yield self._own.gauges(
+            "transom_router_process_resident_bytes",
+            "Bytes of memory that the router's process has resident, shared pages included.",
+            (),
+            found.get("process_resident_memory_bytes", []),
+        )

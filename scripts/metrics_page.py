@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Write docs/metrics.md: every family of metrics, read from a live engine and a live router's registry.
+
+`make docs` runs it with the demo model; any model gives the same page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from prometheus_client.core import Metric
+
+from transom_cluster.metrics import RouterMetrics
+from transom_cluster.metrics_state import RouterState
+from transom_worker.config import Settings
+from transom_worker.engine import build_engine
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "metrics.md"
+INTRODUCTION = ROOT / "scripts" / "metrics_page_intro.md"
+OWN_LABELS = ("model", "worker", "router")
+LISTED = frozenset(["change", "finish_reason", "kind", "mode", "outcome", "part", "phase", "reason", "state", "target"])
+"""Labels whose values are few and always the same: the page names them."""
+
+Section = tuple[str, tuple[str, ...]]  # title, beginnings of names
+OF_WORKERS: Sequence[Section] = (
+    (
+        "Requests",
+        ("requests", "request_", "queue_", "first_token", "decode_", "inter_token", "prefill_", "output_t", "prompt_t"),
+    ),
+    ("Steps", ("step", "computed")),
+    ("Prefix cache", ("prefix", "kv_repair", "kv_checkpoint", "kv_reuse", "kv_held")),
+    ("KV pool", ("kv_", "preempt")),
+    ("Load, as routers and the autoscaler see it", ("load_",)),
+    ("Ranks", ("rank_",)),
+    ("The process", ("worker_", "process_", "build_")),
+)
+OF_ROUTERS: Sequence[Section] = (
+    (
+        "Requests over HTTP",
+        ("router_request", "router_first", "router_inter", "router_open", "router_prompt", "router_output"),
+    ),
+    (
+        "Where requests go",
+        ("router_placement", "router_predicted", "router_actual", "router_hit", "router_resync", "router_mirror"),
+    ),
+    (
+        "Workers, and what becomes of requests when they go",
+        ("router_w", "router_in_", "router_fail", "router_drain", "router_desired"),
+    ),
+    ("Pages and the process", ("router_dropped", "router_process", "build_")),
+)
+
+
+def main() -> None:
+    """Write the page."""
+    engine = build_engine(Settings.parse(model="smollm2", kv_cache_memory_bytes="64MiB").engine_config())
+    try:
+        PAGE.write_text(page(engine.metrics.registry.collect(), router_families()))
+    finally:
+        engine.shutdown()
+    print(f"{PAGE.relative_to(ROOT)} is written.")
+
+
+def page(worker: Iterable[Metric], router: Iterable[Metric]) -> str:
+    """The whole page: the introduction, and a table for each section."""
+    parts = [
+        INTRODUCTION.read_text(),
+        "## Workers\n\nEvery series has `model` and `worker`.\n",
+        *_sections(worker, OF_WORKERS),
+        "## Routers\n\nEvery series has `model` and `router`.\n",
+        *_sections(router, OF_ROUTERS),
+    ]
+    return "\n".join(parts)
+
+
+def router_families() -> list[Metric]:
+    """All that a router can show."""
+    metrics = RouterMetrics("r", model="m")
+    metrics.watch(
+        lambda: RouterState(
+            num_waiting=0,
+            workers_by_state={"open": 1, "closed": 0, "draining": 0},
+            in_flight_by_worker={"w": 0},
+            desired_workers=1,
+        )
+    )
+    metrics.routing.joined("kv", "w")
+    metrics.routing.mirrored("w", num_blocks=0, version=0)
+    return list(metrics.registry.collect())
+
+
+def _sections(families: Iterable[Metric], sections: Sequence[Section]) -> Iterator[str]:
+    left = {_shown_name(family): family for family in families}
+    for title, beginnings in sections:
+        names = [name for name in left if name.removeprefix("transom_").startswith(beginnings)]
+        rows = [_row(name, left.pop(name)) for name in names]
+        yield "\n".join([f"### {title}\n", "| name | type | labels | |", "|---|---|---|---|", *rows, ""])
+    if left:
+        raise ValueError(
+            f"{sorted(left)} belong to no section of docs/metrics.md; name one in scripts/metrics_page.py."
+        )
+
+
+def _shown_name(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _row(name: str, family: Metric) -> str:
+    values: dict[str, list[str]] = {}
+    for sample in family.samples:
+        for label, value in sample.labels.items():
+            if label not in (*OWN_LABELS[:1], "le") and value not in values.setdefault(label, []):
+                values[label].append(value)
+    own = OWN_LABELS[2] if OWN_LABELS[2] in values else OWN_LABELS[1]
+    labels = "; ".join(_label(label, found) for label, found in values.items() if label != own)
+    return f"| `{name}` | {family.type} | {labels} | {family.documentation} |"
+
+
+def _label(label: str, values: Sequence[str]) -> str:
+    if label not in LISTED:
+        return f"`{label}`"
+    return f"`{label}`: {', '.join(value or '(none)' for value in values)}"
+
+
+if __name__ == "__main__":
+    main()
