@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from deploy_files import DEPLOY, document
 
-PATH = DEPLOY / "monitoring/prometheus.yml"
-TOP = {"global", "scrape_configs"}
+MONITORING = DEPLOY / "monitoring"
+PATH = MONITORING / "prometheus.yml"
+LARGE = MONITORING / "prometheus_large.yml"
+TOP = {"global", "rule_files", "scrape_configs"}
 OF_A_JOB = {"job_name", "metrics_path", "static_configs", "http_sd_configs", "authorization"}
 PROMTOOL = shutil.which("promtool")
 
@@ -36,11 +39,22 @@ def promtool(text: str) -> str:
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def test_it_is_valid() -> None:
-    config = document(PATH)
+@pytest.mark.parametrize("path", [PATH, LARGE], ids=lambda path: path.name)
+def test_it_is_valid(path: Path) -> None:
+    config = document(path)
     assert problems(config) == []
     assert [job["job_name"] for job in config["scrape_configs"]] == ["transom", "ray"]
-    assert promtool(PATH.read_text()) == ""
+    assert all((MONITORING / name).exists() for name in config["rule_files"])
+    assert promtool(path.read_text()) == ""
+
+
+def test_the_two_differ_only_in_how_processes_are_found() -> None:
+    few, many = ({job["job_name"]: job for job in document(path)["scrape_configs"]} for path in (PATH, LARGE))
+    assert few["ray"] == many["ray"]
+    assert few["transom"]["authorization"] == many["transom"]["authorization"]
+    (discovery,) = many["transom"]["http_sd_configs"]
+    assert discovery["authorization"] == few["transom"]["authorization"]
+    assert discovery["url"].endswith("/metrics/sd")
 
 
 @pytest.mark.parametrize(("right", "wrong"), [("metrics_path", "metric_path"), ("http_sd_configs", "http_sd_config")])

@@ -1,0 +1,172 @@
+"""`make monitor`: Prometheus, and Grafana where it is installed, over a running `make serve`, until Ctrl-C.
+
+Both listen on loopback, with the alert rules of `deploy/monitoring/` and the dashboards of `dashboards/json/` in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+from scripts.monitor_settings import (
+    DASHBOARDS,
+    HOST,
+    ROOT,
+    CannotStart,
+    first_key,
+    grafana_command,
+    grafana_environment,
+    prometheus_configuration,
+)
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.1
+
+Process = subprocess.Popen[bytes]
+
+
+def main() -> int:
+    """Start everything, say where it is, wait, and end everything; the exit code."""
+    given = arguments(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    running: list[Process] = []
+    with tempfile.TemporaryDirectory(prefix="transom-monitor-") as temporary:
+        folder = given.data.resolve() if given.data else Path(temporary)
+        try:
+            start(given, folder, running)
+            while all(process.poll() is None for process in running):
+                time.sleep(POLL_S)
+            raise CannotStart("A process has ended by itself; --data FOLDER keeps its log.")
+        except KeyboardInterrupt:
+            print("\nStopping.", flush=True)
+            return 0
+        except CannotStart as problem:
+            print(f"transom: {problem}", file=sys.stderr)
+            return 1
+        finally:
+            stop(running)
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="make monitor", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--url", default=f"http://{HOST}:8000", help="where the server is (default: %(default)s)")
+    parser.add_argument("--api-key-file", type=Path, help="the server's, if it has one; its first key is used")
+    parser.add_argument("--port", type=int, default=9090, help="Prometheus' port (default: %(default)s)")
+    parser.add_argument("--grafana-port", type=int, default=3000, help="Grafana's port (default: %(default)s)")
+    parser.add_argument(
+        "--data", type=Path, help="where series and logs stay (default: a folder that is removed at the end)"
+    )
+    return parser.parse_args(words)
+
+
+def start(given: argparse.Namespace, folder: Path, running: list[Process]) -> None:
+    """Prometheus, then Grafana; their addresses are printed once they answer.
+
+    Raises:
+        CannotStart: a program is missing or does not answer.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    key = first_key(given.api_key_file)
+    warn_without_answer(given.url, key)
+    prometheus_url = f"http://{HOST}:{given.port}"
+    command = prometheus_command(folder, prometheus_configuration(given.url, key), given.port)
+    launch(command, {}, folder / "prometheus.log", running, ready=f"{prometheus_url}/-/ready")
+    print(f"Prometheus  {prometheus_url}   (alerts: {prometheus_url}/alerts)", flush=True)
+    grafana = grafana_command()
+    if grafana is None:
+        print(
+            f"Grafana     is not installed here. In any Grafana from 10 on, add {prometheus_url} as a Prometheus data"
+        )
+        print(f"            source, then Dashboards, New, Import: each file of {DASHBOARDS}", flush=True)
+    else:
+        url = f"http://{HOST}:{given.grafana_port}"
+        settings = grafana_environment(folder, port=given.grafana_port, prometheus_url=prometheus_url, url=given.url)
+        launch(grafana, settings, folder / "grafana.log", running, ready=f"{url}/api/health")
+        print(f"Grafana     {url}/d/transom-overview", flush=True)
+    print("\nPress Ctrl-C to stop.", flush=True)
+
+
+def prometheus_command(folder: Path, configuration: str, port: int) -> list[str]:
+    """Prometheus with its configuration written, which has the API key in it.
+
+    Raises:
+        CannotStart: there is none, and none could be had.
+    """
+    found = subprocess.run([ROOT / "scripts/prometheus", "prometheus"], stdout=subprocess.PIPE, text=True, check=False)
+    if found.returncode:
+        raise CannotStart("Without Prometheus there is nothing to start.")
+    file = folder / "prometheus.yml"
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600)
+    file.write_text(configuration)
+    return [
+        found.stdout.strip(),
+        f"--config.file={file}",
+        f"--storage.tsdb.path={folder / 'series'}",
+        f"--web.listen-address={HOST}:{port}",
+        "--enable-feature=exemplar-storage",
+    ]
+
+
+def launch(
+    command: Sequence[str], settings: Mapping[str, str], log: Path, running: list[Process], *, ready: str
+) -> None:
+    """Start a process in a group of its own, so that Ctrl-C ends it by us alone, and wait until it answers.
+
+    Raises:
+        CannotStart: it ended, or did not answer in time; the end of its log is in the message.
+    """
+    with log.open("wb") as output:
+        environment = {**os.environ, **settings}
+        running.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True))
+    give_up_s = time.monotonic() + READY_TIMEOUT_S
+    with httpx.Client(trust_env=False, timeout=5) as client:
+        while running[-1].poll() is None and time.monotonic() < give_up_s:
+            try:
+                if client.get(ready).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(POLL_S)
+    end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+    raise CannotStart(f"{Path(command[0]).name} did not start. The end of its log:\n{end}")
+
+
+def warn_without_answer(url: str, key: str) -> None:
+    """Say at once what would otherwise be found on Prometheus' page of targets."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        status = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, trust_env=False, timeout=5).status_code
+    except httpx.HTTPError:
+        print(f"transom: nothing answers at {url} yet; `make serve` starts it, --url names another.", file=sys.stderr)
+        return
+    if status != httpx.codes.OK:
+        hint = " Give the server's keys with --api-key-file." if status == httpx.codes.UNAUTHORIZED else ""
+        print(f"transom: {url}/metrics answers {status}.{hint}", file=sys.stderr)
+
+
+def stop(running: Sequence[Process]) -> None:
+    """End what was started, the last first."""
+    for process in reversed(running):
+        process.terminate()
+    for process in reversed(running):
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

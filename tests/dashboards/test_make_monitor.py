@@ -1,0 +1,202 @@
+"""`make monitor`: a real Prometheus over a page like a router's, a stand-in for Grafana, and nothing left after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from scripts.monitor_settings import CannotStart, first_key, grafana_command, prometheus_configuration
+
+ROOT = Path(__file__).parents[2]
+KEY = "a-key-of-thirty-two-characters-xx"
+PAGE = b'# TYPE transom_router_workers gauge\ntransom_router_workers{model="m",router="r",state="open"} 1\n'
+GRAFANA = """#!{python}
+import http.server, json, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        wanted = {{name: value for name, value in os.environ.items() if name.startswith(("GF_", "TRANSOM_", "PROMETHEUS_"))}}
+        self.wfile.write(json.dumps([sys.argv[1:], wanted]).encode())
+http.server.HTTPServer((os.environ["GF_SERVER_HTTP_ADDR"], int(os.environ["GF_SERVER_HTTP_PORT"])), Handler).serve_forever()
+"""
+
+
+class Router(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        is_known = self.headers.get("Authorization") == f"Bearer {KEY}"
+        self.send_response(200 if is_known else 401)
+        self.end_headers()
+        self.wfile.write(PAGE if is_known else b"")
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def router() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def prometheus() -> None:
+    command = [ROOT / "scripts/prometheus", "prometheus", "--offline"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if found.returncode:
+        pytest.skip(found.stderr.strip())
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def monitor(*arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
+    command = [sys.executable, "-m", "scripts.monitor", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def output_until(process: subprocess.Popen[str], word: str) -> str:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if word in line:
+            return "".join(lines)
+    raise AssertionError("".join(lines) + process.communicate()[1])
+
+
+def value_when_there(url: str, query: str) -> Any:
+    """What the first scrape brings; it comes within the scrape interval of 5 s."""
+    give_up_s = time.monotonic() + 60
+    while time.monotonic() < give_up_s:
+        found = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
+        if found:
+            return found[0]["value"][1]
+        threading.Event().wait(0.05)
+    raise AssertionError(f"{query} stayed empty")
+
+
+@pytest.mark.usefixtures("prometheus")
+def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# ours\n{KEY}\n")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "grafana").write_text(GRAFANA.format(python=sys.executable))
+    (programs / "grafana").chmod(0o755)
+    port, grafana_port = free_port(), free_port()
+    process = monitor(
+        *("--url", router, "--api-key-file", str(keys), "--data", str(tmp_path / "data")),
+        *("--port", str(port), "--grafana-port", str(grafana_port)),
+        path=programs,
+    )
+    try:
+        said = output_until(process, "Ctrl-C")
+        base, grafana = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{grafana_port}"
+        assert base in said
+        assert f"{grafana}/d/transom-overview" in said
+        assert value_when_there(base, 'transom_router_workers{state="open"}') == "1"
+        rules = httpx.get(f"{base}/api/v1/rules").json()["data"]["groups"]
+        assert {group["name"] for group in rules} >= {"transom-service", "transom-workers", "transom-cache"}
+        arguments, settings = httpx.get(f"{grafana}/api/health").json()
+        assert arguments[:1] == ["server"]
+        assert settings["PROMETHEUS_URL"] == base
+        assert (Path(settings["TRANSOM_DASHBOARDS"]) / "transom-overview.json").exists()
+        assert (Path(settings["GF_PATHS_PROVISIONING"]) / "dashboards/transom.yml").exists()
+        assert (tmp_path / "data/prometheus.yml").stat().st_mode & 0o077 == 0
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, ""), rest
+    for url in (base, grafana):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+
+
+@pytest.mark.usefixtures("prometheus")
+def test_a_port_that_is_taken_is_named(router: str, tmp_path: Path) -> None:
+    """The router's own port stands for one that is taken. It answers 401, which is not ready."""
+    process = monitor("--url", router, "--port", router.rpartition(":")[2], "--data", str(tmp_path))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "address already in use" in errors
+    assert "answers 401. Give the server's keys with --api-key-file." in errors
+
+
+def test_keys_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("# nothing\n")
+    for name, problem in (("gone", "cannot be read"), ("empty", "has no key")):
+        with pytest.raises(CannotStart, match=problem):
+            first_key(tmp_path / name)
+
+
+def test_without_a_key_none_is_sent() -> None:
+    (job,) = yaml.safe_load(prometheus_configuration("https://host:9/", ""))["scrape_configs"]
+    assert "authorization" not in job
+    assert (job["scheme"], job["static_configs"]) == ("https", [{"targets": ["host:9"]}])
+
+
+def test_an_older_grafana_is_started_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/defaults.ini").touch()
+    program = tmp_path / "bin/grafana-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert grafana_command() == [str(program), "--homepath", str(tmp_path)]
+    program.unlink()
+    assert grafana_command() is None
+
+
+def test_debians_package_is_unpacked_where_nothing_is_installed(tmp_path: Path) -> None:
+    """With stand-ins for Debian's tools: the second call finds what the first has fetched."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/prometheus").write_text((ROOT / "scripts/prometheus").read_text())
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    stubs = {
+        "apt-get": 'echo "fetched" >&2; touch prometheus_2.deb',
+        "dpkg-deb": "mkdir -p usr/bin; for one in prometheus promtool; do echo > usr/bin/$one; chmod +x usr/bin/$one; done",
+    }
+    for name, text in stubs.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    for name in ("sh", "dirname", "mkdir", "rm", "mv", "touch", "chmod"):
+        (tools / name).symlink_to(Path("/bin") / name if (Path("/bin") / name).exists() else Path("/usr/bin") / name)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["/bin/sh", str(tmp_path / "scripts/prometheus"), *arguments]
+        return subprocess.run(
+            command, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=20, check=False
+        )
+
+    assert "not on PATH" in call("promtool", "--offline").stderr
+    for expected in ("fetched\n", ""):
+        done = call("promtool")
+        assert (done.returncode, done.stderr) == (0, expected)
+        assert done.stdout == f"{tmp_path}/.venv/prometheus/usr/bin/promtool\n"
+    assert call("prometheus", "--offline").returncode == 0
+    assert call("other").returncode == 1
