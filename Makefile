@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-gpu test-compile test-interpreter test-cluster check bench lock clean distclean
+.PHONY: help setup serve test test-gpu test-compile test-interpreter test-cluster check bench monitor dashboards lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -39,6 +39,12 @@ check: $(DEV) ## Format, lint, types, import rules, tests (ARGS=--no-tests)
 
 bench: $(RUNTIME) ## Benchmark the demo model, offline and over HTTP
 	@scripts/bench $(ARGS)
+
+monitor: $(RUNTIME) ## Watch a running server: Prometheus, and Grafana if installed (ARGS='--url URL --api-key-file FILE')
+	@exec $(BIN)/python -m scripts.monitor $(ARGS)
+
+dashboards: $(DEV) ## Write Grafana's dashboards from their code
+	@$(BIN)/python -m dashboards.build
 
 lock: $(DEV) ## Pin what is installed now in constraints.txt
 	@$(BIN)/python scripts/lock
