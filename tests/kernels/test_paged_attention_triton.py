@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import Case, Sequence, Shape, make_case
 
-from transom_kernels.paged_attention import tuning
+from transom_kernels.paged_attention import gpu, tuning
 from transom_kernels.paged_attention.gpu import ByProducts, CompactTable, paged_attention_triton
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.work import Work, plan_work
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SMALL = Shape(heads=6, kv_heads=2, size=16, block_size=8)
@@ -50,6 +51,21 @@ def test_prompts_at_the_edges_of_tiles(start: int, count: int) -> None:
     check(
         make_case([Sequence(start=start, count=count), Sequence(start=0, count=0), Sequence(start=3, count=1)], SMALL)
     )
+
+
+def test_work_in_a_larger_shape_is_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([Sequence(start=70, count=1), Sequence(start=0, count=1), Sequence(start=40, count=2)], SMALL)
+    right = check(case)
+
+    def plan_padded(*arguments: Any) -> Work:
+        work = plan_work(*arguments)
+        with pytest.raises(ValueError, match="do not fit a shape of 1, 9 and 9"):
+            work.padded(num_items=1, num_joins=9, num_partials=9)
+        return work.padded(num_items=len(work.items) + 3, num_joins=len(work.joins) + 2, num_partials=9)
+
+    monkeypatch.setattr(gpu, "plan_work", plan_padded)
+    case.batch.scratch.clear()
+    assert check(case).equal(right)
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 33])

@@ -80,7 +80,7 @@ class QuantisedWeights:
             experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
             blocks, scales, _ = self._blocks_and_scales(name, shape)
             return _whole_groups(blocks[experts, rows].flatten(-2), scales[experts, rows], columns)
-        if name not in self._scale_of or (values := self._plain.read(name)).dtype != torch.int8:
+        if name not in self._scale_of or shape[1] % GROUP or (values := self._plain.read(name)).dtype != torch.int8:
             return None
         check_shape(values, (shape[0], shape[1] // 2), name=name, file=self._plain.file_of(name))
         scale = self._scale_of[name]
