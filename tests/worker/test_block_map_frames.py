@@ -32,6 +32,7 @@ class Watch:
         self.encoder = Encoder(Identity("w", "m"), scheduler.cache.layout, self.log.history)
         self.map = Map()
         self.number = 0
+        self.states: set[int] = set()  # ever shown
 
     def look(self) -> Map:
         first = not self.number
@@ -39,6 +40,7 @@ class Watch:
         if first:
             frame = self.encoder.whole(0.0)
         self.map.take(frame.numbered(self.number))
+        self.states |= {block.state for block in self.map.blocks.values()}
         self.number += 1
         return self.map
 
@@ -124,7 +126,7 @@ def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int) -> Wa
     )
     watch = Watch(driver.scheduler)
     prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(2)]
-    waiting = [f"r{i}" for i in range(14)]
+    waiting = [f"r{i}" for i in range(10)]
     watch.look()
     while waiting or driver.scheduler.has_work:
         if waiting and rng.random() < 0.5:
@@ -152,10 +154,40 @@ def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int) -> Wa
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_frames_say_what_the_cache_holds(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    watches = [random_lives(mix, seed, steps_in_flight=steps_in_flight) for seed in range(6)]
+    watches = [random_lives(mix, seed, steps_in_flight=steps_in_flight) for seed in range(4)]
     for watch in watches:
         totals, events = watch.map.header["totals"], watch.map.events
         by_kind = {kind: [e for e in events if e["kind"] == kind] for kind in ("evicted", "preempted", "repair")}
         assert sum(event["count"] for event in by_kind["evicted"]) == totals["evicted_blocks"]
         assert len(by_kind["preempted"]) == totals["preemptions"]
         assert len(by_kind["repair"]) == totals["repairs"]
+    states = set().union(*(watch.states for watch in watches))
+    assert states >= {EMPTY, ACTIVE, LOOSE, HELD, EVICTED}
+    if mix == ("full", "window"):
+        assert REPAIR in states
+
+
+def test_numbers_that_do_not_fit_a_byte_are_told() -> None:
+    driver = Driver(layout(("full",), num_pages=800), max_num_seqs=400, max_num_batched_tokens=4096)
+    watch = Watch(driver.scheduler)
+    driver.add(request("first", range(8), 2))
+    while driver.scheduler.has_work:
+        driver.step()
+    for number in range(300):
+        driver.add(request(f"r{number}", [*range(8), 9], 1))
+    driver.schedule()
+    shown = watch.look().shown
+    assert max(block.refs for block in shown.values()) == 300
+    assert shown == plain(driver.scheduler)
+
+
+def test_events_beyond_the_limit_are_counted() -> None:
+    driver = Driver(layout(("full",), num_pages=4000), max_num_seqs=400, max_num_batched_tokens=4096)
+    watch = Watch(driver.scheduler)
+    watch.look()
+    for number in range(300):
+        driver.add(request(f"r{number}", [number], 1))
+    driver.schedule()
+    header = watch.look().header
+    assert (len(header["events"]), header["dropped_events"]) == (256, 300 - 256)
+    assert header["events"][-1]["request"] == "r299"
