@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -33,6 +34,9 @@ from transom_worker.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
 
+# The framework's own spans would double ours, and its records of exceptions quote messages, and so prompts.
+NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+
 
 def build_api(router: Router) -> FastAPI:
     """The app that serves `router`; its lifespan starts and stops it."""
@@ -43,7 +47,9 @@ def build_api(router: Router) -> FastAPI:
         yield
         await router.stop()
 
-    api = FastAPI(title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    api = FastAPI(
+        title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False, telemetry=NO_TELEMETRY
+    )
     keys = ApiKeys.of(router.config)
     _add_layers(api, router, keys)
     _add_error_handlers(api)

@@ -1,12 +1,19 @@
-"""What a worker says at start reaches people, unless they log in their own way."""
+"""What a worker says at start reaches people, unless they log in their own way; lines as JSON, and whom they are about."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
+import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+
+from transom_worker.logs import JsonLines, TextLines, about_request, following_requests, trace_id_of
 
 
 @pytest.mark.parametrize(
@@ -28,3 +35,86 @@ def test_where_the_memory_went_is_shown_once(tiny_model: Path, setup: str, shown
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
     for part in ("activations", "bytes per block", "at once run"):
         assert done.stderr.count(part) == (1 if shown else 0), done.stderr
+
+
+def record(message: str, *args: object, error: BaseException | None = None, **extra: object) -> logging.LogRecord:
+    info = None if error is None else (type(error), error, error.__traceback__)
+    made = logging.LogRecord("transom.worker", logging.WARNING, "file.py", 1, message, args, info)
+    made.__dict__.update(extra)
+    return made
+
+
+def test_a_line_in_json_is_one_object_whatever_it_says() -> None:
+    lines = JsonLines("worker/w0")
+    message = 'two\nlines "quoted" \u2028 \x00 é \ud800'
+    text = lines.format(record("%s", message))
+    assert "\n" not in text
+    line = json.loads(text)
+    assert line["message"] == message
+    assert (line["level"], line["logger"], line["process"]) == ("WARNING", "transom.worker", "worker/w0")
+    assert line["pid"] == os.getpid()
+    assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    assert line["time"].endswith("Z")
+    assert "request_id" not in line
+    assert "trace_id" not in line
+
+
+def test_an_exception_is_a_field() -> None:
+    try:
+        raise ValueError("no good")
+    except ValueError as error:
+        line = json.loads(JsonLines("").format(record("failed", error=error)))
+    assert line["message"] == "failed"
+    assert line["exception"].splitlines()[-1] == "ValueError: no good"
+
+
+def test_lines_name_the_request_that_they_are_about() -> None:
+    as_json, as_text = JsonLines(""), TextLines()
+    with following_requests():
+        about_request("chatcmpl-1", "a1b2")
+        assert (
+            json.loads(as_json.format(record("x"))).items() >= {"request_id": "chatcmpl-1", "trace_id": "a1b2"}.items()
+        )
+        assert as_text.format(record("x")).endswith("transom.worker: [chatcmpl-1] x")
+        one = record("x", request_id="cmpl-2", facts={"status": 200})
+        assert json.loads(as_json.format(one)).items() >= {"request_id": "cmpl-2", "status": 200}.items()
+    assert "request_id" not in json.loads(as_json.format(record("x")))
+    assert as_text.format(record("x")).endswith("transom.worker: x")
+    assert trace_id_of("00-0af7-b7ad-01") == "0af7"
+    assert trace_id_of(None) == ""
+
+
+def test_each_task_has_its_own_request() -> None:
+    async def work(name: str) -> str:
+        with following_requests():
+            about_request(name)
+            await asyncio.sleep(0)
+            return json.loads(JsonLines("").format(record("x")))["request_id"]
+
+    async def both() -> list[str]:
+        return await asyncio.gather(work("a"), work("b"))
+
+    assert asyncio.run(both()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("setup", ["", "logging.basicConfig(level=logging.INFO)"], ids=["plain", "own handler"])
+def test_a_worker_in_json_has_a_line_for_each_request(tiny_model: Path, setup: str) -> None:
+    code = (
+        f"import logging; {setup}\n"
+        "from transom_worker import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1, log_format='json')\n"
+        "params = SamplingParams(max_tokens=3, ignore_eos=True)\n"
+        "llm.generate(['zebra4711'], params, use_tqdm=False); llm.shutdown()\n"
+        "logging.getLogger('another').warning('is left alone')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    others = [line for line in done.stderr.splitlines() if "is left alone" in line]
+    assert len(others) == 1
+    assert not others[0].startswith("{")
+    [ended] = [line for line in lines if line["logger"] == "transom.worker.request"]
+    assert ended.items() >= {"finish_reason": "length", "output_tokens": 3, "preemptions": 0}.items()
+    assert ended["request_id"]
+    assert ended["queue_s"] >= 0
+    assert sum("activations" in line["message"] for line in lines) == 1
+    assert "zebra4711" not in done.stderr
