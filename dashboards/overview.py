@@ -129,8 +129,8 @@ NOW = Section(
 )
 
 
-REFUSED = ratio(rate("transom_router_requests_total", f'{ROUTER},{API},status="429"'), REQUESTS)
-LEFT = ratio(rate("transom_router_requests_total", f'{ROUTER},{API},status="499"'), REQUESTS)
+REFUSED = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status="429"'))
+LEFT = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status="499"'))
 TRAFFIC = Section(
     title="Traffic and errors",
     panels=[
@@ -166,8 +166,8 @@ TRAFFIC = Section(
             ),
             [
                 Query(expr=ratio(f"({ERRORS})", REQUESTS), legend="5xx"),
-                Query(expr=REFUSED, legend="429"),
-                Query(expr=LEFT, legend="499"),
+                Query(expr=ratio(f"({REFUSED})", REQUESTS), legend="429"),
+                Query(expr=ratio(f"({LEFT})", REQUESTS), legend="499"),
             ],
             "percentunit",
             limits=ERROR_LIMITS,
