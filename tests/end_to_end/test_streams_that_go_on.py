@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from server import (
     Server,
     assert_ended_cleanly,
@@ -84,6 +85,29 @@ def test_a_killed_worker_costs_nobody_an_answer(server: Server, undisturbed: lis
     check_answers(streams, undisturbed)
     wait_for_workers(server, 2)
     assert victim not in replica_pids(server, ":Worker")
+
+
+def test_any_routers_page_has_all_routers_workers_and_ranks(server: Server) -> None:
+    """New connections come to either router; each process that discovery names has a page of its own behind the same address."""
+    wait_for_workers(server, 2)
+    for _ in range(4):
+        assert labels_on(server, "/metrics", "transom_router_process_cpu_seconds", "router") == 2
+        assert labels_on(server, "/metrics", "transom_rank_info", "worker", "rank") == 4
+    targets = httpx.get(f"{server.url}/metrics/sd").json()
+    assert sorted(one["labels"]["__meta_transom_kind"] for one in targets) == ["router", "router", "worker", "worker"]
+    for one in targets:
+        assert one["targets"] == [server.url.removeprefix("http://")]
+        path = f"/metrics/process?name={one['labels']['__param_name']}"
+        assert labels_on(server, path, "transom_build_info", one["labels"]["__meta_transom_kind"]) == 1
+
+
+def labels_on(server: Server, path: str, family: str, *labels: str) -> int:
+    """The number of different values that a family's labels have together on a page of metrics."""
+    page = httpx.get(f"{server.url}{path}", timeout=30).text
+    found = [
+        sample.labels for one in text_string_to_metric_families(page) if one.name == family for sample in one.samples
+    ]
+    return len({tuple(sample[label] for label in labels) for sample in found})
 
 
 def test_routers_agree_where_a_prefix_is(server: Server) -> None:
