@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-gpu test-compile test-interpreter test-cluster check bench monitor dashboards lock clean distclean
+.PHONY: help setup serve test test-gpu test-compile test-interpreter test-browser test-cluster check bench monitor dashboards lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -30,6 +30,11 @@ test-compile: $(DEV) ## Compile every kernel in every configuration for GPUs tha
 
 test-interpreter: $(DEV) ## Run small models of every family through Triton's kernels on the CPU
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m interpreter -n auto --maxprocesses 4 $(ARGS)
+
+test-browser: $(DEV) ## Run the tests that need Chromium (Debian: apt-get install chromium)
+	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
+		echo "No Chromium on PATH, so these tests skip. Debian: apt-get install chromium. Playwright's own download is not used."
+	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 test-cluster: $(DEV) ## Run the tests that need root and network namespaces
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m cluster $(ARGS)

@@ -38,13 +38,13 @@ export class App {
   }
 
   takeEvent(event, data) {
-    if (event === "frame") this.takeFrame(fromBase64(data));
+    const started_ms = performance.now();
+    if (event === "frame") this.takeFrame(fromBase64(data), 0, started_ms);
     else if (event === "workers") this.#takeWorkers(JSON.parse(data));
     else if (event === "problem") this.#takeProblem(JSON.parse(data));
   }
 
-  takeFrame(bytes, shift_s = 0) {
-    const started_ms = performance.now();
+  takeFrame(bytes, shift_s = 0, started_ms = performance.now()) {
     const at_s = this.timeline.momentOf(Date.now() / 1000);
     const frame = decodeFrame(bytes, shift_s);
     const id = frame.header.worker;

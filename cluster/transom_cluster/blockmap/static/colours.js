@@ -2,10 +2,10 @@
 
 import { ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, SHARED } from "./worker_state.js";
 
-/** Hues after Okabe and Ito, made darker or lighter where they would fall below 3:1 against the map's ground. */
+/** Blue and vermillion of Okabe and Ito, then what stays farthest apart for every kind of colour vision. All have 3:1 on the ground. */
 export const HUES = {
-  light: ["#0072b2", "#d55e00", "#008a64", "#a8518a", "#8f7000", "#4d5661", "#2b93cf", "#8a3b12"],
-  dark: ["#56b4e9", "#e8772e", "#1fc396", "#dd9cc3", "#f0d442", "#b4bdc8", "#2f88d0", "#ffb27d"],
+  light: ["#0072b2", "#d55e00", "#922940", "#3295f6", "#bb7e90", "#154e87", "#915b77", "#b14a2f"],
+  dark: ["#56b4e9", "#e8772e", "#f3f056", "#5f68d9", "#48fbf6", "#9e6375", "#ffa78f", "#c74723"],
 };
 export const REPAIR_SHARED = 8; // a kind of look beside the states
 export const FADE_EDGES_S = [5, 20, 60, 180, 600]; // a cached block fades when it gets older than these

@@ -28,6 +28,7 @@ export class Cursor {
 
   clear() {
     this.pinned = null;
+    this.#place();
     this.onChange("pin");
   }
 

@@ -54,7 +54,7 @@ export class Strip {
     if (row === undefined) {
       const canvas = element("canvas", { role: "img", "aria-label": `Blocks of ${name} by state over the last five minutes`, click: (event) => this.#seek(event) });
       const label = element("span");
-      row = { canvas, label, element: element("div", { class: "strip-row" }, element("p", {}, element("b", {}, name), label), canvas) };
+      row = { canvas, label, element: element("div", { class: "strip-row" }, element("p", {}, element("b", {}, name), " ", label), canvas) };
       this.rows.set(name, row);
       this.box.append(row.element);
     }

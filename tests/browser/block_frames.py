@@ -1,0 +1,160 @@
+"""Frames of the live block map, encoded from docs/block_map.md alone, about a worker that a test moves by hand."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIR, EVICTED = range(7)
+UNKNOWN = 0xFFFFFFFF
+TOTALS = ("hit_tokens", "repaired_tokens", "missed_tokens", "evicted_blocks", "preemptions", "repairs")
+BANDS = {"active": (ACTIVE, REPAIR), "held": (HELD,), "loose": (LOOSE,), "empty": (EMPTY, EVICTED)}
+
+
+def encode(header: dict[str, Any], pages: list[int], blocks: list[int]) -> bytes:
+    """One frame."""
+    text = json.dumps({**header, "arrays": [["pages", len(pages)], ["blocks", len(blocks)]]}).encode()
+    padding = bytes(-(4 + len(text)) % 4)
+    return struct.pack("<I", len(text)) + text + padding + struct.pack(f"<{len(pages) + len(blocks)}I", *pages, *blocks)
+
+
+@dataclass
+class FakeWorker:
+    """Pages, blocks and sequences of one worker. Changes gather until `frame` is asked for."""
+
+    worker: str = "w0"
+    page_bytes: int = 4096
+    num_pages: int = 24
+    strides: dict[str, int] = field(default_factory=lambda: {"full": 256, "window(128)": 128})
+    time_s: float = 1_700_000_000.0
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+    history: list[list[Any]] = field(default_factory=list)
+    running: int = 0
+    waiting: int = 0
+
+    def __post_init__(self) -> None:
+        self.number = 0
+        self.owners = [0] * self.num_pages
+        self.records: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
+        self.sequences: dict[int, dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self._changed_pages: set[int] = set()
+        self._changed: set[tuple[int, int]] = set()
+        self._changed_sequences: set[int] = set()
+        self._gone: list[int] = []
+
+    def blocks_of(self, group: int, page: int) -> range:
+        """The blocks that lie wholly inside a page."""
+        stride = list(self.strides.values())[group]
+        return range(ceil(page * self.page_bytes / stride), (page + 1) * self.page_bytes // stride)
+
+    def lease(self, group: int, *pages: int) -> None:
+        """Lease pages to a group; their blocks are empty."""
+        for page in pages:
+            self.owners[page] = group + 1
+            self._changed_pages.add(page)
+            for block in self.blocks_of(group, page):
+                self.put(group, block, EMPTY)
+
+    def give_back(self, page: int) -> None:
+        """Free a page; its blocks are gone."""
+        group = self.owners[page] - 1
+        self.owners[page] = 0
+        self._changed_pages.add(page)
+        for block in self.blocks_of(group, page):
+            del self.records[group, block]
+            self._changed.add((group, block))
+
+    def put(
+        self,
+        group: int,
+        block: int,
+        state: int,
+        *,
+        references: int = 0,
+        logical: int = UNKNOWN,
+        hash_prefix: int = 0,
+        age: int = 0,
+    ) -> None:
+        """Set a block's record; `age` in tenths of a second."""
+        self.records[group, block] = (state, references, logical, hash_prefix, age)
+        self._changed.add((group, block))
+
+    def sequence(self, seq_id: int, request: str, runs: list[list[list[int]]], **values: Any) -> None:
+        """Add or change a sequence."""
+        plain = {"phase": "decode", "processed": 32, "num_tokens": 33, "num_prompt_tokens": 32, "num_cached_tokens": 0}
+        self.sequences[seq_id] = {"id": seq_id, "request": request, **plain, "repair": None, **values, "runs": runs}
+        self._changed_sequences.add(seq_id)
+
+    def end(self, seq_id: int) -> None:
+        """A sequence ended."""
+        del self.sequences[seq_id]
+        self._gone.append(seq_id)
+
+    def event(self, kind: str, *, request: str | None = None, group: int | None = None, count: int = 1) -> None:
+        """Something happened."""
+        self.events.append(
+            {"time_s": self.time_s, "kind": kind, "request": request, "group": group, "count": count, "detail": ""}
+        )
+
+    def frame(self, *, whole: bool = False, after_s: float = 0.5) -> bytes:
+        """The next frame: what changed since the last one, or everything."""
+        self.time_s += after_s
+        header = self._header(whole)
+        pages = range(self.num_pages) if whole else sorted(self._changed_pages)
+        keys = sorted(self.records) if whole else sorted(self._changed)
+        header["sequences"] = [self.sequences[i] for i in sorted(self.sequences if whole else self._changed_sequences)]
+        header["gone"] = self._gone
+        self.number += 1
+        self.events, self._gone = [], []
+        self._changed_pages, self._changed, self._changed_sequences = set(), set(), set()
+        return encode(
+            header,
+            [word for page in pages for word in (page, self.owners[page])],
+            [word for key in keys for word in self._record(*key)],
+        )
+
+    def _record(self, group: int, block: int) -> tuple[int, ...]:
+        state, references, logical, hash_prefix, age = self.records.get((group, block), (GONE, 0, UNKNOWN, 0, UNKNOWN))
+        return (group | state << 8 | references << 16, block, logical, hash_prefix, age)
+
+    def counts(self) -> list[dict[str, int]]:
+        """Blocks by group and state."""
+        found: list[list[int]] = [[] for _ in self.strides]
+        for (group, _), (state, *_rest) in self.records.items():
+            found[group].append(state)
+        return [{band: sum(states.count(s) for s in wanted) for band, wanted in BANDS.items()} for states in found]
+
+    def _header(self, whole: bool) -> dict[str, Any]:
+        header: dict[str, Any] = {
+            "worker": self.worker,
+            "sequence": self.number,
+            "time_s": self.time_s,
+            "whole": whole,
+            "counts": self.counts(),
+            "free_pages": self.owners.count(0),
+            "running": self.running,
+            "waiting": self.waiting,
+            "totals": dict(self.totals),
+            "events": self.events,
+        }
+        if whole:
+            header |= {"model": "demo", "page_bytes": self.page_bytes, "num_pages": self.num_pages}
+            header |= {"groups": self._groups(), "history": self.history}
+        return header
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "kind": name.split("(")[0],
+                "block_size": 16,
+                "stride_bytes": stride,
+                "block_bytes": stride - 8,
+                "num_blocks": self.page_bytes * self.num_pages // stride,
+            }
+            for name, stride in self.strides.items()
+        ]

@@ -1,0 +1,152 @@
+"""A server on loopback with the page's files and a stream that a test feeds frame by frame."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import transom_cluster.blockmap
+
+STATIC = f"{transom_cluster.blockmap.__path__[0]}/static"
+POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'"  # stricter than the real server's
+CLOSE = None  # in a stream's queue: the server closes it
+
+
+def event(name: str, value: Any) -> str:
+    """One server-sent event."""
+    data = base64.b64encode(value).decode() if isinstance(value, bytes) else json.dumps(value)
+    return f"event: {name}\ndata: {data}\n\n"
+
+
+class MapServer:
+    """What the test says is what every open stream gets. `on_open` gives the first events of a new stream."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.key: str | None = None
+        self.on_open: Callable[[], list[str]] = list
+        self.demo = b""
+        self.description: dict[str, Any] = {}
+        self.described: list[dict[str, str]] = []
+        self.stream_queries: list[dict[str, str]] = []
+        self.periods: tuple[float, list[str]] | None = None  # seconds between events and the events, over and over
+        self._streams: set[asyncio.Queue[str | None]] = set()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def send(self, *frames: bytes) -> None:
+        """Send frames to every open stream."""
+        for frame in frames:
+            self.send_event("frame", frame)
+
+    def send_event(self, name: str, value: Any) -> None:
+        """Send any event to every open stream."""
+        self._put(event(name, value))
+
+    def drop(self) -> None:
+        """Close every open stream."""
+        self._put(CLOSE)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
+
+    def _put(self, text: str | None) -> None:
+        assert self.loop is not None
+
+        def put() -> None:
+            for queue in self._streams:
+                queue.put_nowait(text)
+
+        self.loop.call_soon_threadsafe(put)
+
+    def app(self) -> Starlette:
+        """The routes of docs/block_map.md."""
+        return Starlette(
+            routes=[
+                Route("/blocks", self._page),
+                Route("/blocks/assets/{name}", self._asset),
+                Route("/blocks/demo.bin", self._demo),
+                Route("/blocks/stream", self._stream),
+                Route("/blocks/describe", self._describe),
+            ]
+        )
+
+    async def _page(self, request: Request) -> Response:
+        return FileResponse(f"{STATIC}/index.html", headers={"content-security-policy": POLICY})
+
+    async def _asset(self, request: Request) -> Response:
+        return FileResponse(f"{STATIC}/{request.path_params['name']}", headers={"cache-control": "no-cache"})
+
+    async def _demo(self, request: Request) -> Response:
+        return Response(self.demo, status_code=200 if self.demo else 404)
+
+    async def _describe(self, request: Request) -> Response:
+        self.described.append(dict(request.query_params))
+        return JSONResponse(self.description)
+
+    async def _stream(self, request: Request) -> Response:
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "wrong key"}}, status_code=401)
+        self.stream_queries.append(dict(request.query_params))
+        source = self._fed() if self.periods is None else self._paced(*self.periods)
+        return StreamingResponse(source, media_type="text/event-stream")
+
+    async def _fed(self) -> AsyncIterator[str]:
+        queue: asyncio.Queue[str | None] = asyncio.Queue()
+        for text in self.on_open():
+            queue.put_nowait(text)
+        self._streams.add(queue)
+        try:
+            while (text := await queue.get()) is not CLOSE:
+                yield text
+        finally:
+            self._streams.discard(queue)
+
+    async def _paced(self, period_s: float, texts: list[str]) -> AsyncIterator[str]:
+        for text in [*self.on_open(), *texts]:
+            yield text
+            await asyncio.sleep(period_s)
+        await asyncio.Event().wait()
+
+
+@contextlib.contextmanager
+def map_server() -> Iterator[MapServer]:
+    """Serve on a thread until the block ends."""
+    served = MapServer()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    config = uvicorn.Config(served.app(), log_level="critical", ws="none", timeout_graceful_shutdown=0)
+    server = uvicorn.Server(config)
+    started = threading.Event()
+
+    async def serve() -> None:
+        served.loop = asyncio.get_running_loop()
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.005)
+        started.set()
+        await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,241 @@
+"""Every block is a cell in its place, and what happens to blocks can be seen."""
+
+from __future__ import annotations
+
+import pytest
+from block_frames import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, FakeWorker
+from map_page import MapPage
+
+pytestmark = pytest.mark.browser
+
+BLUE, VERMILLION, WHITE, TEXT = "#0072b2", "#d55e00", "#ffffff", "#16191d"
+
+
+@pytest.fixture
+def worker() -> FakeWorker:
+    """Pages 0 to 3 are full's, 4 and 5 the window's, the others free."""
+    fake = FakeWorker()
+    fake.lease(0, 0, 1, 2, 3)
+    fake.lease(1, 4, 5)
+    return fake
+
+
+def brightness(colour: str) -> int:
+    return sum(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def test_each_state_has_its_own_look(block_map: MapPage, worker: FakeWorker) -> None:
+    for block, state in enumerate((EMPTY, ACTIVE, LOOSE, HELD, REPAIR, EVICTED)):
+        worker.put(0, block, state, references=int(state in (ACTIVE, REPAIR)))
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    empty, active, loose, held, repair, evicted = (block_map.colours(0, block) for block in range(6))
+    assert active == {BLUE}
+    assert repair == {BLUE, WHITE}
+    assert evicted == {TEXT, WHITE}
+    assert len(empty) == len(loose) == 1
+    assert held == loose | {BLUE}, "a frame around the colour of cached blocks"
+    assert brightness(BLUE) < brightness(*loose) < brightness(*empty) < brightness(WHITE)
+
+
+def test_hue_is_the_group_and_area_is_bytes(block_map: MapPage, worker: FakeWorker) -> None:
+    first_of_window = worker.blocks_of(1, 4)[0]
+    worker.put(0, 16, ACTIVE, references=1)
+    worker.put(1, first_of_window, ACTIVE, references=1)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    assert block_map.colours(0, 16) == {BLUE}
+    assert block_map.colours(1, first_of_window) == {VERMILLION}
+    wide, narrow = block_map.rect(0, 16), block_map.rect(1, first_of_window)
+    assert wide[2] * wide[3] > 1.5 * narrow[2] * narrow[3], "a block of full has twice the bytes"
+
+
+def test_pages_lie_in_slab_order_and_free_ones_are_blank(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    corners = [block_map.rect(0, worker.blocks_of(0, page)[0])[:2] for page in range(24)]
+    assert corners == sorted(corners, key=lambda corner: (corner[1], corner[0]))
+    assert len({tuple(corner) for corner in corners}) == 24
+    inside_free = block_map.colours(0, worker.blocks_of(0, 10)[3])
+    assert inside_free == {WHITE}
+    x, y = block_map.rect(0, worker.blocks_of(0, 10)[0])[:2]
+    outline = block_map.evaluate(
+        "([x, y]) => [...document.getElementById('map').getContext('2d').getImageData(x - 1, y, 1, 1).data]", [x, y]
+    )
+    assert outline[:3] != [255, 255, 255], "a page has an outline"
+
+
+def test_a_shared_prefix_is_marked_without_colour(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    worker.sequence(1, "cmpl-first", [[[0, 0, 4]], []])
+    for block in range(4):
+        worker.put(0, block, ACTIVE, references=1, logical=block)
+    block_map.send(worker.frame(whole=True))
+    assert block_map.colours(0, 2) == {BLUE}
+    worker.sequence(2, "cmpl-second", [[[0, 0, 3], [3, 8, 1]], []])
+    for block in range(3):
+        worker.put(0, block, ACTIVE, references=2, logical=block)
+    worker.put(0, 8, ACTIVE, references=1, logical=3)
+    block_map.send(worker.frame())
+    for block in range(3):
+        cell = block_map.cell(0, block)
+        assert cell[0][0] == BLUE
+        assert cell[len(cell) // 2][len(cell[0]) // 2] == WHITE, "an inset square"
+    assert block_map.colours(0, 3) == block_map.colours(0, 8) == {BLUE}
+    assert block_map.text("#legend tbody tr:nth-child(2) td:nth-child(2)") == "3"
+    block_map.hover(0, 1)
+    assert block_map.rows("#inspector [data-rows]")["References"] == "2"
+    assert block_map.page.locator("#inspector [data-requests] button").all_inner_texts() == [
+        "cmpl-first",
+        "cmpl-second",
+    ]
+
+
+def test_a_window_slides(block_map: MapPage, worker: FakeWorker) -> None:
+    """Behind the window blocks become cached, in front active ones are added: lightness moves along the page."""
+    blocks = worker.blocks_of(1, 4)
+    block_map.open()
+    looks = []
+    for step in range(3):
+        for i, block in enumerate(blocks[:6]):
+            state = LOOSE if i < step else ACTIVE if i < step + 3 else EMPTY
+            worker.put(1, block, state, references=int(state == ACTIVE), logical=i)
+        worker.sequence(1, "cmpl-slides", [[], [[step, blocks[step], 3]]])
+        block_map.send(worker.frame(whole=step == 0))
+        looks.append([block_map.colours(1, block) == {VERMILLION} for block in blocks[:6]])
+    assert looks == [
+        [True, True, True, False, False, False],
+        [False, True, True, True, False, False],
+        [False, False, True, True, True, False],
+    ]
+    assert block_map.colours(1, blocks[0]) != block_map.colours(1, blocks[5]), "cached is not empty"
+
+
+def test_an_eviction_flashes_for_one_frame(block_map: MapPage, worker: FakeWorker) -> None:
+    worker.put(0, 5, LOOSE, hash_prefix=7)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    worker.put(0, 5, EVICTED)
+    worker.event("evicted", group=0)
+    worker.totals["evicted_blocks"] = 1
+    block_map.send(worker.frame())
+    assert block_map.colours(0, 5) == {TEXT, WHITE}
+    assert "1 block of full" in block_map.text("#events li")
+    assert block_map.text("#counters tbody tr:nth-child(4)").split()[-2:] == ["1", "1"]
+    worker.put(0, 5, EMPTY)
+    block_map.send(worker.frame())
+    assert block_map.colours(0, 5) == block_map.colours(0, 6)
+
+
+def test_an_eviction_flashes_in_a_page_that_was_given_back(block_map: MapPage, worker: FakeWorker) -> None:
+    worker.put(0, 49, HELD, hash_prefix=7)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    worker.give_back(3)
+    worker.put(0, 49, EVICTED)
+    block_map.send(worker.frame())
+    assert block_map.colours(0, 49) == {TEXT, WHITE}
+    assert block_map.colours(0, 50) == {WHITE}
+    del worker.records[0, 49]
+    worker._changed.add((0, 49))
+    block_map.send(worker.frame())
+    assert block_map.colours(0, 49) == {WHITE}
+
+
+def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
+    worker.put(0, 48, LOOSE)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    worker.give_back(3)
+    worker.lease(1, 3)
+    first = worker.blocks_of(1, 3)[0]
+    worker.put(1, first, ACTIVE, references=1)
+    worker.put(0, 48, EVICTED)
+    block_map.send(worker.frame())
+    assert TEXT in block_map.colours(0, 48), "the flash lies over the new group's cells"
+    del worker.records[0, 48]
+    worker._changed.add((0, 48))
+    block_map.send(worker.frame())
+    assert block_map.colours(1, first) == {VERMILLION}
+
+
+def test_cached_blocks_fade_with_age(block_map: MapPage, worker: FakeWorker) -> None:
+    for block, age in enumerate((0, 100, 300, 1000, 4000, 9000)):
+        worker.put(0, block, LOOSE, age=age)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    looks = [brightness(*block_map.colours(0, block)) for block in range(6)]
+    assert looks == sorted(looks)
+    assert len(set(looks)) == 6
+    block_map.send(worker.frame(after_s=7))
+    assert brightness(*block_map.colours(0, 0)) == looks[1], "time passes without a record"
+
+
+def test_hover_tells_what_the_frames_and_the_worker_know(block_map: MapPage, worker: FakeWorker) -> None:
+    worker.put(0, 17, ACTIVE, references=1, logical=2, hash_prefix=0x00C0FFEE, age=125)
+    worker.sequence(1, "cmpl-hovered", [[[0, 0, 1], [1, 16, 2]], []], phase="prefill")
+    block_map.server.description = {"checkpoints": [{"kind": "turn", "boundary_tokens": 48}], "cached_s": None}
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    block_map.hover(0, 17)
+    assert block_map.rows("#inspector [data-rows]") == {
+        "Worker": "w0",
+        "Group": "full",
+        "Block": "17, 248 B",
+        "Page": "1",
+        "State": "active",
+        "For": "13 s",
+        "References": "1",
+        "Tokens": "32 to 47 (logical block 2)",
+        "Hash": "00c0ffee…",
+    }
+    assert block_map.text("#tooltip") == "full block 17: active, cmpl-hovered"
+    assert "tokens 32 to 47 (logical block 2), prefill" in block_map.text("#inspector [data-requests]")
+    block_map.page.wait_for_function("() => document.querySelector('#inspector [data-details]').children.length > 0")
+    assert block_map.rows("#inspector [data-details]") == {
+        "Checkpoints 1: kind": "turn",
+        "Checkpoints 1: boundary tokens": "48",
+    }
+    assert block_map.server.described == [{"worker": "w0", "group": "0", "block": "17"}]
+
+
+def test_a_free_page_says_so(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    block_map.hover(0, worker.blocks_of(0, 12)[0])
+    assert block_map.text("#tooltip") == "Page 12: free"
+    assert block_map.server.described == []
+
+
+def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> None:
+    other = FakeWorker(worker="w1", strides={"window(128)": 128}, num_pages=8)
+    other.lease(0, 0)
+    other.put(0, 0, ACTIVE, references=1)
+    worker.put(0, 0, ACTIVE, references=1)
+    block_map.open()
+    block_map.send(worker.frame(whole=True), other.frame(whole=True))
+    assert block_map.colours(0, 0, "w0") == {BLUE}
+    assert block_map.colours(0, 0, "w1") == {VERMILLION}, "the same name has the same hue everywhere"
+    assert block_map.rect(0, 0, "w1")[1] > block_map.rect(0, 383, "w0")[1]
+    assert [text[:2] for text in block_map.page.locator(".worker-heading").all_inner_texts()] == ["w0", "w1"]
+    block_map.server.send_event("workers", [{"worker": "w1", "model": "demo", "state": "ready"}])
+    block_map.page.wait_for_function("() => document.querySelectorAll('.worker-heading').length === 1")
+    block_map.server.send_event("problem", {"worker": "w1", "message": "does not answer"})
+    block_map.page.wait_for_function(
+        "() => document.querySelector('.worker-heading').innerText.includes('does not answer')"
+    )
+
+
+def test_dark_mode_follows_the_system_and_the_button(block_map: MapPage, worker: FakeWorker) -> None:
+    worker.put(0, 0, ACTIVE, references=1)
+    block_map.page.emulate_media(color_scheme="dark")
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    assert block_map.colours(0, 0) == {"#56b4e9"}
+    block_map.page.click("#theme")
+    block_map.settle()
+    assert block_map.colours(0, 0) == {BLUE}
+    block_map.page.emulate_media(color_scheme="light")
+    block_map.page.reload()
+    block_map.page.click("#theme")
+    assert block_map.evaluate("document.documentElement.dataset.theme") == "dark"

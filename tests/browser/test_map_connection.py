@@ -1,0 +1,112 @@
+"""Streams that want a key, break off, skip a frame; and the demo, which needs none."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from block_frames import ACTIVE, EMPTY, FakeWorker
+from map_page import MapPage
+from map_server import event
+
+pytestmark = pytest.mark.browser
+
+BLUE = "#0072b2"
+
+
+@pytest.fixture
+def worker() -> FakeWorker:
+    fake = FakeWorker()
+    fake.lease(0, 0)
+    fake.put(0, 0, ACTIVE, references=1)
+    return fake
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.server.key = "right"
+    block_map.server.on_open = lambda: [event("frame", worker.frame(whole=True))]
+    block_map.open(waits_for_stream=False)
+    dialog = block_map.page.locator("#key-dialog")
+    dialog.wait_for(state="visible")
+    assert block_map.text("#status").endswith("API key wanted")
+    block_map.page.keyboard.type("wrong")
+    block_map.page.keyboard.press("Enter")
+    block_map.page.locator("[data-refused]").wait_for(state="visible")
+    block_map.page.keyboard.type("right")
+    block_map.page.keyboard.press("Enter")
+    block_map.wait_for_frames(1)
+    assert block_map.colours(0, 0) == {BLUE}
+    assert block_map.evaluate("sessionStorage.getItem('transom.api_key')") == "right"
+    assert block_map.evaluate("localStorage.length") == 0
+    block_map.page.reload()
+    block_map.wait_for_frames(1)
+    assert not dialog.is_visible()
+    refused = [error for error in block_map.errors if "401" in error]
+    assert len(refused) == len(block_map.errors) == 2, "the browser itself notes the refused fetches"
+    block_map.errors.clear()
+
+
+def test_a_stream_that_breaks_is_opened_again(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.server.on_open = lambda: [event("frame", worker.frame(whole=True))]
+    block_map.open()
+    block_map.wait_for_frames(1)
+    block_map.server.drop()
+    block_map.page.wait_for_selector("#status[data-kind=lost]")
+    assert "The server closed the stream. Trying again in 0.5 s." in block_map.text("#status-message")
+    worker.put(0, 0, EMPTY)
+    block_map.wait_for_frames(2)
+    assert BLUE not in block_map.colours(0, 0)
+    assert block_map.text("#status").endswith("Connected")
+    assert len(block_map.server.stream_queries) == 2
+
+
+def test_a_missed_frame_opens_the_stream_again(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.server.on_open = lambda: [event("frame", worker.frame(whole=True))]
+    block_map.open()
+    block_map.wait_for_frames(1)
+    worker.put(0, 1, ACTIVE, references=1)
+    worker.frame()  # lost on the way
+    block_map.server.send(worker.frame())
+    block_map.wait_for_frames(2)
+    assert block_map.colours(0, 1) == {BLUE}
+    assert len(block_map.server.stream_queries) == 2
+
+
+def test_the_address_chooses_worker_and_period(block_map: MapPage) -> None:
+    block_map.open("?worker=w7&period_s=2")
+    assert block_map.server.stream_queries == [{"worker": "w7", "period_s": "2"}]
+
+
+def test_the_demo_replays_a_trace_in_a_loop(block_map: MapPage, worker: FakeWorker) -> None:
+    frames = []
+    for number in range(4):
+        worker.put(0, number, ACTIVE, references=1)
+        frames.append(worker.frame(whole=number == 0, after_s=0.05))
+    block_map.server.demo = b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
+    block_map.open("?demo", waits_for_stream=False)
+    block_map.wait_for_frames(6)
+    assert block_map.text("#status").endswith("Demo: a recorded trace")
+    assert block_map.server.stream_queries == []
+    block_map.page.keyboard.press("Space")
+    block_map.hover(0, 0)
+    assert block_map.text("#tooltip") == "full block 0: active"
+    is_now = "Math.abs(transomBlockMap.workers.get('w0').live.time_s - Date.now() / 1000) < 60"
+    assert block_map.evaluate(is_now), "a recorded trace happens now"
+    assert block_map.server.described == []
+
+
+def test_a_server_without_a_trace_says_so(block_map: MapPage) -> None:
+    block_map.open("?demo", waits_for_stream=False)
+    block_map.page.wait_for_selector("#status[data-kind=failed]")
+    assert "There is no recorded trace" in block_map.text("#status-message")
+    assert len(block_map.errors) == 1, "the browser's own note of the 404"
+    block_map.errors.clear()
+
+
+def test_nothing_comes_from_elsewhere(block_map: MapPage, worker: FakeWorker) -> None:
+    asked: list[str] = []
+    block_map.page.on("request", lambda request: asked.append(request.url))
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    assert len(asked) > 20
+    assert [url for url in asked if not url.startswith(f"{block_map.server.url}/blocks")] == []

@@ -1,0 +1,225 @@
+"""Filters, the keyboard alone, zoom, small windows."""
+
+from __future__ import annotations
+
+import pytest
+from block_frames import ACTIVE, LOOSE, FakeWorker
+from map_page import MapPage
+
+pytestmark = pytest.mark.browser
+
+BLUE, VERMILLION = "#0072b2", "#d55e00"
+
+
+@pytest.fixture
+def worker() -> FakeWorker:
+    """Two requests, each with blocks of its own in both groups, and a cached block."""
+    fake = FakeWorker(running=2)
+    fake.lease(0, 0, 1)
+    fake.lease(1, 2)
+    window = fake.blocks_of(1, 2)[0]
+    for block in (0, 1, 2, 3):
+        fake.put(0, block, ACTIVE, references=1, logical=block % 2)
+    for block in (window, window + 1):
+        fake.put(1, block, ACTIVE, references=1, logical=1)
+    fake.put(0, 8, LOOSE)
+    fake.sequence(1, "cmpl-Alpha", [[[0, 0, 2]], [[1, window, 1]]])
+    fake.sequence(2, "cmpl-beta", [[[0, 2, 2]], [[1, window + 1, 1]]])
+    return fake
+
+
+def lit(block_map: MapPage, worker: FakeWorker) -> list[bool]:
+    """Which of the six active blocks have their full colour."""
+    block_map.settle()
+    window = worker.blocks_of(1, 2)[0]
+    blocks = [(0, 0), (0, 1), (0, 2), (0, 3), (1, window), (1, window + 1)]
+    return [block_map.colours(group, block) == {(BLUE, VERMILLION)[group]} for group, block in blocks]
+
+
+def test_part_of_a_request_id_dims_the_others(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    block_map.page.fill("#request-filter", "alpha")
+    assert lit(block_map, worker) == [True, True, False, False, True, False]
+    block_map.page.fill("#request-filter", "CMPL")
+    assert lit(block_map, worker) == [True] * 6
+    block_map.page.fill("#request-filter", "nobody")
+    assert lit(block_map, worker) == [False] * 6
+    block_map.page.click("#clear-filters")
+    assert lit(block_map, worker) == [True] * 6
+
+
+def test_a_filtered_request_that_grows_lights_its_new_block(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    block_map.page.fill("#request-filter", "alpha")
+    assert lit(block_map, worker)[2] is False
+    worker.sequence(1, "cmpl-Alpha", [[[0, 0, 3]], []])
+    block_map.send(worker.frame())
+    assert lit(block_map, worker) == [True, True, True, False, False, False]
+    worker.end(1)
+    block_map.send(worker.frame())
+    assert lit(block_map, worker) == [False] * 6
+
+
+def test_a_click_on_a_blocks_request_selects_it(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    block_map.hover(0, 2)
+    block_map.page.mouse.down()
+    block_map.page.mouse.up()
+    block_map.page.click("#inspector [data-requests] button")
+    assert lit(block_map, worker) == [False, False, True, True, False, True]
+    assert block_map.page.input_value("#request-filter") == "cmpl-beta"
+    pressed = block_map.page.locator("#requests button").evaluate_all(
+        "all => all.map(b => b.getAttribute('aria-pressed'))"
+    )
+    assert pressed == ["false", "true"]
+
+
+def test_the_group_filter_dims_and_the_worker_filter_hides(block_map: MapPage, worker: FakeWorker) -> None:
+    other = FakeWorker(worker="w1")
+    block_map.open()
+    block_map.send(worker.frame(whole=True), other.frame(whole=True))
+    block_map.page.select_option("#group-filter", "window(128)")
+    assert lit(block_map, worker) == [False, False, False, False, True, True]
+    block_map.page.select_option("#group-filter", "")
+    block_map.page.select_option("#worker-filter", "w1")
+    block_map.settle()
+    assert block_map.page.locator(".worker-heading b").all_inner_texts() == ["w1"]
+    block_map.page.select_option("#worker-filter", "w0")
+    assert lit(block_map, worker) == [True] * 6
+
+
+def test_everything_by_keyboard(block_map: MapPage, worker: FakeWorker) -> None:
+    press = block_map.page.keyboard.press
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    worker.put(0, 9, LOOSE)
+    block_map.send(worker.frame())
+    press("Space")
+    assert block_map.text("#moment").startswith("Paused")
+    assert block_map.text("#announcer").startswith("Paused")
+    press("ArrowLeft")
+    block_map.settle()
+    assert block_map.evaluate("transomBlockMap.timeline.shown_s === transomBlockMap.timeline.oldest_s")
+    press(".")
+    assert block_map.evaluate("transomBlockMap.timeline.shown_s === transomBlockMap.timeline.newest_s")
+    press("l")
+    block_map.settle()
+    assert block_map.text("#moment").startswith("Live")
+    press("f")
+    block_map.page.keyboard.type("b l")  # letters are text here, not shortcuts
+    assert block_map.page.input_value("#request-filter") == "b l"
+    press("Escape")
+    block_map.settle()
+    assert block_map.page.input_value("#request-filter") == ""
+    press("Tab")
+    press("?")
+    assert block_map.page.locator("#help").is_visible()
+    press("Escape")
+    assert not block_map.page.locator("#help").is_visible()
+
+
+def test_the_cursor_moves_from_block_to_block(block_map: MapPage, worker: FakeWorker) -> None:
+    press = block_map.page.keyboard.press
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    press("m")
+    for key, expected in [
+        ("ArrowRight", "full block 0: active, cmpl-Alpha"),
+        ("ArrowRight", "full block 1: active, cmpl-Alpha"),
+        ("ArrowRight", "full block 2: active, cmpl-beta"),
+        ("ArrowLeft", "full block 1: active, cmpl-Alpha"),
+        ("PageDown", "full block 16: empty"),
+        ("End", "window(128) block 64: active, cmpl-Alpha"),
+        ("Home", "full block 0: active, cmpl-Alpha"),
+    ]:
+        press(key)
+        assert block_map.text("#announcer") == block_map.text("#tooltip") == expected
+    columns = block_map.evaluate("transomBlockMap.map.placed.sections[0].layout.grids[0].columns")
+    press("ArrowDown")
+    assert block_map.text("#announcer").startswith(f"full block {columns}:")
+    press("Home")
+    press("Enter")
+    assert lit(block_map, worker) == [True, True, False, False, True, False]
+    press("Escape")
+    press("Escape")
+    assert not block_map.page.locator("#cursor").is_visible()
+
+
+def test_single_key_shortcuts_can_be_switched_off(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    block_map.page.click("#help-button")
+    block_map.page.check("#no-shortcuts")
+    block_map.page.click("#help button")
+    block_map.page.evaluate("document.activeElement.blur()")
+    block_map.page.keyboard.press("Space")
+    block_map.settle()
+    assert block_map.text("#moment").startswith("Live")
+
+
+def test_every_control_is_named_and_can_be_tabbed_to(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    controls = block_map.page.locator("button:visible:enabled, select:visible, input:visible, canvas[tabindex]:visible")
+    unnamed = controls.evaluate_all(
+        "all => all.filter(c => !(c.getAttribute('aria-label') || c.textContent.trim() || c.labels?.length)).map(c => c.id)"
+    )
+    assert unnamed == []
+    reached = set()
+    for _ in range(controls.count() + 2):
+        block_map.page.keyboard.press("Tab")
+        reached.add(block_map.evaluate("document.activeElement.id"))
+    assert {
+        "toggle",
+        "back",
+        "forth",
+        "slider",
+        "go-live",
+        "worker-filter",
+        "group-filter",
+        "request-filter",
+    } <= reached
+    assert {"zoom-out", "zoom-fit", "zoom-in", "map", "help-button", "theme"} <= reached
+
+
+def test_zoom_makes_cells_larger_and_keeps_them_findable(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    fitted = block_map.rect(0, 2)
+    for _ in range(3):
+        block_map.page.keyboard.press("+")
+    block_map.settle()
+    larger = block_map.rect(0, 2)
+    assert larger[2] > fitted[2]
+    assert block_map.colours(0, 2) == {BLUE}
+    block_map.evaluate("document.getElementById('map-scroller').scrollTop = 200")
+    block_map.page.wait_for_function("() => transomBlockMap.map.paintedScrollPx === 200")
+    assert block_map.rect(0, 2)[1] == larger[1] - 200
+    block_map.page.keyboard.press("0")
+    block_map.settle()
+    assert block_map.rect(0, 2)[2] == fitted[2]
+
+
+def test_a_small_window_has_no_sideways_scrolling(block_map: MapPage, worker: FakeWorker) -> None:
+    block_map.page.set_viewport_size({"width": 390, "height": 700})
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    assert block_map.evaluate("document.documentElement.scrollWidth") <= 390
+    assert block_map.colours(0, 0) == {BLUE}
+
+
+def test_device_pixels_are_used(block_map: MapPage, worker: FakeWorker) -> None:
+    """On a dense screen the canvas has as many pixels as the screen, and hovering still finds the block."""
+    dense = block_map.page.context.browser.new_context(viewport={"width": 1000, "height": 700}, device_scale_factor=2)
+    page = MapPage(dense.new_page(), block_map.server)
+    page.open()
+    page.send(worker.frame(whole=True))
+    page.hover(0, 2)
+    assert page.text("#tooltip") == "full block 2: active, cmpl-beta"
+    assert page.evaluate("transomBlockMap.map.pixels.width === 2 * document.getElementById('map-scroller').clientWidth")
+    assert page.colours(0, 2) == {BLUE}
+    dense.close()
+    assert page.errors == []

@@ -1,0 +1,166 @@
+"""Time can be held, gone back in and resumed, and then the picture is exactly what it was."""
+
+from __future__ import annotations
+
+import pytest
+from block_frames import ACTIVE, EMPTY, EVICTED, LOOSE, FakeWorker
+from map_page import MapPage
+
+pytestmark = pytest.mark.browser
+
+NUM_MOMENTS = 6
+
+
+def worker_in_motion(name: str = "w0") -> FakeWorker:
+    fake = FakeWorker(worker=name)
+    fake.lease(0, 0, 1)
+    fake.lease(1, 2)
+    return fake
+
+
+def move(fake: FakeWorker, moment: int) -> bytes:
+    """Each moment looks different: a block more is active, one more was evicted, a page comes and goes."""
+    fake.put(0, moment, ACTIVE, references=1 + moment % 2)
+    fake.put(0, 16 + moment, EVICTED if moment % 3 == 1 else LOOSE, age=0)
+    if moment % 2:
+        fake.lease(1, 5)
+    elif fake.owners[5]:
+        fake.give_back(5)
+    fake.event("hit", request=f"cmpl-{moment}", count=16)
+    fake.totals["hit_tokens"] += 16
+    return fake.frame(whole=moment == 0)
+
+
+@pytest.fixture
+def pictures(block_map: MapPage) -> list[str]:
+    """The map after each of some frames."""
+    fake = worker_in_motion()
+    block_map.open()
+    found = []
+    for moment in range(NUM_MOMENTS):
+        block_map.send(move(fake, moment))
+        found.append(block_map.all_pixels())
+    assert len(set(found)) == NUM_MOMENTS
+    return found
+
+
+def test_steps_back_and_forth_restore_the_pixels(block_map: MapPage, pictures: list[str]) -> None:
+    block_map.page.click("#toggle")
+    assert block_map.all_pixels() == pictures[-1]
+    for moment in reversed(range(NUM_MOMENTS - 1)):
+        block_map.page.click("#back")
+        assert block_map.all_pixels() == pictures[moment]
+    block_map.page.click("#back")
+    assert block_map.all_pixels() == pictures[0], "there is nothing before"
+    for moment in range(1, NUM_MOMENTS):
+        block_map.page.click("#forth")
+        assert block_map.all_pixels() == pictures[moment]
+
+
+def test_panels_go_back_as_well(block_map: MapPage, pictures: list[str]) -> None:
+    hit_row = "#counters tbody tr:nth-child(1)"
+    assert block_map.text(hit_row).split()[-2:] == ["80", "96"]
+    assert block_map.page.locator("#events li").count() == NUM_MOMENTS
+    for _ in range(3):
+        block_map.page.click("#back")
+    block_map.settle()
+    assert block_map.text(hit_row).split()[-2:] == ["32", "48"]
+    assert block_map.page.locator("#events li").count() == 3
+    assert block_map.text("#moment").startswith("Paused at ")
+    assert block_map.text("#toggle") == "Resume"
+
+
+def test_frames_go_on_while_time_is_held(block_map: MapPage) -> None:
+    fake = worker_in_motion()
+    block_map.open()
+    block_map.send(move(fake, 0), move(fake, 1))
+    block_map.page.click("#toggle")
+    held = block_map.all_pixels()
+    block_map.send(move(fake, 2), move(fake, 3))
+    assert block_map.all_pixels() == held
+    block_map.page.click("#go-live")
+    live = block_map.all_pixels()
+    assert live != held
+    block_map.page.click("#back")
+    block_map.page.click("#back")
+    assert block_map.all_pixels() == held
+
+
+def test_the_slider_goes_to_any_moment(block_map: MapPage, pictures: list[str]) -> None:
+    slider = block_map.page.locator("#slider")
+    slider.evaluate("slider => { slider.value = slider.min; slider.dispatchEvent(new Event('input')); }")
+    assert block_map.all_pixels() == pictures[0]
+    slider.focus()
+    block_map.page.keyboard.press("ArrowRight")
+    assert block_map.all_pixels() == pictures[1]
+    block_map.page.keyboard.press("ArrowLeft")
+    assert block_map.all_pixels() == pictures[0]
+    assert "Paused at" in (slider.get_attribute("aria-valuetext") or "")
+
+
+def test_several_workers_are_held_at_the_same_moment(block_map: MapPage) -> None:
+    fakes = [worker_in_motion("w0"), worker_in_motion("w1")]
+    block_map.open()
+    pictures = []
+    for moment in range(4):
+        for fake in fakes:
+            block_map.send(move(fake, moment))
+            pictures.append(block_map.all_pixels())
+    for expected in reversed(pictures[1:-1]):  # at the very first only one worker was there
+        block_map.page.click("#back")
+        assert block_map.all_pixels() == expected
+
+
+def test_a_whole_frame_between_diffs_is_just_another_moment(block_map: MapPage) -> None:
+    fake = worker_in_motion()
+    block_map.open()
+    pictures = []
+    for moment in range(3):
+        block_map.send(move(fake, moment))
+        pictures.append(block_map.all_pixels())
+    block_map.send(fake.frame(whole=True))
+    for expected in (pictures[2], pictures[1]):
+        block_map.page.click("#back")
+        assert block_map.all_pixels() == expected
+
+
+def test_the_strip_begins_with_the_frames_history(block_map: MapPage) -> None:
+    fake = worker_in_motion()
+    now = int(fake.time_s)
+    fake.history = [[now - 300 + i, 20, [16, 0, 0, 16], [0, 0, 32, 0]] for i in range(300)]
+    block_map.open()
+    block_map.send(fake.frame(whole=True, after_s=0))
+    labels = block_map.page.locator("#strip .strip-row p").all_inner_texts()
+    assert labels == [
+        "full 32 leased: 0 % active, 0 % held, 0 % left behind, 100 % empty",
+        "window(128) 32 leased: 0 % active, 0 % held, 0 % left behind, 100 % empty",
+    ]
+    column = """canvas => {
+      const { width, height } = canvas, data = canvas.getContext("2d").getImageData(Math.round(width / 2), 0, 1, height).data;
+      return [...new Set(Array.from({ length: height }, (_, y) => data.slice(4 * y, 4 * y + 3).join()))];
+    }"""
+    full = block_map.page.locator("#strip canvas").first.evaluate(column)
+    assert "0,114,178" in full, "active is the group's hue"
+    assert len(full) >= 3, "active and empty, and an edge above them"
+
+
+def test_a_click_on_the_strip_goes_to_that_time(block_map: MapPage) -> None:
+    fake = worker_in_motion()
+    block_map.open()
+    for moment in range(3):
+        block_map.send(move(fake, moment))
+    block_map.page.locator("#strip canvas").first.click(position={"x": 3, "y": 20})
+    assert block_map.text("#toggle") == "Resume"
+    block_map.settle()
+    assert block_map.page.locator("#events li").count() == 1, "before the oldest frame there is only the oldest"
+
+
+def test_an_empty_map_cannot_be_paused(block_map: MapPage) -> None:
+    block_map.open()
+    assert block_map.page.locator("#toggle").is_disabled()
+    assert block_map.page.locator("#nothing").is_visible()
+    fake = worker_in_motion()
+    fake.put(0, 0, EMPTY)
+    block_map.send(fake.frame(whole=True))
+    assert block_map.page.locator("#toggle").is_enabled()
+    assert not block_map.page.locator("#nothing").is_visible()
