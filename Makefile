@@ -32,7 +32,7 @@ test-interpreter: $(DEV) ## Run small models of every family through Triton's ke
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m interpreter -n auto --maxprocesses 4 $(ARGS)
 
 test-browser: $(DEV) ## Run the tests that need Chromium (Debian: apt-get install chromium)
-	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do command -v $$name >/dev/null && exit; done; \
 		echo "No Chromium on PATH, so these tests skip. Debian: apt-get install chromium. Playwright's own download is not used."
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
