@@ -10,6 +10,8 @@ from dashboards.queries import GROUP, WORKER, Query, or_zero, rate, ratio, total
 UID = "transom-kv-cache"
 PAGES = total("transom_kv_pages", WORKER)
 FREE_SHARE = ratio(total("transom_kv_pages", f'{WORKER},state="free"'), PAGES)
+HEADROOM_OF = 'transom_kv_headroom_requests{%s,length="%s"}'
+HEADROOM = f"sum ({HEADROOM_OF % (WORKER, 1024)} or on (model, worker) {HEADROOM_OF % (WORKER, 'max')})"
 USED_BY_WORKER = total("transom_kv_utilization_ratio", WORKER, "worker")
 
 
@@ -60,11 +62,11 @@ NOW = Section(
         number(
             About(
                 title="Headroom",
-                shows="Requests of 1,024 tokens that could start now on all workers together. Red below "
-                "1, orange below 4.",
+                shows="Requests of 1,024 tokens (of the longest, where that is less) that could start now on all "
+                "workers together. Red below 1, orange below 4.",
                 act="At zero new requests wait: see *Shortage* below, and add workers.",
             ),
-            Query(expr=total("transom_kv_headroom_requests", f'{WORKER},length="1024"')),
+            Query(expr=HEADROOM),
             "short",
             limits=low_is_bad(1, 4),
         ),
@@ -168,7 +170,6 @@ POOL = Section(
                 )
             ],
             "percentunit",
-            stack=True,
         ),
         lines(
             About(

@@ -27,6 +27,12 @@ from dashboards.queries import Query
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 IDLE = "idle"  # where a share or a quantile has no value: nothing happened
+LEAST_TOPS = {
+    "percentunit": 0.01,
+    "reqps": 1,
+    "ops": 1,
+    "short": 1,
+}  # of axes: Grafana draws nothing but zeros up to 100
 HIDDEN_COLUMNS = ("Time", "Value")
 
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel | bargauge.Panel
@@ -98,6 +104,8 @@ def lines(
         panel.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
     if maximum is not None:
         panel.max(maximum)
+    elif unit in LEAST_TOPS:
+        panel.axis_soft_max(LEAST_TOPS[unit])
     if limits.steps:
         panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(shapes.GraphTresholdsStyleMode.DASHED))
     for name in unstacked:

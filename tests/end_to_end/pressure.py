@@ -1,0 +1,62 @@
+"""Traffic that shows everything a cache can do: conversations that come back, and more of them than the pool can hold."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+NUM_CLIENTS = 20
+NUM_CONVERSATIONS = 12
+NUM_TURNS = 120  # after which all conversations are new
+PERIOD_S = 0.05
+
+
+def body(conversation: int, turn: int) -> dict[str, Any]:
+    """A conversation's prompt grows from turn to turn, until a new one takes its place; every third request streams, every
+    fourth draws lots."""
+    name = f"{conversation} of round {turn // NUM_TURNS}"
+    told = " ".join(f"Turn {i} of conversation {name} says so." for i in range(turn % 4 + 1))
+    return {
+        "prompt": f"All of them begin alike. {told}",
+        "max_tokens": 24 + 8 * (turn % 3),
+        "ignore_eos": True,
+        "temperature": float(turn % 4 == 3),
+        "seed": turn,
+        "stream": turn % 3 == 0,
+    }
+
+
+async def press(url: str, until: Callable[[], bool], *, give_up_s: float = 90.0) -> int:
+    """Clients that ask without a pause until `until()` holds or time is up; how many answers came, all of them whole.
+
+    `until` is called off the event loop, one call at a time.
+    """
+    turns = itertools.count()
+    done = asyncio.Event()
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+
+        async def ask() -> int:
+            answered = 0
+            while not done.is_set():
+                turn = next(turns)
+                reply = await client.post("/v1/completions", json=body(turn * 7 % NUM_CONVERSATIONS, turn))
+                assert reply.status_code == 200, reply.text
+                answered += 1
+            return answered
+
+        async def watch() -> None:
+            try:
+                async with asyncio.timeout(give_up_s):
+                    while not await asyncio.to_thread(until):
+                        await asyncio.sleep(PERIOD_S)
+            finally:
+                done.set()
+
+        watching = asyncio.create_task(watch())
+        counts = await asyncio.gather(*(ask() for _ in range(NUM_CLIENTS)))
+        await watching
+    return sum(counts)

@@ -1,0 +1,93 @@
+"""A real Prometheus on loopback, ended by its pid."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from server import free_port
+
+START_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prometheus:
+    """A running one."""
+
+    url: str
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The series of an instant query."""
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30).json()
+        assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
+
+    def value(self, expression: str) -> float:
+        """The sum of an instant query's series, 0 without any."""
+        return sum(float(series["value"][1]) for series in self.query(expression))
+
+    def get(self, path: str) -> Any:
+        """The data of another part of its API."""
+        answer = httpx.get(f"{self.url}/api/v1/{path}", timeout=30).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+
+@contextlib.contextmanager
+def prometheus(
+    program: str, folder: Path, scrape_configs: list[dict[str, Any]], *, rules: Path | None = None
+) -> Iterator[Prometheus]:
+    """One that scrapes every other second, with alert rules looked at every second."""
+    port = free_port()
+    config = {
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"},
+        "scrape_configs": scrape_configs,
+        "rule_files": [str(rules)] if rules else [],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                program,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--enable-feature=exemplar-storage",
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+    server = Prometheus(f"http://127.0.0.1:{port}")
+    try:
+        _wait_until_ready(server, process, folder / "log")
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        shutil.rmtree(folder / "data", ignore_errors=True)
+
+
+def _wait_until_ready(server: Prometheus, process: subprocess.Popen[bytes], log: Path) -> None:
+    give_up_s = time.monotonic() + START_S
+    while time.monotonic() < give_up_s and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/-/ready", timeout=5).status_code == 200:
+                return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+    raise AssertionError(f"Prometheus did not start:\n{log.read_text()[-3000:]}")
