@@ -20,12 +20,14 @@ logger = logging.getLogger("transom.access")
 CLIENT_LEFT = 499
 FIRST_ERROR = 400
 ID_HEADER = "x-request-id"
+MAX_ID_CHARS = 128
 
 
 class FollowRequests:
-    """Begins and ends each request's span, sends its id as a header, and writes a line for it if `logs_access`.
+    """Begins and ends each request's span, tells its id in a header, and writes a line for it if `logs_access`.
 
-    Looking at things (GET) gets neither a span, nor a line if it went well.
+    A request that has an id already keeps it, beside the answer's own: Ray Serve gives one to every request, its client's where it
+    sent one, and answers with it. Looking at things (GET) gets neither a span, nor a line if it went well.
     """
 
     def __init__(self, app: ASGIApp, tracing: RouterTracing | None, logs_access: bool) -> None:
@@ -39,15 +41,17 @@ class FollowRequests:
             await self._app(scope, receive, send)
             return
         state, start_s, status = scope.setdefault("state", {}), time.perf_counter(), CLIENT_LEFT
+        headers = Headers(scope=scope)
+        state["outer_id"] = headers.get(ID_HEADER, "")[:MAX_ID_CHARS]
         trace = None
         if self._tracing is not None and scope["method"] == "POST" and scope["path"] in BODIES:
-            trace = state["trace"] = self._tracing.begin(scope["path"], Headers(scope=scope), time.time())
+            trace = state["trace"] = self._tracing.begin(scope["path"], headers, time.time())
 
         async def followed_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if "answer_id" in state:
+                if "answer_id" in state and ID_HEADER not in headers:
                     MutableHeaders(scope=message)[ID_HEADER] = state["answer_id"]
             await send(message)
 
@@ -76,8 +80,10 @@ def _log(scope: Scope, status: int, seconds: float, life: RequestLife | None) ->
     """One line for an HTTP request. Its path is the route's: what a client makes up may quote a prompt."""
     path = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in BODIES else "other")
     facts: dict[str, Any] = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
-    if answer_id := scope["state"].get("answer_id"):
-        facts["request_id"] = answer_id
+    state = scope["state"]
+    facts |= {
+        name: state[key] for name, key in (("request_id", "answer_id"), ("x_request_id", "outer_id")) if state.get(key)
+    }
     if life is not None:
         line = life.line()
         names = ("prompt_tokens", "hit_tokens", "output_tokens", "first_token_after_s", "workers", "resumes", "state")

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from transom_cluster.router import Router
-from transom_worker.lives import answer_id_of
 
 ASK_TIMEOUT_S = 2.0
 
@@ -18,12 +17,11 @@ Steps = list[dict[str, Any]]
 
 async def whole_life(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
     """All steps in order of time, and sums; None where no router knows the request, or it is another client's."""
-    answer_id = answer_id_of(request_id)
-    own = await _router_part(router, answer_id)
-    if own is None or own["client"] != client:
+    own = await _router_part(router, request_id, client)
+    if own is None:
         return None
     line = own["line"]
-    asked = await asyncio.gather(*(_worker_part(router, worker, answer_id) for worker in line["workers"]))
+    asked = await asyncio.gather(*(_worker_part(router, worker, line["id"]) for worker in line["workers"]))
     parts = dict(zip(line["workers"], asked, strict=True))
     told = [step for part in parts.values() if isinstance(part, list) for step in part]
     steps = sorted((*own["steps"], *told), key=lambda step: step["at_s"])
@@ -61,12 +59,12 @@ def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: max(times[name] for times in by_choice.values()) for name in ("queue_s", "prefill_s", "decode_s")}
 
 
-async def _router_part(router: Router, answer_id: str) -> dict[str, Any] | None:
+async def _router_part(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
     """An answer has one router, which may not be this one."""
-    own = router.request_life(answer_id)
+    own = router.request_life(request_id, client)
     if own is not None:
         return own
-    others = await router.peers.ask_others("request_life", answer_id, timeout_s=ASK_TIMEOUT_S)
+    others = await router.peers.ask_others("request_life", request_id, client, timeout_s=ASK_TIMEOUT_S)
     return next((part for part in others if isinstance(part, dict)), None)
 
 

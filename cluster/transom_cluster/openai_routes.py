@@ -197,8 +197,14 @@ class OpenAiRoutes:
         trace: RequestTrace | None = getattr(request.state, "trace", None)
         if trace is not None:
             trace.describe(asked(params, num_choices=len(requests), stream=stream))
-        path, client = request.scope["path"], request.state.client
-        life = RequestLife(requests, endpoint=path, client=client, stream=stream, trace=trace)
+        life = RequestLife(
+            requests,
+            endpoint=request.scope["path"],
+            client=request.state.client,
+            stream=stream,
+            outer_id=request.state.outer_id,
+            trace=trace,
+        )
         request.state.life = life
         return AnswerResponse(self._router, requests, writer, stream=stream, life=life)
 

@@ -35,6 +35,7 @@ class RequestLife(Life):
         "num_output_tokens",
         "num_prompt_tokens",
         "num_resumes",
+        "outer_id",
         "stream",
         "trace",
         "workers",
@@ -47,6 +48,7 @@ class RequestLife(Life):
         endpoint: str = "",
         client: str = ONLY_CLIENT,
         stream: bool = False,
+        outer_id: str = "",
         trace: RequestTrace | None = None,
     ) -> None:
         first = requests[0]
@@ -54,6 +56,7 @@ class RequestLife(Life):
         self.endpoint = endpoint
         self.client = client
         self.stream = stream
+        self.outer_id = outer_id  # the x-request-id that it came with
         self.trace = trace
         self.num_choices = len(requests)
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in requests if one.choice_index == 0)
@@ -163,6 +166,7 @@ class RequestLife(Life):
         now_s = time.time()
         return {
             "id": self.request_id,
+            "x_request_id": self.outer_id or None,
             "state": self.state,
             "endpoint": self.endpoint,
             "arrival_s": self.arrival_s,
@@ -205,13 +209,16 @@ class RequestLives:
             life.ended()
             self._lives.end(life)
 
-    def life_of(self, request_id: str) -> dict[str, Any] | None:
-        """This router's part of a life, as JSON values; None if it is not known (any more)."""
-        for life in self._lives.of_answer(answer_id_of(request_id)):
+    def life_of(self, request_id: str, client: str) -> dict[str, Any] | None:
+        """This router's part of the life of one of a client's requests, by either of its ids, as JSON values; None if it is not
+        known (any more)."""
+        answer_id = answer_id_of(request_id)
+        for life in self._lives.newest():
             assert isinstance(life, RequestLife)
-            by = {"router": self._router_id}
-            steps = [{"at_s": step.at_s, **by, "what": step.what, **step.facts} for step in life.all_steps()]
-            return {"client": life.client, "line": life.line(), "steps": steps}
+            if life.client == client and (life.request_id == answer_id or life.outer_id == request_id):
+                by = {"router": self._router_id}
+                steps = [{"at_s": step.at_s, **by, "what": step.what, **step.facts} for step in life.all_steps()]
+                return {"line": life.line(), "steps": steps}
         return None
 
     def lines(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:

@@ -85,9 +85,9 @@ class Router:
         """This router's own page of metrics, in one of Prometheus' two formats."""
         return self.metrics.text(openmetrics=openmetrics)
 
-    def request_life(self, request_id: str) -> dict[str, Any] | None:
-        """This router's part of a request's life; None if it does not know the request (any more)."""
-        return self.lives.life_of(request_id)
+    def request_life(self, request_id: str, client: str) -> dict[str, Any] | None:
+        """This router's part of the life of a client's request; None if it does not know it (any more)."""
+        return self.lives.life_of(request_id, client)
 
     def request_lines(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
         """A client's last requests here, in a line each."""

@@ -62,6 +62,17 @@ async def test_a_life_from_arrival_to_the_end(api: Api) -> None:
     assert life["worker_parts"] == {"w0": "forgotten"}
 
 
+async def test_an_id_that_the_request_came_with_names_it_too(api: Api) -> None:
+    """As Ray Serve gives one to every request, and answers with it by itself."""
+    headers = {"x-request-id": "my-own-1"}
+    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert "x-request-id" not in response.headers
+    life = await life_of(api, "my-own-1")
+    assert (life["id"], life["x_request_id"]) == (response.json()["id"], "my-own-1")
+    await api.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x" * 1000})
+    assert [line["x_request_id"] for line in await lines_of(api)] == ["x" * 128, "my-own-1"]
+
+
 async def test_choices_are_told_apart(api: Api) -> None:
     life = await life_of(api, (await api.complete(n=3)).json()["id"])
     assert [step["choice"] for step in life["steps"] if step["what"] == "finished"] == [0, 1, 2]
@@ -191,9 +202,14 @@ async def test_clients_see_their_own_requests_only() -> None:
         request_id = response.json()["id"]
         assert await lines_of(api, **yours) == []
         assert (await api.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
+        for headers in (yours, mine):  # both choose the same id
+            chosen = {**headers, "x-request-id": "same"}
+            own_id = (await api.client.post("/v1/completions", json={"prompt": "a"}, headers=chosen)).json()["id"]
+            assert (await life_of(api, "same", **headers))["id"] == own_id
         for path in ("/debug/requests", f"/debug/requests/{request_id}"):
             assert (await api.client.get(path)).status_code == 401
-        [line] = await lines_of(api, **mine)
+        assert len(await lines_of(api, **yours)) == 1
+        *_, line = await lines_of(api, **mine)
         told = json.dumps([line, await life_of(api, request_id, **mine)])
     assert "mine" not in told
     assert MARK not in told

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -84,8 +85,9 @@ def show_logs(log_format: LogFormat = "text", process: str = "") -> None:
         logger.addHandler(own)
     if own is not None:
         own.setFormatter(JsonLines(process) if log_format == "json" else TextLines())
-    if log_format == "json":
+    if own is not None and log_format == "json":
         logger.propagate = False
+        own.setStream(sys.__stderr__ or sys.stderr)  # Ray Serve's own stands in for the other, and adds to each line
 
 
 @contextlib.contextmanager
