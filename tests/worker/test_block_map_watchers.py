@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def keeps_nothing(self) -> bool:
-        return self.scheduler.cache._catalog._renamed is None and not self.log.events._is_on
+        return self.scheduler.cache._catalog._touched is None and not self.log.events._is_on
 
     def _post(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

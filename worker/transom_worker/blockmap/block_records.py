@@ -1,13 +1,13 @@
-"""Every block's record, as whole arrays: kept up to date from snapshots, and what changed in each.
+"""Every block's record, kept up to date from pictures: what changed costs as much as there is of it.
 
 All groups' blocks stand one behind the other in each array. Legend:
 
-    N  all block ids of all groups      R  records that are told
+    N  all block ids of all groups      A  places in these arrays that may have changed      R  records that are told
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from transom_worker.blockmap.frame import Words
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.picture import CachePicture, GroupPicture, Name
+from transom_worker.kvcache.picture import CachePicture, GroupPicture
 
 GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIRED, EVICTED = range(7)
 UNKNOWN = 0xFFFFFFFF
@@ -23,135 +23,161 @@ MAX_REFERENCES = np.uint32(0xFFFF)
 _HASH_CHARS = 4
 _STATE_SHIFT, _REFS_SHIFT = np.uint32(8), np.uint32(16)
 
+Places = NDArray[np.int64]  # [A]
+Run = tuple[int, int, int]  # group, first block, count
+
 
 class BlockRecords:
-    """States, references, names and ages. `update`, then `changed` or `present`; afterwards all counts as told."""
+    """States, references, names and ages. `update` or `settle`, then `take_changed`; `present` tells all that was told."""
 
     def __init__(self, layout: ArenaLayout) -> None:
-        counts = [layout.dump_block(group) for group in range(len(layout.groups))]
-        self.offsets = [sum(counts[:group]) for group in range(len(counts))]
-        self.counts = counts
-        total = sum(counts)
-        self._group: Words = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)  # [N]
-        self._id: Words = np.concatenate([np.arange(count, dtype=np.uint32) for count in counts] or [_words(0)])  # [N]
-        self._page = np.concatenate([_pages(layout, group) for group in range(len(counts))] or [np.zeros(0, np.int64)])
-        self._owners: list[int] = []
+        self._layout = layout
+        self._counts = [layout.dump_block(group) for group in range(len(layout.groups))]
+        self._offsets = [sum(self._counts[:group]) for group in range(len(self._counts))]
+        total = sum(self._counts)
+        self._group: Words = np.repeat(np.arange(len(self._counts), dtype=np.uint32), self._counts)  # [N], as all below
         self._leased = np.zeros(total, bool)
-        self._lists: list[tuple[list[int], list[int]]] = [([], []) for _ in counts]  # refs and holds as last seen
-        self._refs = np.zeros(total, np.uint32)
+        self._refs: Words = np.zeros(total, np.uint32)
         self._held = np.zeros(total, bool)
-        self._empty = np.zeros(total, bool)
+        self._named = np.zeros(total, bool)
+        self._repairs = np.zeros(total, bool)
         self._plain = np.zeros(total, np.uint8)  # state, but for what was evicted just now
-        self._told: Words = _words(total)  # first word of each record
-        self._shown: Words = _words(total)
         self._logical: Words = np.full(total, UNKNOWN, np.uint32)
-        self._hash: Words = _words(total)
-        self._before = (self._logical.copy(), self._hash.copy())
+        self._hash: Words = np.zeros(total, np.uint32)
         self._since_s = np.full(total, np.nan)
-        self.shows_evicted = False
+        self._word: Words = np.zeros(total, np.uint32)  # first of each record
+        self._told = (self._word.copy(), self._logical.copy(), self._hash.copy())
+        self._owners: NDArray[np.int64] = np.full(layout.num_pages, -1)
+        self._in_repair = _places([])
+        self._evicted = _places([])
+        self._maybe_changed = _places([])
+
+    @property
+    def shows_evicted(self) -> bool:
+        """Whether blocks are shown as just evicted."""
+        return self._evicted.size > 0
 
     def place(self, group: int, logical: int, blocks: list[int]) -> None:
         """A sequence was given these blocks, for logical indices from `logical` on. Before `update`."""
-        at = np.array(blocks) + self.offsets[group]
-        self._logical[at] = np.arange(logical, logical + len(blocks))
+        self._logical[np.array(blocks) + self._offsets[group]] = np.arange(logical, logical + len(blocks))
 
-    def update(self, picture: CachePicture, time_s: float, repaired: Iterable[tuple[int, int, int]]) -> None:
-        """Take a picture; `repaired` are (group, first block, count) of sequences that repair their windows."""
-        self._lease(picture.owners)
-        for group, blocks in enumerate(picture.groups):
-            self._update_group(group, blocks)
-        plain = np.where(self._refs > 0, ACTIVE, np.where(self._held, HELD, np.where(self._empty, EMPTY, LOOSE)))
-        plain = np.where(self._leased, plain, GONE).astype(np.uint8)
-        for group, block, count in repaired:
-            begin = self.offsets[group] + block
-            part = plain[begin : begin + count]
-            part[part == ACTIVE] = REPAIRED
-        nothing = plain <= EMPTY
+    def update(self, picture: CachePicture, time_s: float, repaired: Iterable[Run]) -> list[int]:
+        """Take a picture; `repaired` are blocks whose sequences repair their windows. Returns pages that have another owner."""
+        pages, moved = self._lease(picture.owners)
+        touched = [self._take_group(group, blocks) for group, blocks in enumerate(picture.groups)]
+        at = np.unique(np.concatenate([moved, *touched, *self._repair(repaired), self._evicted]))
+        plain = self._states(at)
+        nothing = at[plain <= EMPTY]
         self._logical[nothing], self._hash[nothing] = UNKNOWN, 0
-        was_cached = (self._plain == LOOSE) | (self._plain == HELD)
-        evicted = was_cached & (nothing | (self._hash != self._before[1]))
-        self._since_s[(plain != self._plain) | evicted] = time_s
+        before = self._plain[at]
+        evicted = (before == LOOSE) | (before == HELD)
+        evicted &= (plain <= EMPTY) | (self._hash[at] != self._told[2][at])
+        self._since_s[at[(plain != before) | evicted]] = time_s
+        self._plain[at] = plain
         if picture.whole:
-            self._set_ages(picture, time_s, plain)
-        self._plain = plain
-        self._show(np.where(evicted, np.uint8(EVICTED), plain))
-        self.shows_evicted = bool(evicted.any())
+            self._set_ages(picture, time_s)
+        self._evicted = at[evicted]
+        self._show(at, np.where(evicted, np.uint8(EVICTED), plain))
+        return pages
 
     def settle(self) -> None:
         """Nothing changed since, and what was evicted gets its plain state."""
-        self._show(self._plain)
-        self.shows_evicted = False
+        at, self._evicted = self._evicted, _places([])
+        self._show(at, self._plain[at])
 
     def take_changed(self, time_s: float) -> Words:
         """Records that are not as they were told; afterwards they are."""
-        logical, hashes = self._before
-        changed = (self._shown != self._told) | (self._logical != logical) | (self._hash != hashes)
-        at = np.flatnonzero(changed)
-        self._told = self._shown
-        logical[at], hashes[at] = self._logical[at], self._hash[at]
+        at, now = self._maybe_changed, (self._word, self._logical, self._hash)
+        changed = np.zeros(at.size, bool)
+        for told, values in zip(self._told, now, strict=True):
+            changed |= told[at] != values[at]
+        at = at[changed]
+        for told, values in zip(self._told, now, strict=True):
+            told[at] = values[at]
         return self._records(at, time_s)
 
     def present(self, time_s: float) -> Words:
         """Records of all blocks in leased pages, as they were told last."""
-        return self._records(np.flatnonzero((self._told >> 8) & 0xFF), time_s)
+        return self._records(np.flatnonzero((self._told[0] >> _STATE_SHIFT) & 0xFF), time_s)
 
-    def _records(self, at: NDArray[np.int64], time_s: float) -> Words:
+    def _records(self, at: Places, time_s: float) -> Words:
         ages = np.maximum(time_s - self._since_s[at], 0.0) * 10
         records = np.empty((at.size, 5), np.uint32)  # [R, 5]
-        records[:, 0] = self._told[at]
-        records[:, 1] = self._id[at]
-        records[:, 2] = self._before[0][at]
-        records[:, 3] = self._before[1][at]
+        records[:, 0] = self._told[0][at]
+        records[:, 1] = at - np.array(self._offsets, np.int64)[self._group[at]]
+        records[:, 2] = self._told[1][at]
+        records[:, 3] = self._told[2][at]
         records[:, 4] = np.where(np.isnan(ages), UNKNOWN, np.minimum(np.nan_to_num(ages), UNKNOWN - 1))
         return records.reshape(-1)
 
-    def _show(self, state: NDArray[np.uint8]) -> None:
-        self._shown = (
-            self._group
-            | (state.astype(np.uint32) << _STATE_SHIFT)
-            | (np.minimum(self._refs, MAX_REFERENCES) << _REFS_SHIFT)
+    def _states(self, at: Places) -> NDArray[np.uint8]:
+        """What the blocks are, the first that applies."""
+        active = np.where(self._repairs[at], REPAIRED, ACTIVE)
+        cached = np.where(self._held[at], HELD, np.where(self._named[at], LOOSE, EMPTY))
+        states = np.where(self._refs[at] > 0, active, cached)
+        return np.where(self._leased[at], states, GONE).astype(np.uint8)
+
+    def _show(self, at: Places, states: NDArray[np.uint8]) -> None:
+        references = np.minimum(self._refs[at], MAX_REFERENCES) << _REFS_SHIFT
+        self._word[at] = self._group[at] | (states.astype(np.uint32) << _STATE_SHIFT) | references
+        self._maybe_changed = at
+
+    def _lease(self, owners: list[int]) -> tuple[list[int], Places]:
+        """Pages with another owner than before, and their blocks in both."""
+        now = np.array(owners, np.int64)
+        pages = np.flatnonzero(now != self._owners)
+        moved = [_places([])]
+        for page in pages.tolist():
+            for owner in (int(self._owners[page]), owners[page]):
+                if owner >= 0:
+                    first = self._offsets[owner] + self._layout.first_block(page, owner)
+                    blocks = np.arange(first, first + self._layout.blocks_per_page(owner))
+                    self._leased[blocks] = owner == owners[page]
+                    moved.append(blocks)
+        self._owners = now
+        return pages.tolist(), np.concatenate(moved)
+
+    def _take_group(self, group: int, picture: GroupPicture) -> Places:
+        """Take over references, holds and names; returns where."""
+        begin, count = self._offsets[group], self._counts[group]
+        if picture.blocks is None:
+            at: Places = np.arange(begin, begin + count)
+            self._named[at] = False
+        else:
+            at = _places(picture.blocks) + begin
+        self._refs[at] = _numbers(picture.refs)[: at.size]
+        self._held[at] = _numbers(picture.holds)[: at.size] > 0
+        if picture.names:
+            names = picture.names.values()
+            named = np.fromiter(picture.names, np.int64, len(names)) + begin
+            hashes = b"".join([bytes(_HASH_CHARS) if name is None else name[0][:_HASH_CHARS] for name in names])
+            self._hash[named] = np.frombuffer(hashes, ">u4")
+            self._named[named] = [name is not None for name in names]
+            logical = np.array([-1 if name is None else name[1] for name in names], np.int64)
+            self._logical[named[logical >= 0]] = logical[logical >= 0]
+        return at
+
+    def _repair(self, repaired: Iterable[Run]) -> tuple[Places, Places]:
+        """Blocks that were in a repair, and those that are."""
+        before = self._in_repair
+        now = np.concatenate(
+            [_places([]), *(self._offsets[g] + np.arange(block, block + count) for g, block, count in repaired)]
         )
+        self._repairs[before], self._repairs[now] = False, True
+        self._in_repair = now
+        return before, now
 
-    def _lease(self, owners: list[int]) -> None:
-        if owners != self._owners:
-            self._owners = owners
-            by_page = np.array([*owners, -1])  # the last is for ids in no page
-            self._leased = by_page[self._page] == self._group
-
-    def _update_group(self, group: int, picture: GroupPicture) -> None:
-        """Take over references, holds, empties and names."""
-        begin, count = self.offsets[group], self.counts[group]
-        refs, holds = self._lists[group]
-        if picture.refs != refs:
-            self._refs[begin : begin + count] = _numbers(picture.refs)[:count]
-        if picture.holds != holds:
-            self._held[begin : begin + count] = _numbers(picture.holds)[:count] > 0
-        self._lists[group] = (picture.refs, picture.holds)
-        self._rename(begin, picture.names)
-        self._empty[begin : begin + count] = np.frombuffer(picture.empty, np.uint8)[:count]
-
-    def _rename(self, begin: int, names: Mapping[int, Name | None]) -> None:
-        if not names:
-            return
-        at = np.fromiter(names, np.int64, len(names)) + begin
-        hashes = b"".join([bytes(_HASH_CHARS) if name is None else name[0][:_HASH_CHARS] for name in names.values()])
-        self._hash[at] = np.frombuffer(hashes, ">u4")
-        named = [(block, name[1]) for block, name in names.items() if name is not None]
-        if named:
-            blocks, logical = zip(*named, strict=True)
-            self._logical[np.array(blocks) + begin] = logical
-
-    def _set_ages(self, picture: CachePicture, time_s: float, plain: NDArray[np.uint8]) -> None:
+    def _set_ages(self, picture: CachePicture, time_s: float) -> None:
         """Nobody looked until now: how long cached blocks lie is known, nothing else."""
         self._since_s[:] = np.nan
-        for group, begin, count in zip(picture.groups, self.offsets, self.counts, strict=True):
+        for group, begin, count in zip(picture.groups, self._offsets, self._counts, strict=True):
             since_s = np.array(group.cached_since_s)[:count] + (time_s - picture.now_s)
-            cached = np.isin(plain[begin : begin + count], (LOOSE, HELD))
+            cached = np.isin(self._plain[begin : begin + count], (LOOSE, HELD))
             self._since_s[begin : begin + count][cached] = since_s[cached]
 
 
-def _words(count: int) -> Words:
-    return np.zeros(count, np.uint32)
+def _places(indices: list[int]) -> Places:
+    return np.array(indices, np.int64)
 
 
 def _numbers(values: list[int]) -> NDArray[Any]:
@@ -160,13 +186,3 @@ def _numbers(values: list[int]) -> NDArray[Any]:
         return np.frombuffer(bytes(values), np.uint8)
     except ValueError:
         return np.array(values, np.uint32)
-
-
-def _pages(layout: ArenaLayout, group: int) -> NDArray[np.int64]:
-    """By block id, the page that owns it; the number of pages where none does."""
-    pages = np.full(layout.dump_block(group), layout.num_pages, np.int64)
-    page = np.arange(layout.num_pages)
-    first = -(-page * layout.page_bytes // layout.groups[group].stride_bytes)
-    for nth in range(layout.blocks_per_page(group)):
-        pages[first + nth] = page
-    return pages

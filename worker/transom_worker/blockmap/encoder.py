@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Encoder:
         """What changed since the snapshot before."""
         cache = snapshot.cache
         changed, gone = self._update_sequences(snapshot.sequences)
-        self._records.update(cache, snapshot.time_s, self._repaired(snapshot.sequences))
+        pages = self._records.update(cache, snapshot.time_s, self._repaired(snapshot.sequences))
         events, num_dropped = self._events(snapshot)
         self._state = {
             "counts": [
@@ -60,20 +61,22 @@ class Encoder:
             "waiting": snapshot.num_waiting,
             "totals": snapshot.totals,
         }
-        pages = self._changed_pages(cache.owners)
+        self._owners = cache.owners
         happened = {"events": events, "dropped_events": num_dropped, "sequences": changed, "gone": gone}
-        return self._frame(snapshot.time_s, happened, pages, self._records.take_changed(snapshot.time_s), whole=False)
+        return self._frame(
+            snapshot.time_s, happened, self._pairs(pages), self._records.take_changed(snapshot.time_s), whole=False
+        )
 
     def again(self, time_s: float) -> Frame:
         """Nothing happened since the last `update`; what it showed as evicted gets its plain state."""
         self._records.settle()
         nothing = {"events": [], "dropped_events": 0, "sequences": [], "gone": []}
-        return self._frame(time_s, nothing, _pairs([], []), self._records.take_changed(time_s), whole=False)
+        return self._frame(time_s, nothing, self._pairs([]), self._records.take_changed(time_s), whole=False)
 
     def whole(self, time_s: float) -> Frame:
         """All that the frames up to now have told."""
         told = {"events": [], "dropped_events": 0, "sequences": list(self._sequences.values()), "gone": []}
-        pages = _pairs(list(range(len(self._owners))), self._owners)
+        pages = self._pairs(range(len(self._owners)))
         return self._frame(time_s, told, pages, self._records.present(time_s), whole=True)
 
     def _frame(self, time_s: float, told: dict[str, Any], pages: Words, blocks: Words, *, whole: bool) -> Frame:
@@ -136,10 +139,10 @@ class Encoder:
             for _, block, count in self._tables[snapshot.seq_id][group].sliding()
         ]
 
-    def _changed_pages(self, owners: list[int]) -> Words:
-        pages = [page for page, (old, new) in enumerate(zip(self._owners, owners, strict=True)) if old != new]
-        self._owners = owners
-        return _pairs(pages, [owners[page] for page in pages])
+    def _pairs(self, pages: Sequence[int]) -> Words:
+        """(page, owner + 1), flat."""
+        pairs = [(page, self._owners[page] + 1) for page in pages]
+        return np.array(pairs, np.uint32).reshape(-1)
 
     def _events(self, snapshot: Snapshot) -> tuple[list[dict[str, Any]], int]:
         """What happened, with the blocks evicted since the frame before, by group and reason."""
@@ -166,11 +169,3 @@ def _describe(snapshot: SequenceSnapshot, tables: list[TableRuns]) -> dict[str, 
         "repair": snapshot.replay,
         "runs": [table.runs for table in tables],
     }
-
-
-def _pairs(pages: list[int], owners: list[int]) -> Words:
-    """(page, owner + 1), flat."""
-    pairs = np.empty((len(pages), 2), np.uint32)
-    pairs[:, 0] = pages
-    pairs[:, 1] = np.array(owners, np.int64) + 1
-    return pairs.reshape(-1)

@@ -36,14 +36,17 @@ class TableRuns:
     def _trim(self, first_block: int) -> None:
         """Drop what slid out: all from the pinned blocks' end up to `first_block`."""
         self._first_block = first_block
-        kept = []
-        for logical, block, count in self.runs:
-            if logical >= self.num_pinned and logical < first_block:
-                cut = min(count, first_block - logical)
-                logical, block, count = logical + cut, block + cut, count - cut
-            if count:
-                kept.append((logical, block, count))
-        self.runs = kept
+        runs = self.runs
+        begin = 0
+        while begin < len(runs) and runs[begin][0] < self.num_pinned:
+            begin += 1
+        end = begin
+        while end < len(runs) and runs[end][0] + runs[end][2] <= first_block:
+            end += 1
+        self.runs = [*runs[:begin], *runs[end:]]
+        if end < len(runs) and (cut := first_block - runs[end][0]) > 0:
+            logical, block, count = runs[end]
+            self.runs[begin] = (logical + cut, block + cut, count - cut)
 
     def _append(self, logical: int, blocks: list[int]) -> None:
         runs = self.runs

@@ -29,7 +29,7 @@ class Catalog:
         self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
         self.changes = ChangeLog(self.index.groups)
-        self._renamed: tuple[set[int], ...] | None = None  # since `take_renamed`, while somebody looks at blocks
+        self._touched: tuple[set[int], ...] | None = None  # since `take_touched`, while somebody looks at blocks
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether a block of the group is found under the digest."""
@@ -55,32 +55,36 @@ class Catalog:
                 named.append(digest)
         if named:
             self.changes.add("added", group, named)
-            if self._renamed is not None:
-                self._renamed[group].update(map(found.__getitem__, named))
+            if self._touched is not None:
+                self._touched[group].update(map(found.__getitem__, named))
 
     def moved(self, group: int, source: int, target: int) -> None:
         """Compaction moved a block, with its name if it had one."""
         entry = self._pools[group].published.get(target)
         if entry is not None:
             self.index.groups[group][entry[0]] = target
-        if self._renamed is not None:
-            self._renamed[group].update((source, target))
+        if self._touched is not None:
+            self._touched[group].update((source, target))
 
     def hold(self, group: int, digests: Iterable[bytes]) -> None:
         """A checkpoint counts on the blocks under these digests."""
-        self._pools[group].hold(map(self.index.groups[group].__getitem__, digests))
+        self._pools[group].hold(self._blocks(group, digests))
 
     def let_go(self, group: int, digests: Iterable[bytes]) -> None:
         """A checkpoint no longer does."""
-        self._pools[group].let_go(map(self.index.groups[group].__getitem__, digests))
+        self._pools[group].let_go(self._blocks(group, digests))
 
-    def ref(self, group: int, blocks: Iterable[int]) -> None:
+    def ref(self, group: int, blocks: Sequence[int]) -> None:
         """A sequence references blocks."""
         self._times[group].hit(self._pools[group].ref(blocks))
+        if self._touched is not None:
+            self._touched[group].update(blocks)
 
-    def unref(self, group: int, blocks: Iterable[int]) -> None:
+    def unref(self, group: int, blocks: Sequence[int]) -> None:
         """A sequence no longer does."""
         self._times[group].cached(self._pools[group].unref(blocks))
+        if self._touched is not None:
+            self._touched[group].update(blocks)
 
     def evict(self, group: int, blocks: list[int], reason: str) -> None:
         """Loose blocks go."""
@@ -92,19 +96,24 @@ class Catalog:
         self._times[group].evicted(blocks)
         self._evicted[group][reason] += len(blocks)
         self.changes.add("removed", group, digests)
-        if self._renamed is not None:
-            self._renamed[group].update(blocks)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
 
-    def note_renamed(self, wanted: bool) -> None:
-        """Begin to note which blocks get or lose a name, from none on, or end it."""
-        self._renamed = tuple(set() for _ in self._layout.groups) if wanted else None
+    def taken(self, group: int, blocks: Iterable[int]) -> None:
+        """Empty blocks were given to a sequence."""
+        if self._touched is not None:
+            self._touched[group].update(blocks)
 
-    def take_renamed(self) -> tuple[set[int], ...]:
-        """By group, the blocks that got or lost a name since the last call; empty unless that is noted."""
-        renamed = self._renamed or tuple(set() for _ in self._layout.groups)
-        if self._renamed is not None:
-            self._renamed = tuple(set() for _ in self._layout.groups)
-        return renamed
+    def note_touched(self, wanted: bool) -> None:
+        """Begin to note which blocks change in any way, from none on, or end it."""
+        self._touched = tuple(set() for _ in self._layout.groups) if wanted else None
+
+    def take_touched(self) -> tuple[set[int], ...]:
+        """By group, the blocks that changed since the last call; empty unless that is noted."""
+        touched = self._touched or tuple(set() for _ in self._layout.groups)
+        if self._touched is not None:
+            self._touched = tuple(set() for _ in self._layout.groups)
+        return touched
 
     def cached_since_s(self, group: int) -> list[float]:
         """By block, on the cache's clock, when its last reference went; 0 where none ever did. A copy."""
@@ -132,3 +141,11 @@ class Catalog:
                 self._layout.groups, self._pools, self._evicted, self._times, strict=True
             )
         )
+
+    def _blocks(self, group: int, digests: Iterable[bytes]) -> Iterable[int]:
+        blocks = map(self.index.groups[group].__getitem__, digests)
+        if self._touched is None:
+            return blocks
+        known = list(blocks)
+        self._touched[group].update(known)
+        return known

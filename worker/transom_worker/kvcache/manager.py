@@ -220,6 +220,7 @@ class KvCache:
                 ids, used = self._allocator.allocate(group, needs[group], table.last, share)
                 spare = share - used
                 table.append(ids)
+                self._catalog.taken(group, ids)
                 blocks.changed = True
         blocks.capacity_tokens = max(blocks.capacity_tokens, -(-end // self.block_size) * self.block_size)
         return True
@@ -340,7 +341,7 @@ class KvCache:
         )
 
     def picture(self, *, whole: bool) -> CachePicture:
-        """A cheap copy of what every block is. After a whole one, others tell which names changed; see `end_pictures`."""
+        """A cheap copy of what every block is. After a whole one, others tell which blocks changed; see `end_pictures`."""
         return CachePicture(
             whole=whole,
             now_s=self._clock(),
@@ -362,7 +363,7 @@ class KvCache:
 
     def end_pictures(self) -> None:
         """Nobody looks at blocks any more: note nothing for the next picture."""
-        self._catalog.note_renamed(False)
+        self._catalog.note_touched(False)
 
     # Inside
 

@@ -1,7 +1,7 @@
 """A cheap copy of the cache's state, for who wants to look at blocks without stopping the engine for long.
 
-Everything is copied by calls that run at C speed, and nothing is worked out here: that is done elsewhere, from the copy. What only
-changes when a block gets or loses its name is told as changes, after a first picture that is whole.
+The first picture copies everything by calls that run at C speed; those after it have the blocks that changed since. Nothing is
+worked out here: that is done elsewhere, from the copy.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ Name = tuple[bytes, int]  # hash, logical index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPicture:
-    """One group's blocks, by block id."""
+    """One group's blocks: all of a whole picture, else those that may have changed since the one before."""
 
+    blocks: list[int] | None  # ids, in the order of `refs` and `holds`; None: all, from 0 on
     refs: list[int]
     holds: list[int]
-    empty: bytes  # 1: empty, in a leased page
-    names: dict[
-        int, Name | None
-    ]  # all of a whole picture, else those that changed since the one before; None: lost its name
+    names: dict[int, Name | None]  # of these blocks; where all are told, of those that have one
     cached_since_s: list[float] | None  # of whole pictures: when the last reference went, 0 if never
     num_evicted: dict[str, int]  # since start, by reason
     num_active: int
@@ -48,23 +46,27 @@ class CachePicture:
 
 
 def take_group_pictures(pools: Sequence[GroupPool], catalog: Catalog, *, whole: bool) -> tuple[GroupPicture, ...]:
-    """Copy the groups' state now; from the engine's thread. A whole picture begins to note changes of names."""
+    """Copy the groups' state now; from the engine's thread. A whole picture begins to note what changes."""
     if whole:
-        catalog.note_renamed(True)
-    renamed = catalog.take_renamed()
-    evicted = catalog.num_evicted()
-    return tuple(
-        GroupPicture(
-            refs=pool.refs.copy(),
-            holds=pool.holds.copy(),
-            empty=pool.empties(),
-            names=dict(pool.published) if whole else {block: pool.published.get(block) for block in renamed[group]},
-            cached_since_s=catalog.cached_since_s(group) if whole else None,
-            num_evicted=evicted[group],
-            num_active=pool.num_active,
-            num_held=pool.num_held,
-            num_loose=len(pool.loose),
-            num_empty=pool.num_empty,
+        catalog.note_touched(True)
+    touched, evicted = catalog.take_touched(), catalog.num_evicted()
+    pictures = []
+    for group, pool in enumerate(pools):
+        blocks = None if whole else list(touched[group])
+        pictures.append(
+            GroupPicture(
+                blocks=blocks,
+                refs=pool.refs.copy() if blocks is None else list(map(pool.refs.__getitem__, blocks)),
+                holds=pool.holds.copy() if blocks is None else list(map(pool.holds.__getitem__, blocks)),
+                names=dict(pool.published)
+                if blocks is None
+                else dict(zip(blocks, map(pool.published.get, blocks), strict=True)),
+                cached_since_s=catalog.cached_since_s(group) if whole else None,
+                num_evicted=evicted[group],
+                num_active=pool.num_active,
+                num_held=pool.num_held,
+                num_loose=len(pool.loose),
+                num_empty=pool.num_empty,
+            )
         )
-        for group, pool in enumerate(pools)
-    )
+    return tuple(pictures)

@@ -72,10 +72,6 @@ class GroupPool:
         """Whether `block` is empty and inside a leased page."""
         return self._empty[block] == 1
 
-    def empties(self) -> bytes:
-        """By block, 1 where it is empty and inside a leased page. A copy."""
-        return bytes(self._empty)
-
     def first_empty(self, page: int) -> int | None:
         """The lowest empty block of a leased page."""
         if not self._empty_in.get(page):
