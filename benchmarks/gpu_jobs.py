@@ -60,9 +60,11 @@ class Child:
             return {"status": "crashed", "error": "\n".join(self.said[-LAST_LINES:]), "exit_code": code, "fatal": True}
         return answer
 
-    def end(self) -> None:
-        """Close its input, and kill it if that does not end it; it has nothing to save."""
+    def end(self, *, now: bool = False) -> None:
+        """Close its input, and kill it `now` or if that does not end it; it has nothing to save."""
         assert self._process.stdin is not None
+        if now:
+            self._process.kill()
         try:
             self._process.stdin.close()
             self._process.wait(timeout=5.0)
@@ -94,7 +96,7 @@ def run_jobs(command: Sequence[str], jobs: Sequence[str], *, budget_s: float, jo
             job_begin_s = time.monotonic()
             answer = child.ask(job, min(left_s, job_s + (START_S if child.is_new else 0.0)))
             if answer.pop("fatal", False):
-                child.end()
+                child.end(now=True)
                 child = None
             yield {"job": job, **answer, "job_s": round(time.monotonic() - job_begin_s, 2)}
     finally:

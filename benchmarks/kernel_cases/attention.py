@@ -5,14 +5,14 @@ Legend: B sequences, H query heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from kernel_cases.case import Case, Check, Prepared, Scale, Target, Tensors
-from kernel_cases.paged import Heads, Paged, expected_rows, make_paged, one_sequence, poison_tails, some_rows
-from kernel_cases.rivals import decode_rivals, prefill_rivals
+from kernel_cases.paged import BLOCK, Heads, Paged, expected_rows, make_paged, one_sequence, poison_tails, some_rows
+from kernel_cases.rivals import Runs, decode_rivals, prefill_rivals
 from transom_kernels.paged_attention.gpu import paged_attention_triton
 from transom_kernels.paged_attention.rule import MaskRule
 
@@ -87,7 +87,7 @@ def _mixed_case(scale: Scale) -> Case:
     counts = [9, 1, 6] if scale.is_tiny else [1000, 37, 512, 16, *[1] * 28]
     return Case(
         name="mixed prompts and decoding",
-        prepare=partial(_prepare, heads, starts, counts, None, True, decodes=False, rivals=False),
+        prepare=partial(_prepare, heads, starts, counts, None, True),
         formula=PROMPT_FORMULA,
     )
 
@@ -110,11 +110,11 @@ def _decode_case(
 ) -> Case:
     heads = TINY if scale.is_tiny else heads
     seen = context if window is None else min(window, context)
+    # lengths within a block of each other, so that blocks have ends that must not be read; rivals need them equal
+    starts = [context - 1 if rivals else context - 4 - 7 * b % BLOCK for b in range(batch)]
     return Case(
         name=_decode_name(kind, batch, context, window),
-        prepare=partial(
-            _prepare, heads, [context - 1] * batch, [1] * batch, window, sinks, decodes=True, rivals=rivals
-        ),
+        prepare=partial(_prepare, heads, starts, [1] * batch, window, sinks, rivals=decode_rivals if rivals else None),
         formula=DECODE_FORMULA,
         target=DECODE_TARGET if batch * seen >= LEAST_TOKENS else None,
         rival_limits={"flex": NO_SLOWER, "flashinfer": NO_SLOWER},
@@ -124,11 +124,10 @@ def _decode_case(
 
 def _prompt_case(heads: Heads, length: int, window: int | None, scale: Scale) -> Case:
     is_goal = length == 8192 and heads.size == 128 and window is None
+    rivals = None if scale.is_tiny or window is not None else partial(prefill_rivals, with_flex=heads.size == 128)
     return Case(
         name=f"prompt {'causal' if window is None else f'window {window}'} head {heads.size} tokens {length}",
-        prepare=partial(
-            _prepare, heads, [0], [length], window, False, decodes=False, rivals=not scale.is_tiny and window is None
-        ),
+        prepare=partial(_prepare, heads, [0], [length], window, False, rivals=rivals),
         formula=PROMPT_FORMULA,
         target=PROMPT_TARGET if is_goal else None,
         rival_limits={"flash": 1 / 1.15} if is_goal else {},
@@ -143,8 +142,7 @@ def _prepare(
     has_sinks: bool,
     device: torch.device,
     *,
-    decodes: bool,
-    rivals: bool,
+    rivals: Callable[[Paged], Runs] | None = None,
 ) -> Prepared:
     paged = make_paged(heads, starts, counts, device, window=window)
     sinks = torch.randn(heads.query, device=device) if has_sinks else None
@@ -169,7 +167,7 @@ def _prepare(
         num_bytes=kept * heads.bytes_per_token() + 2 * paged.q.nbytes,
         flops=4 * heads.query * heads.size * pairs,
         alone=alone,
-        rivals=(decode_rivals(paged) if decodes else prefill_rivals(paged)) if rivals else {},
+        rivals=rivals(paged) if rivals else {},
         traps=lambda: poison_tails(paged),
     )
 

@@ -26,15 +26,22 @@ def decode_rivals(paged: Paged) -> Runs:
     return runs
 
 
-def prefill_rivals(paged: Paged) -> Runs:
-    """torch's flash backend and FlexAttention for one prompt, and FlashInfer where it can be imported."""
+def prefill_rivals(paged: Paged, *, with_flex: bool) -> Runs:
+    """torch's flash backend, FlexAttention (which compiles for seconds), and FlashInfer where it can be imported."""
     q, k, v = dense(paged)
+    group = q.shape[1] // k.shape[1]
+    all_k, all_v = (
+        k.repeat_interleave(group, 1),
+        v.repeat_interleave(group, 1),
+    )  # not every version's flash groups heads
 
     def flash() -> object:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, all_k, all_v, is_causal=True)
 
-    runs: Runs = {"flash": flash, "flex": _flex(q, k, v)}
+    runs: Runs = {"flash": flash}
+    if with_flex:
+        runs["flex"] = _flex(q, k, v)
     if importlib.util.find_spec("flashinfer"):
         runs["flashinfer"] = _flashinfer_prefill(q, k, v)
     return runs

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
@@ -14,14 +17,16 @@ pytest.importorskip("triton")
 import kernels
 from gpu_device import Ceilings, describe
 from gpu_timing import Timer
-from kernel_cases import attention, rows
+from kernel_cases import attention, experts, rows
 from kernel_cases.attention import TINY
 from kernel_cases.case import Case, Check, Prepared, Scale, Target
 from kernel_cases.measure import measure
 from kernel_cases.paged import expected_rows, make_paged, poison_tails
+from kernel_cases.rivals import decode_rivals, prefill_rivals
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
 
+SCHEMA = Path(kernels.__file__).parent / "results" / "gpu.schema.json"
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matrix_flops_per_s=1e9)
 
@@ -38,12 +43,13 @@ def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
     assert code == 0
     assert {result["status"] for result in written["results"]} == {"passed"}
     assert len(written["results"]) >= 28
-    assert {"schema", "date", "commit", "device", "versions", "ceilings"} <= set(written)
+    jsonschema.validate(written, json.loads(SCHEMA.read_text()))
 
 
 def test_times_and_a_table(tmp_path: Path) -> None:
     code, written = run(tmp_path, "--only", "decode window")
     assert code == 0
+    jsonschema.validate(written, json.loads(SCHEMA.read_text()))
     assert all(result["time_us"] > 0 and result["bytes"] > 0 for result in written["results"])
     assert written["results"][1]["over_short_context"] > 0
     assert "| decode window 20 batch 2 context 90 | passed |" in (tmp_path / "kernels.md").read_text()
@@ -75,6 +81,30 @@ def test_tails_of_blocks_are_poisoned_and_put_back() -> None:
     assert int(paged.k_cache.isnan().sum()) == (15 + 13) * 2 * 16
     restore()
     assert torch.equal(paged.k_cache, before)
+
+
+@pytest.mark.parametrize("scale", ["full", "quick", "tiny"])
+def test_cases_can_be_prepared_with_a_device(scale: str) -> None:
+    for case in kernels._all_cases(argparse.Namespace(quick=scale == "quick", tiny=scale == "tiny")).values():
+        inspect.signature(case.prepare).bind(CPU)
+
+
+@pytest.mark.parametrize(("starts", "counts"), [([20, 20], [1, 1]), ([0], [21])])
+def test_rivals_compute_the_same(monkeypatch: pytest.MonkeyPatch, starts: list[int], counts: list[int]) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    paged = make_paged(TINY, starts, counts, CPU)
+    found = decode_rivals(paged) if len(counts) > 1 else prefill_rivals(paged, with_flex=True)
+    wanted = expected_rows(paged, list(range(sum(counts))), window=None, sink_logits=None)
+    assert len(found) == 2
+    for run in found.values():
+        got = run().transpose(1, 2).flatten(0, 1)
+        torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=3e-2)
+
+
+def test_experts_whose_gates_come_before_their_ups() -> None:
+    mixture = replace(experts.TINY, interleaved=False, rule=experts.SWIGLU)
+    found = status_of(experts._case(mixture, 5, is_mx=False))
+    assert (found["status"], found["same_bits_alone"]) == ("passed", True)
 
 
 def case_of(prepared: Prepared, **changes: object) -> Case:

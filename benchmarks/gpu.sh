@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# What a GPU is for: correctness first, then speed. `benchmarks/gpu.sh [PART ...]`, each part under 8 minutes; docs/gpu.md has more.
+#
+#   tests     the kernels' tests on the device, every case of the benchmark against its reference, tests marked gpu
+#   sanitize  compute-sanitizer (memcheck, racecheck) over small cases, where it is installed and runs
+#   families  small checkpoints of every family, tokens equal to the CPU's
+#   kernels   every kernel against the device's own ceilings
+#   models    models of 4 to 8 billion random parameters beside transformers' continuous batching
+#
+# Needs no network and no installation: PYTHON (python3) has torch, triton and transformers, `benchmarks/gpu_wheels` has brought the
+# rest. Results go to $OUT, else to benchmarks/results/local. Further arguments of a part: KERNELS="--quick --only decode" and the like.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+script=benchmarks/gpu.sh
+python=${PYTHON:-python3}
+out=${OUT:-benchmarks/results/local}
+limit_s=${PART_LIMIT_S:-475}
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
+export TRITON_DEFAULT_FP_FUSION=1
+mkdir -p "$out"
+
+site=
+cleanup() { [[ -z $site ]] || rm -rf "$site"; }
+trap cleanup EXIT
+
+add_wheels() {
+    compgen -G 'build/gpu_wheels/*.whl' >/dev/null || return 0
+    site=$(mktemp -d)
+    "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
+        --target "$site" build/gpu_wheels/*.whl || return 1
+    export PYTHONPATH="$site:$PYTHONPATH"
+}
+
+tests() {
+    local failed=0
+    "$python" benchmarks/kernels.py --check --budget-s 160 --out "$out/checks" || failed=1
+    timeout 190 "$python" -m pytest -p no:cacheprovider -q tests/kernels -k 'triton or on_device' || failed=1
+    local marked
+    mapfile -t marked < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+    timeout 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "${marked[@]}" || failed=1
+    return $failed
+}
+
+sanitize() {
+    command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed: skipped"; return 0; }
+    # the caching allocator would hide what lies just outside a tensor; tiny sizes, since every access is watched
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    local tool failed=0 ran
+    for tool in memcheck racecheck; do
+        ran=$out/sanitize-$tool.log
+        timeout 220 compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 \
+            "$python" benchmarks/kernels.py --tiny --check --in-process --out "$out/sanitize" >"$ran" 2>&1
+        local code=$?
+        tail -n 4 "$ran"
+        if grep -q 'Device not supported' "$ran"; then
+            echo "compute-sanitizer does not run on this device: skipped"
+        elif ((code)); then
+            echo "$tool ended with $code, see $ran"
+            failed=1
+        fi
+    done
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
+    return $failed
+}
+
+families() { "$python" benchmarks/gpu_families.py --out "$out" ${FAMILIES:-}; }
+kernels() { "$python" benchmarks/kernels.py --out "$out" ${KERNELS:-}; }
+models() { "$python" benchmarks/gpu_models.py --out "$out" ${MODELS:-}; }
+
+known=(tests sanitize families kernels models)
+if [[ ${1:-} == --alone ]]; then # a part by itself, under the time limit below
+    "$2"
+    exit
+fi
+parts=("$@")
+((${#parts[@]})) || parts=("${known[@]}")
+for part in "${parts[@]}"; do
+    [[ " ${known[*]} " == *" $part "* ]] || { echo "gpu.sh knows ${known[*]}, not $part" >&2; exit 2; }
+done
+export PYTHONPATH="$PWD/kernels:$PWD/worker:$PWD/cluster:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+add_wheels || { echo "gpu.sh: the wheels in build/gpu_wheels do not fit $("$python" -V 2>&1); run benchmarks/gpu_wheels" >&2; exit 2; }
+
+failed=()
+for part in "${parts[@]}"; do
+    printf '\n==> %s\n' "$part"
+    begin_s=$SECONDS
+    timeout --kill-after=10 "$limit_s" "$BASH" "$script" --alone "$part" || failed+=("$part")
+    echo "$part: $((SECONDS - begin_s)) s"
+done
+if ((${#failed[@]})); then
+    echo "Not sound: ${failed[*]}"
+    exit 1
+fi
+echo "Sound: ${parts[*]}; figures in $out"
