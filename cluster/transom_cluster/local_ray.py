@@ -14,8 +14,10 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from transom_cluster.log_follower import LogFollower
 from transom_cluster.process_tree import children_of, end_processes, is_running, kill_processes, processes_below
 from transom_cluster.progress import Progress
 from transom_cluster.worker_resources import check_gpus
@@ -50,6 +52,7 @@ class LocalRay:
         self._settings = settings
         self._port = settings.port  # 0: chosen at the start
         self._folder: str | None = None
+        self._follower: LogFollower | None = None
 
     @property
     def local_url(self) -> str:
@@ -72,6 +75,8 @@ class LocalRay:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with _as_start_failure("Ray"), _keeping_signal_handlers():
             self._start_ray()
+        if self._settings.log_format == "json" and self._folder is not None:
+            self._follower = LogFollower(Path(self._folder, "session_latest", "logs"))
         self._check_gpus()
         progress.stage("starting Serve")
         with _as_start_failure("Serve"):
@@ -104,6 +109,8 @@ class LocalRay:
             kill_processes(process for process in started if process not in daemons)  # Ray waits long for busy ones
             ray.shutdown()
             end_processes(started)
+            if self._follower is not None:
+                self._follower.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 

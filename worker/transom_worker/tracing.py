@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # not installed everywhere, and imported where tracing is on
 
 Kind = Literal["INTERNAL", "SERVER", "CLIENT"]
 
+BATCH_MS = 1000  # what a process that is killed may lose
 FLUSH_S = 5.0  # for spans that wait when the process ends
 
 MISSING = (
@@ -54,7 +55,9 @@ class Tracing:
             resource=Resource.create(about),
             shutdown_on_exit=False,  # it would wait for a collector that is gone
         )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or _otlp_exporter(config.endpoint)))
+        delay_ms = float(os.environ.get("OTEL_BSP_SCHEDULE_DELAY", BATCH_MS))
+        exporter = exporter or _otlp_exporter(config.endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=delay_ms))
         self._tracer = self._provider.get_tracer("transom", version)
         self._propagator = TraceContextTextMapPropagator()
 
