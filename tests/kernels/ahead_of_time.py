@@ -29,13 +29,14 @@ from triton.compiler import ASTSource
 from transom_kernels.block_copy.gpu import WORDS
 from transom_kernels.block_copy.kernel import copy_words
 from transom_kernels.gated_mlp.kernel import activate
+from transom_kernels.kv_write.gpu import head_blocks
 from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.latent_attention.gpu import POOL_CHANNELS
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
 from transom_kernels.latent_attention.tuning import attend_config, score_config
 from transom_kernels.launch import next_power_of_two, split_width, warps_for
 from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
-from transom_kernels.moe.tuning import TILES, WIDENING
+from transom_kernels.moe.tuning import Tile, choose_tile
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.tuning import kernel_config
@@ -103,11 +104,12 @@ def attention_cases() -> Iterator[Compilation]:
         for widths in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
             yield attention(rows, *widths)
     yield from (attention(rows, 512, 512) for rows in (8, 32))
+    for widths in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
+        yield from (attention(rows, *widths, dtype="fp32") for rows in (8, 32))
     everything = {"WINDOW": 128, "SINKS": 4, "CHUNK": 8192, "HAS_SINK_LOGITS": True, "HAS_SOFT_CAP": True}
     for rows in (8, 128):
         yield attention(rows, 128, 128, **everything)
         yield attention(rows, 64, 64, dtype="fp16", WINDOW=128, HAS_SINK_LOGITS=True)
-        yield attention(min(32, rows), 128, 128, dtype="fp32")
         for cache in (FP8, "i8"):
             yield attention(rows, 128, 128, cache=cache, HAS_SCALES=True)
     yield attention(
@@ -161,46 +163,57 @@ def small_cases() -> Iterator[Compilation]:
                "target_stride": "i64"},
         constants={"BLOCK_W": WORDS}, num_warps=8,
     )  # fmt: skip
+    yield from prepare_cases()
+
+
+def prepare_cases() -> Iterator[Compilation]:
+    normed = {"NORM": True, "HAS_WEIGHT": True}
     for cache, largest in (("bf16", 0.0), (FP8, 448.0), ("i8", 127.0)):
-        yield prepare(cache, largest)
+        yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, largest=largest, **normed)
+    yield prepare("of 64 without norms", (64, 8, 64))
+    yield prepare("of 256 with wide norms of values too", (8, 4, 256), norms="fp32", VALUE_NORM=True, **normed)
+    yield prepare("of 512 with wide norms of values too", (32, 4, 512), norms="fp32", VALUE_NORM=True, **normed)
+    yield prepare("normed after rotation", (40, 8, 128), NORM_AFTER=True)
+    yield prepare("scaled without rotation", (40, 8, 128), R=0, HAS_QUERY_SCALE=True)
+    for width in (128, 512, 1024):  # a compressor's state
+        yield prepare(f"of state {width} wide", (0, 1, width), dtype="fp32", cache="fp32", R=0)
 
 
-def prepare(cache: str, largest: float) -> Compilation:
-    rows = ("q", "k", "v", "q_out", "cos", "signed_sin", "q_weight", "k_weight")
+def prepare(
+    what: str,
+    sizes: tuple[int, int, int],
+    *,
+    dtype: str = "bf16",
+    cache: str = "bf16",
+    norms: str = "bf16",
+    largest: float = 0.0,
+    **flags: Any,
+) -> Compilation:
+    heads, kv_heads, width = sizes
+    block_d, block_h = head_blocks(max(heads, kv_heads), width)
+    off = dict.fromkeys(("INTERLEAVED", "NORM", "HAS_WEIGHT", "NORM_AFTER", "VALUE_NORM", "HAS_QUERY_SCALE"), False)
     return Compilation(
-        name=f"prepare_and_write {cache}", kernel=prepare_and_write,
+        name=f"prepare_and_write {what}", kernel=prepare_and_write,
         types={
-            **dict.fromkeys(rows, "*bf16"), "k_cache": f"*{cache}", "v_cache": f"*{cache}", "slots": "*i64",
-            **dict.fromkeys(("query_scale", "k_scale", "v_scale"), "*fp32"), "value_factor": "fp32", "eps": "fp32",
-            "k_stride_b": "i64", "v_stride_b": "i64",
+            **dict.fromkeys(("q", "k", "v", "q_out", "cos", "signed_sin", "query_scale"), f"*{dtype}"),
+            **dict.fromkeys(("q_weight", "k_weight"), f"*{norms}"),
+            "k_cache": f"*{cache}", "v_cache": f"*{cache}", "slots": "*i64", "k_scale": "*fp32", "v_scale": "*fp32",
+            "value_factor": "fp32", "eps": "fp32", "k_stride_b": "i64", "v_stride_b": "i64",
         },
         constants={
-            "BLOCK_SIZE": 16, "H": 32, "KVH": 8, "D": 128, "E": 128, "R": 128, "INTERLEAVED": False, "NORM": True,
-            "HAS_WEIGHT": True, "NORM_AFTER": False, "VALUE_NORM": False, "HAS_QUERY_SCALE": False,
-            "TO_INTEGER": cache == "i8", "LARGEST": largest, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK_E": 128,
+            "BLOCK_SIZE": 16, "H": heads, "KVH": kv_heads, "D": width, "E": width, "R": width, **off,
+            "TO_INTEGER": cache == "i8", "LARGEST": largest, "BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_E": block_d,
+            **flags,
         },
     )  # fmt: skip
 
 
 def expert_cases() -> Iterator[Compilation]:
-    for is_mx in (False, True):
-        for tile in WIDENING if is_mx else TILES:
-            sizes = {"UPCAST": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
-            weight = "*u8" if is_mx else "*bf16"
-            common = {"scales": "*u8", "bias": "*bf16", "weights": "*fp32", "pairs": "*i32", "block_expert": "*i32"}
-            launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "unaligned": ("num_pairs",)}
-            yield Compilation(
-                name=f"into_experts {'mxfp4' if is_mx else 'bf16'} {tile.block_m}", kernel=into_experts,
-                types={"x": "*bf16", "gate_up": weight, "out": "*bf16", **common, "limit": "fp32", "gain": "fp32",
-                       "up_offset": "fp32"},
-                constants={"NUM_CHOSEN": 4, "INTERLEAVED": is_mx, "IS_MX": is_mx, "HAS_BIAS": True, "SCALES_INPUT": False,
-                           "HAS_LIMIT": True, "GELU": False, **sizes}, **launch,
-            )  # fmt: skip
-            yield Compilation(
-                name=f"out_of_experts {'mxfp4' if is_mx else 'bf16'} {tile.block_m}", kernel=out_of_experts,
-                types={"x": "*bf16", "down": weight, "out": "*fp32", **common},
-                constants={"IS_MX": is_mx, "HAS_BIAS": True, "SCALES_OUTPUT": True, **sizes}, **launch,
-            )  # fmt: skip
+    for is_mx, dtype in ((False, "bf16"), (True, "bf16"), (False, "fp32"), (True, "fp32")):
+        for rows in (1, 64, 256):
+            yield from expert_products(
+                choose_tile(rows, 1, is_mx=is_mx, element_bytes=ELEMENT_BYTES[dtype]), is_mx, dtype
+            )
     yield Compilation(
         name="add_up",
         kernel=add_up,
@@ -209,26 +222,47 @@ def expert_cases() -> Iterator[Compilation]:
     )
 
 
+def expert_products(tile: Tile, is_mx: bool, dtype: str) -> Iterator[Compilation]:
+    sizes = {"UPCAST": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
+    weight = "*u8" if is_mx else f"*{dtype}"
+    common = {"scales": "*u8", "bias": f"*{dtype}", "weights": "*fp32", "pairs": "*i32", "block_expert": "*i32"}
+    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "unaligned": ("num_pairs",)}
+    kind = f"{dtype} by {'mxfp4' if is_mx else dtype} rows {tile.block_m}"
+    yield Compilation(
+        name=f"into_experts {kind}", kernel=into_experts,
+        types={"x": f"*{dtype}", "gate_up": weight, "out": f"*{dtype}", **common, "limit": "fp32", "gain": "fp32",
+               "up_offset": "fp32"},
+        constants={"NUM_CHOSEN": 4, "INTERLEAVED": is_mx, "IS_MX": is_mx, "HAS_BIAS": True, "SCALES_INPUT": False,
+                   "HAS_LIMIT": True, "GELU": False, **sizes}, **launch,
+    )  # fmt: skip
+    yield Compilation(
+        name=f"out_of_experts {kind}", kernel=out_of_experts,
+        types={"x": f"*{dtype}", "down": weight, "out": "*fp32", **common},
+        constants={"IS_MX": is_mx, "HAS_BIAS": True, "SCALES_OUTPUT": True, **sizes}, **launch,
+    )  # fmt: skip
+
+
 def latent_cases() -> Iterator[Compilation]:
-    for heads, width in ((16, 512), (64, 512)):
-        config = attend_config(heads, width)
+    for heads, width, dtype in ((16, 512, "bf16"), (64, 512, "bf16"), (64, 512, "fp32"), (16, 128, "fp32")):
+        config = attend_config(heads, width, ELEMENT_BYTES[dtype])
         yield Compilation(
-            name=f"attend_rows {heads} heads of {width}", kernel=attend_rows,
-            types={**dict.fromkeys(("q", "window_cache", "entry_cache", "out"), "*bf16"), "window_slots": "*i64",
+            name=f"attend_rows {dtype} {heads} heads of {width}", kernel=attend_rows,
+            types={**dict.fromkeys(("q", "window_cache", "entry_cache", "out"), f"*{dtype}"), "window_slots": "*i64",
                    "entry_slots": "*i64", "sink_logits": "*fp32", "scale": "fp32", "window_stride_b": "i64",
                    "entry_stride_b": "i64"},
             constants={"D": width, "WINDOW_P": 16, "ENTRY_P": 4, "UPCAST": False, "BLOCK_H": config.block_h,
                        "BLOCK_D": next_power_of_two(width), "BLOCK_N": config.block_n},
             num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_window", "num_entries"),
         )  # fmt: skip
-    config = score_config(64, 128)
-    yield Compilation(
-        name="score_entries", kernel=score_entries,
-        types={"q": "*bf16", "key_cache": "*bf16", "head_weights": "*fp32", "slots": "*i64", "sequence": "*i64",
-               "num_visible": "*i64", "scores": "*fp32", "scale": "fp32", "key_stride_b": "i64"},
-        constants={"D": 128, "P": 4, "UPCAST": False, "BLOCK_H": config.block_h, "BLOCK_D": 128, "BLOCK_N": config.block_n},
-        num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_entries"),
-    )  # fmt: skip
+    for dtype in ("bf16", "fp32"):
+        config = score_config(64, 128, ELEMENT_BYTES[dtype])
+        yield Compilation(
+            name=f"score_entries {dtype}", kernel=score_entries,
+            types={"q": f"*{dtype}", "key_cache": f"*{dtype}", "head_weights": "*fp32", "slots": "*i64", "sequence": "*i64",
+                   "num_visible": "*i64", "scores": "*fp32", "scale": "fp32", "key_stride_b": "i64"},
+            constants={"D": 128, "P": 4, "UPCAST": False, "BLOCK_H": config.block_h, "BLOCK_D": 128, "BLOCK_N": config.block_n},
+            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_entries"),
+        )  # fmt: skip
     for groups, ratio in ((1, 128), (2, 4)):
         yield Compilation(
             name=f"pool {groups} x {ratio}", kernel=pool,

@@ -35,8 +35,7 @@ def prepare_qkv_triton(
     tokens, heads, width = q.shape
     kv_heads, value_width = k.shape[1], v.shape[2]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    block_d = next_power_of_two(width)
-    block_h = min(next_power_of_two(max(heads, kv_heads)), max(1, HEAD_ELEMENTS // block_d))
+    block_d, block_h = head_blocks(max(heads, kv_heads), width)
     parts = -(-heads // block_h) + 2 * -(-kv_heads // block_h)
     cos, sin = tables or (k, k)
     scales = kv_scales or (k, k)
@@ -54,6 +53,12 @@ def prepare_qkv_triton(
             BLOCK_E=next_power_of_two(value_width), num_warps=4,
         )  # fmt: skip
     return q_out
+
+
+def head_blocks(num_heads: int, width: int) -> tuple[int, int]:
+    """Elements of a head and heads that a program has."""
+    block_d = next_power_of_two(width)
+    return block_d, min(next_power_of_two(num_heads), max(1, HEAD_ELEMENTS // block_d))
 
 
 def kv_write_triton(

@@ -29,7 +29,7 @@ def latent_attention_triton(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if entry_cache is None or entry_slots is None:
         entry_cache, entry_slots = window_cache, window_slots[:, :0]
-    config = attend_config(heads, width)
+    config = attend_config(heads, width, q.element_size())
     if tokens:
         attend_rows[(tokens, -(-heads // config.block_h))](
             q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), sink_logits, out, scale, heads,
@@ -59,7 +59,7 @@ def select_entries_triton(
     if not tokens or not chosen:
         return torch.full((tokens, chosen), -1, dtype=torch.int64, device=q.device)
     scores = torch.empty((tokens, num_entries), dtype=torch.float32, device=q.device)
-    config = score_config(heads, width)
+    config = score_config(heads, width, q.element_size())
     score_entries[(tokens, -(-num_entries // config.block_n))](
         q, head_weights.contiguous(), key_cache, slots.contiguous(), sequence, num_visible, scores, scale, heads, num_entries,
         q.stride(0), q.stride(1), *key_cache.stride()[:2],

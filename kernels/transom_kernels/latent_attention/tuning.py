@@ -19,16 +19,20 @@ class LatentConfig:
     num_stages: int
 
 
-def attend_config(num_heads: int, width: int) -> LatentConfig:
+def attend_config(num_heads: int, width: int, element_bytes: int) -> LatentConfig:
     """A row of 512 is 1 KiB: few of them fit beside the accumulators of many heads."""
-    wide = width > 256
+    wide = width * element_bytes > 512
+    if element_bytes > 2:  # products without tensor cores, for exactness alone
+        return LatentConfig(block_h=LEAST_ROWS, block_n=16 if wide else 32, num_warps=8, num_stages=1)
     block_h = min(32 if wide else 64, max(LEAST_ROWS, next_power_of_two(num_heads)))
     return LatentConfig(
         block_h=block_h, block_n=32 if wide else 64, num_warps=8 if block_h > 16 else 4, num_stages=2 if wide else 3
     )
 
 
-def score_config(num_heads: int, width: int) -> LatentConfig:
+def score_config(num_heads: int, width: int, element_bytes: int) -> LatentConfig:
     """All heads of a query against a block of keys."""
+    if element_bytes > 2:
+        return LatentConfig(block_h=LEAST_ROWS, block_n=32, num_warps=4, num_stages=1)
     block_h = min(64, max(LEAST_ROWS, next_power_of_two(num_heads)))
     return LatentConfig(block_h=block_h, block_n=64, num_warps=4, num_stages=2)

@@ -32,7 +32,9 @@ def moe_triton(
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    tile = choose_tile(num_pairs, num_experts, is_mx=isinstance(tensors.gate_up, MxTensor))
+    tile = choose_tile(
+        num_pairs, num_experts, is_mx=isinstance(tensors.gate_up, MxTensor), element_bytes=x.element_size()
+    )
     pairs, block_expert = block_rows(experts.reshape(-1).long(), num_experts, tile.block_m)
     inner_P = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     parts_P = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)

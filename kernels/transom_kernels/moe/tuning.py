@@ -29,7 +29,12 @@ WIDENING = (  # of MXFP4 weights, in registers that several warps must share
 )
 
 
-def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool) -> Tile:
+EXACT = replace(SMALL, block_n=32, block_j=32, num_stages=2)  # in float32, without tensor cores
+
+
+def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool, element_bytes: int) -> Tile:
     """By the mean number of rows of an expert."""
+    if element_bytes > 2:
+        return EXACT
     rows = num_pairs / num_experts
     return (WIDENING if is_mx else TILES)[0 if rows <= 16 else 1 if rows <= 96 else 2]

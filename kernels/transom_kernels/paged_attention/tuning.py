@@ -28,6 +28,8 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
     while block_m < rows:
         block_m *= 2
     widest = max(key_size, value_size)
+    if element_bytes > 2:  # products without tensor cores, for exactness alone
+        return KernelConfig(block_m=block_m, block_n=max(LEAST_ROWS, block_size), num_warps=8, num_stages=1)
     if block_m <= 32:  # decoding: memory-bound, keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
         num_warps = (
@@ -47,5 +49,6 @@ def decode_tiling() -> Tiling:
 
 def prompt_tiling(*, group: int, key_size: int, element_bytes: int) -> Tiling:
     """Prompts and their chunks, where `group` query heads share a KV head; wide rows leave registers for fewer of them."""
-    rows = PROMPT_ROWS if element_bytes <= 2 and key_size * element_bytes <= 512 else PROMPT_ROWS // 4
+    rows = PROMPT_ROWS if key_size * element_bytes <= 512 else PROMPT_ROWS // 4
+    rows = LEAST_ROWS if element_bytes > 2 else rows
     return Tiling(least=DECODE_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0)
