@@ -1,6 +1,6 @@
 /** What there is to say about one block, as rows of a name and a text. */
 
-import { formatAge, formatBytes, formatCount, formatHash } from "./format.js";
+import { formatAge, formatBytes, formatCount, formatHash, formatNoun } from "./format.js";
 import { sequencesOf } from "./sequence_lookup.js";
 import { ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, UNKNOWN } from "./worker_state.js";
 
@@ -20,7 +20,8 @@ export function blockLine(state, group, block) {
   const { geometry } = state;
   const record = geometry.recordOf(group, block);
   const requests = sequencesOf(state, group, block).map(({ sequence }) => sequence.request);
-  const tail = requests.length ? `, ${requests.slice(0, 3).join(", ")}${requests.length > 3 ? " and others" : ""}` : "";
+  const others = requests.length > 1 ? ` and ${formatNoun(requests.length - 1, "other")}` : "";
+  const tail = requests.length ? `, ${requests[0]}${others}` : "";
   return `${geometry.groups[group].name} block ${formatCount(block)}: ${stateName(state, record)}${tail}`;
 }
 

@@ -1,5 +1,7 @@
 /** Asks the worker about the block that is looked at, once the pointer rests on it. */
 
+import { formatAge, formatCount, formatNoun } from "./format.js";
+
 const REST_MS = 250;
 
 /** `onAnswer(rows)` gets [[name, text]]; an empty list when there is nothing to say. */
@@ -39,22 +41,18 @@ function queryOf({ worker, group, block }) {
   return new URLSearchParams({ worker: worker.id, group, block }).toString();
 }
 
-/** Any JSON object as rows, nested names joined, what is empty left out. */
-export function rowsOf(value, prefix = "") {
-  if (Array.isArray(value)) return value.every(isPlain) ? [[prefix, value.join(", ")]] : value.flatMap((item, i) => rowsOf(item, `${prefix} ${i + 1}`));
-  if (isPlain(value)) return [[prefix, String(value)]];
-  return Object.entries(value).filter(([, item]) => !isNothing(item)).flatMap(([name, item]) => rowsOf(item, nameOf(prefix, name)));
+/** What an answer adds to the frames: where the block lies, its longer hash, and the checkpoints that count on it. */
+export function rowsOf({ first_byte, hash, cached_s, checkpoints = [] }) {
+  const rows = checkpoints.map((checkpoint) => ["Checkpoint", checkpointText(checkpoint)]);
+  if (hash) rows.push(["Longer hash", `${hash}…`]);
+  if (typeof cached_s === "number") rows.push(["Not used for", formatAge(cached_s)]);
+  if (typeof first_byte === "number") rows.push(["First byte", formatCount(first_byte)]);
+  return rows;
 }
 
-function nameOf(prefix, name) {
-  const words = name.replaceAll("_", " ");
-  return prefix ? `${prefix}: ${words}` : words[0].toUpperCase() + words.slice(1);
-}
-
-function isPlain(value) {
-  return value === null || typeof value !== "object";
-}
-
-function isNothing(value) {
-  return value === null || value === "" || (typeof value === "object" && Object.keys(value).length === 0);
+function checkpointText({ kind, boundary_tokens, turns, running, part }) {
+  const parts = [`${kind}, at ${formatNoun(boundary_tokens, "token")}, which needs it for its ${part}`];
+  if (turns) parts.push(`came back ${formatNoun(turns, "time")}`);
+  if (running) parts.push(`${formatNoun(running, "request")} on it`);
+  return parts.join("; ");
 }

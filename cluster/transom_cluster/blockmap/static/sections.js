@@ -4,9 +4,9 @@ import { layoutPages } from "./layout.js";
 
 export const HEADING_CSS_PX = 34;
 const MARGIN_CSS_PX = 10;
-const CELL_SIDES_CSS_PX = [2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40];
+const CELL_SIDES_CSS_PX = [2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 52];
 const SMALLEST_FIT = 1; // index: cells of 3 pixels; below that one scrolls rather than squints
-const LARGEST_FIT = 11;
+const LARGEST_FIT = 15;
 const MOST_MAP_CSS_PX = 15_000_000; // browsers stop laying out soon after
 
 /** The zoom: `level` is an index of cell sides, or null for the largest at which everything fits. */

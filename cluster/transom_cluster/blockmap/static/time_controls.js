@@ -19,6 +19,7 @@ export class TimeControls {
     const { timeline } = this;
     for (const control of [this.toggle, this.back, this.forth, this.slider, this.live]) control.disabled = !timeline.hasPast;
     setText(this.toggle.querySelector("[data-word]"), timeline.isLive ? "Pause" : "Resume");
+    this.label.classList.toggle("held", !timeline.isLive);
     this.toggle.dataset.icon = timeline.isLive ? "pause" : "play";
     this.live.setAttribute("aria-pressed", String(timeline.isLive));
     if (!timeline.hasPast) return;
