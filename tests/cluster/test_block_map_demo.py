@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from block_map_decoder import ACTIVE, EVICTED, HELD, LOOSE, REPAIR, Map
-
 from transom_cluster.blockmap.static_files import DEMO, STATIC
 
 MAX_BYTES = 400_000
