@@ -20,7 +20,7 @@ def _gather(cache, slot, stride_b, stride_p, d, D: tl.constexpr, P: tl.constexpr
     return tl.load(rows + d[None, :], mask=present[:, None] & (d < D)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def attend_rows(
     q,  # [T, H, D]
     window_cache,  # [ids, P, 1, D]
@@ -85,7 +85,7 @@ def attend_rows(
     tl.store(place, (acc * share[:, None]).to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def score_entries(
     q,  # [T, H, D]
     head_weights,  # [T, H] float32

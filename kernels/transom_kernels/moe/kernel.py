@@ -63,7 +63,7 @@ def _mx_product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def into_experts(
     x,  # [T, width]
     gate_up,  # [E, 2I, width], or MXFP4 [E, 2I, width / 2]
@@ -138,7 +138,7 @@ def into_experts(
     tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def out_of_experts(
     x,  # [P, width] inner rows
     down,  # [E, columns, width], or MXFP4

@@ -1,6 +1,7 @@
 """Attention over a paged cache in Triton: one kernel for decoding and prompts, and one that joins splits.
 
 Softmax runs online over blocks of keys, in powers of two. Offsets into the caches are int64: a slab is larger than 2 GiB.
+Numbers that change from step to step are not specialised: a new batch must not compile anything.
 
 Legend: M rows of a program, tokens times the G query heads of one KV head; N keys a round; D key width in two parts (a power of two
 and a padded rest, so that 80 is 64 + 16 and 192 is 128 + 64); E value width, likewise.
@@ -21,7 +22,7 @@ def _load_rows(base, rows, stride, columns, width: tl.constexpr, kept):
     return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_columns"])
 def attend(
     q,  # [T, H, D]
     sink_q,  # [T, H, D] queries for sink tokens, strides as q's, or unused

@@ -123,7 +123,7 @@ def sample_rows(
     tl.store(out + s, top_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_changes"])
 def change_logits(logits, rows, ids, factors, minus, stride, num_changes, BLOCK_C: tl.constexpr):
     """Repetition factors and what is subtracted, each pair of row and id once."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -213,7 +213,8 @@ class ModelRunner:
         last_rows = [ends[b] - 1 for b in rows]
         logits_SV = logits_RV
         if last_rows != list(range(len(logits_RV))):
-            logits_SV = logits_RV[torch.tensor(last_rows, dtype=torch.int64, device=logits_RV.device)]
+            rows_S = torch.tensor(last_rows, dtype=torch.int64).to(logits_RV.device, non_blocking=True)
+            logits_SV = logits_RV[rows_S]
         sampled: Sampled = self._sampler.sample(logits_SV, [plan.seq_ids[b] for b in rows], plan.grammar_mask)
         self._sampled_by_row = dict(zip(rows, sampled.token_ids, strict=True))
         result.sampled_ids, result.logprobs = sampled.token_ids, sampled.logprobs
