@@ -22,7 +22,7 @@ from gpu_results import is_sound, markdown, tally, write
 if TYPE_CHECKING:
     from transom_worker.models.architecture import Architecture
 
-JOB_S = 120.0
+JOB_S = 100.0
 LOCAL = Path(__file__).parent / "results" / "local"
 ABOUT = "about"  # the first job
 ENGINES = ("transom", "transformers")
@@ -70,12 +70,12 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
 
 
 def job_names(options: argparse.Namespace) -> list[str]:
-    """Jobs of one engine and model follow each other, so that a model is made once."""
+    """Jobs of one engine and model follow each other, so that a model is made once; the rival's come last, for what time is left."""
     from gpu_geometries import GEOMETRIES
 
     batches = TINY_BATCHES if options.tiny else (8, 64) if options.quick else BATCHES
     what = ["prefill", *(f"decode {batch}" for batch in batches)]
-    return [f"{name} {engine} {one}" for name in GEOMETRIES for engine in ENGINES for one in what]
+    return [f"{name} {engine} {one}" for engine in ENGINES for name in GEOMETRIES for one in what]
 
 
 def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:

@@ -55,6 +55,12 @@ def test_times_and_a_table(tmp_path: Path) -> None:
     assert "| decode window 20 batch 2 context 90 | passed |" in (tmp_path / "kernels.md").read_text()
 
 
+def test_cases_run_in_a_child_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "cpu", "--tiny", "--check", "--only", "block copies", "--out", str(tmp_path)]
+    assert kernels.main(arguments) == 0
+    assert "1 passed" in capfd.readouterr().out
+
+
 def test_cases_of_all_scales_have_names_of_their_own() -> None:
     for scale in ("full", "quick"):
         found = [case for part in (attention, rows) for case in part.cases(Scale(scale))]
