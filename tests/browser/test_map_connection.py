@@ -29,6 +29,8 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(block_map: MapPage, worker: Fak
     dialog = block_map.page.locator("#key-dialog")
     dialog.wait_for(state="visible")
     assert block_map.text("#status").endswith("API key wanted")
+    block_map.page.keyboard.press("Escape")
+    dialog.wait_for(state="visible")
     block_map.page.keyboard.type("wrong")
     block_map.page.keyboard.press("Enter")
     block_map.page.locator("[data-refused]").wait_for(state="visible")

@@ -29,10 +29,12 @@ export function askForKey(dialog, wasRefused) {
     const form = dialog.querySelector("form");
     form.onsubmit = (event) => {
       event.preventDefault();
-      if (!input.value.trim()) return;
+      const key = input.value.trim();
+      if (!key) return;
+      dialog.onclose = null;
       dialog.close();
-      resolve(input.value.trim());
+      resolve(key);
     };
-    dialog.oncancel = (event) => event.preventDefault(); // without a key there is nothing to see
+    dialog.onclose = () => dialog.showModal(); // without a key there is nothing to see
   });
 }
