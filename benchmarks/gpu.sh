@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 out=${OUT:-benchmarks/results/local}
 limit_s=${PART_LIMIT_S:-475}
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
-export TRITON_DEFAULT_FP_FUSION=1
+export TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0
 mkdir -p "$out"
 
 site=
@@ -34,7 +34,9 @@ add_wheels() {
 tests() {
     local failed=0
     "$python" benchmarks/kernels.py --check --budget-s 160 --out "$out/checks" || failed=1
-    timeout 190 "$python" -m pytest -p no:cacheprovider -q tests/kernels -k 'triton or on_device' || failed=1
+    local side_by_side=()
+    "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 8) # most of their time is Triton's compilation
+    timeout 190 "$python" -m pytest -p no:cacheprovider -q "${side_by_side[@]}" tests/kernels -k 'triton or on_device' || failed=1
     local marked
     mapfile -t marked < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
     timeout 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "${marked[@]}" || failed=1

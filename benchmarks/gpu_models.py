@@ -70,7 +70,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
 
 
 def job_names(options: argparse.Namespace) -> list[str]:
-    """Jobs of one engine and model follow each other, so that a model is made once; the rival's come last, for what time is left."""
+    """Those of one engine and model follow each other, so that it is made once; the rival's come last, for what time is left."""
     from gpu_geometries import GEOMETRIES
 
     batches = TINY_BATCHES if options.tiny else (8, 64) if options.quick else BATCHES

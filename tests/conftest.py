@@ -12,9 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # read by triton when it is first imported, which torch may do for its own purposes
-    )
+    # read by triton when it is first imported, which torch may do for its own purposes; a caller that sets it knows better
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
