@@ -74,6 +74,14 @@ def test_a_missed_frame_opens_the_stream_again(block_map: MapPage, worker: FakeW
     assert len(block_map.server.stream_queries) == 2
 
 
+def test_a_worker_that_refuses_a_watcher_is_named(block_map: MapPage) -> None:
+    block_map.open()
+    block_map.server.send_event("workers", [{"worker": "w0", "model": "demo", "state": "open"}])
+    block_map.server.send_event("problem", {"worker": "w0", "message": "16 watch it already"})
+    block_map.page.wait_for_selector("#problems:not(:empty)")
+    assert block_map.text("#problems") == "w0: 16 watch it already"
+
+
 def test_the_address_chooses_worker_and_period(block_map: MapPage) -> None:
     block_map.open("?worker=w7&period_s=2")
     assert block_map.server.stream_queries == [{"worker": "w7", "period_s": "2"}]

@@ -31,6 +31,11 @@ export class App {
     return [...this.workers.values()].filter((worker) => worker.live !== null && this.filters.shows(worker));
   }
 
+  /** What is wrong with workers that have no section to say it in: a refused watcher gets no frame. */
+  problemsOfUnseen() {
+    return [...this.workers.values()].filter(({ live, problem }) => live === null && problem).map(({ id, problem }) => `${id}: ${problem}`);
+  }
+
   /** Names of the groups of the workers shown, in the order of their hues. */
   groupNames() {
     const names = new Set(this.visibleWorkers().flatMap((worker) => worker.shown.geometry.groups.map(({ name }) => name)));

@@ -12,7 +12,7 @@ const ROWS = [
   { column: SHARED, name: "Shared", meaning: "several requests use it" },
   { column: REPAIR, name: "In repair", meaning: "its window is replayed" },
   { column: HELD, name: "Cached, held", meaning: "a checkpoint counts on it" },
-  { column: LOOSE, name: "Cached, left behind", meaning: "first to go; fades with age" },
+  { column: LOOSE, name: "Cached, left behind", meaning: "first to go; fades" },
   { column: EMPTY, name: "Empty", meaning: "holds nothing" },
   { column: EVICTED, name: "Just evicted", meaning: "cached a moment ago" },
 ];

@@ -8,6 +8,7 @@ import { Counters } from "./counters.js";
 import { Cursor } from "./cursor.js";
 import { replayTrace } from "./demo.js";
 import { Describer } from "./describe.js";
+import { setText } from "./dom.js";
 import { EventLog } from "./event_log.js";
 import { FilterControls } from "./filter_controls.js";
 import { Filters } from "./filters.js";
@@ -67,6 +68,7 @@ function draw() {
   paintedTheme = theme.version;
   const workers = app.visibleWorkers();
   find("nothing").hidden = workers.length > 0;
+  setText(find("problems"), app.problemsOfUnseen().join(" "));
   map.paint();
   cursor.refresh();
   showTarget("frame");
