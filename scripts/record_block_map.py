@@ -43,6 +43,9 @@ class Recording:
         log = engine.observer.blocks
         self._snapshots = Snapshots(engine.scheduler, log.events)
         self._encoder = Encoder(Identity("demo", "tiny"), engine.scheduler.cache.layout, log.history)
+        self._snapshots.begin()
+        for group in range(len(engine.cache_shape.groups)):
+            self._encoder.start(group, self._snapshots.copy(group))
         self._frames: list[bytes] = []
         self._frame_at_s = 0.0
         self._requests = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -106,6 +107,7 @@ class BlockMap:
             frames = FrameMaker(self._log, snapshots, self._on_engine)
             layout, history = self._scheduler.cache.layout, self._log.history
             frames.encoder = await asyncio.to_thread(Encoder, self._identity, layout, history)
+            await frames.begin(len(layout.groups))
             while self._watchers:
                 self._came.clear()
                 await frames.make(self._watchers, min(watcher.period_s for watcher in self._watchers))
@@ -132,6 +134,13 @@ class FrameMaker:
         self._on_engine = on_engine
         self._num_seen = -1  # changes that the last picture shows
         self._told_s = 0.0  # the last frame
+
+    async def begin(self, num_groups: int) -> None:
+        """Copy all blocks, a group at a time: steps can run in between."""
+        await self._on_engine(self._snapshots.begin)
+        for group in range(num_groups):
+            copy = await self._on_engine(functools.partial(self._snapshots.copy, group))
+            await asyncio.to_thread(self.encoder.start, group, copy)
 
     async def make(self, watchers: set[Watcher], period_s: float) -> None:
         """One frame, if it is due and there is anything to tell; whole ones for those who want them."""

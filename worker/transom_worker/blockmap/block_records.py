@@ -7,7 +7,7 @@ All groups' blocks stand one behind the other in each array. Legend:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from transom_worker.blockmap.frame import Words
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.picture import CachePicture, GroupPicture
+from transom_worker.kvcache.picture import CachePicture, GroupCopy, GroupPicture, Name
 
 GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIRED, EVICTED = range(7)
 UNKNOWN = 0xFFFFFFFF
@@ -28,7 +28,10 @@ Run = tuple[int, int, int]  # group, first block, count
 
 
 class BlockRecords:
-    """States, references, names and ages. `update` or `settle`, then `take_changed`; `present` tells all that was told."""
+    """States, references, names and ages.
+
+    First `start` with each group. Then `update` or `settle`, then `take_changed`; `present` tells all that was told.
+    """
 
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
@@ -48,6 +51,7 @@ class BlockRecords:
         self._word: Words = np.zeros(total, np.uint32)  # first of each record
         self._told = (self._word.copy(), self._logical.copy(), self._hash.copy())
         self._owners: NDArray[np.int64] = np.full(layout.num_pages, -1)
+        self._is_first = True
         self._in_repair = _places([])
         self._evicted = _places([])
         self._maybe_changed = _places([])
@@ -57,6 +61,15 @@ class BlockRecords:
         """Whether blocks are shown as just evicted."""
         return self._evicted.size > 0
 
+    def start(self, group: int, copy: GroupCopy, time_s: float) -> None:
+        """All blocks of a group, before the first `update`. Of cached ones it is known since when, of others nothing."""
+        begin, count = self._offsets[group], self._counts[group]
+        self._refs[begin : begin + count] = _numbers(copy.refs)[:count]
+        self._held[begin : begin + count] = _numbers(copy.holds)[:count] > 0
+        self._name(np.fromiter(copy.names, np.int64, len(copy.names)) + begin, copy.names.values())
+        since_s = np.array(copy.cached_since_s)[:count]
+        self._since_s[begin : begin + count] = np.where(since_s > 0, since_s + time_s - copy.now_s, np.nan)
+
     def place(self, group: int, logical: int, blocks: list[int]) -> None:
         """A sequence was given these blocks, for logical indices from `logical` on. Before `update`."""
         self._logical[np.array(blocks) + self._offsets[group]] = np.arange(logical, logical + len(blocks))
@@ -65,17 +78,22 @@ class BlockRecords:
         """Take a picture; `repaired` are blocks whose sequences repair their windows. Returns pages that have another owner."""
         pages, moved = self._lease(picture.owners)
         touched = [self._take_group(group, blocks) for group, blocks in enumerate(picture.groups)]
-        at = np.unique(np.concatenate([moved, *touched, *self._repair(repaired), self._evicted]))
+        in_repair = self._repair(repaired)
+        if self._is_first:
+            at: Places = np.arange(self._word.size)
+        else:
+            at = np.unique(np.concatenate([moved, *touched, *in_repair, self._evicted]))
         plain = self._states(at)
         nothing = at[plain <= EMPTY]
         self._logical[nothing], self._hash[nothing] = UNKNOWN, 0
         before = self._plain[at]
         evicted = (before == LOOSE) | (before == HELD)
         evicted &= (plain <= EMPTY) | (self._hash[at] != self._told[2][at])
-        self._since_s[at[(plain != before) | evicted]] = time_s
-        self._plain[at] = plain
-        if picture.whole:
-            self._set_ages(picture, time_s)
+        if self._is_first:
+            self._since_s[(plain != LOOSE) & (plain != HELD)] = np.nan
+        else:
+            self._since_s[at[(plain != before) | evicted]] = time_s
+        self._plain[at], self._is_first = plain, False
         self._evicted = at[evicted]
         self._show(at, np.where(evicted, np.uint8(EVICTED), plain))
         return pages
@@ -138,24 +156,22 @@ class BlockRecords:
         return pages.tolist(), np.concatenate(moved)
 
     def _take_group(self, group: int, picture: GroupPicture) -> Places:
-        """Take over references, holds and names; returns where."""
-        begin, count = self._offsets[group], self._counts[group]
-        if picture.blocks is None:
-            at: Places = np.arange(begin, begin + count)
-            self._named[at] = False
-        else:
-            at = _places(picture.blocks) + begin
-        self._refs[at] = _numbers(picture.refs)[: at.size]
-        self._held[at] = _numbers(picture.holds)[: at.size] > 0
-        if picture.names:
-            names = picture.names.values()
-            named = np.fromiter(picture.names, np.int64, len(names)) + begin
-            hashes = b"".join([bytes(_HASH_CHARS) if name is None else name[0][:_HASH_CHARS] for name in names])
-            self._hash[named] = np.frombuffer(hashes, ">u4")
-            self._named[named] = [name is not None for name in names]
-            logical = np.array([-1 if name is None else name[1] for name in names], np.int64)
-            self._logical[named[logical >= 0]] = logical[logical >= 0]
+        """Take over references, holds and names of what changed; returns where."""
+        at = _places(picture.blocks) + self._offsets[group]
+        self._refs[at] = _numbers(picture.refs)
+        self._held[at] = _numbers(picture.holds) > 0
+        self._name(at, picture.names)
         return at
+
+    def _name(self, at: Places, names: Collection[Name | None]) -> None:
+        if not names:
+            return
+        hashes = b"".join([bytes(_HASH_CHARS) if name is None else name[0][:_HASH_CHARS] for name in names])
+        self._hash[at] = np.frombuffer(hashes, ">u4")
+        logical = np.array([-1 if name is None else name[1] for name in names], np.int64)
+        named = logical >= 0
+        self._named[at] = named
+        self._logical[at[named]] = logical[named]
 
     def _repair(self, repaired: Iterable[Run]) -> tuple[Places, Places]:
         """Blocks that were in a repair, and those that are."""
@@ -166,14 +182,6 @@ class BlockRecords:
         self._repairs[before], self._repairs[now] = False, True
         self._in_repair = now
         return before, now
-
-    def _set_ages(self, picture: CachePicture, time_s: float) -> None:
-        """Nobody looked until now: how long cached blocks lie is known, nothing else."""
-        self._since_s[:] = np.nan
-        for group, begin, count in zip(picture.groups, self._offsets, self._counts, strict=True):
-            since_s = np.array(group.cached_since_s)[:count] + (time_s - picture.now_s)
-            cached = np.isin(self._plain[begin : begin + count], (LOOSE, HELD))
-            self._since_s[begin : begin + count][cached] = since_s[cached]
 
 
 def _places(indices: list[int]) -> Places:

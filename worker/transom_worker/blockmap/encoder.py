@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from transom_worker.blockmap.history import History
 from transom_worker.blockmap.runs import TableRuns
 from transom_worker.blockmap.snapshot import SequenceSnapshot, Snapshot
 from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.kvcache.picture import GroupCopy
 
 
 class Identity(NamedTuple):
@@ -26,7 +28,7 @@ class Identity(NamedTuple):
 
 
 class Encoder:
-    """Begins with a whole snapshot. `update` gives what changed, `whole` all that `update`s have told up to now."""
+    """First `start` with each group. `update` gives what changed, `whole` all that `update`s have told up to now."""
 
     def __init__(self, identity: Identity, layout: ArenaLayout, history: History) -> None:
         self._identity = identity
@@ -44,6 +46,10 @@ class Encoder:
     def is_settled(self) -> bool:
         """Whether another frame of the same state would say the same."""
         return not self._records.shows_evicted
+
+    def start(self, group: int, copy: GroupCopy) -> None:
+        """All blocks of one group as they were, before the first `update`."""
+        self._records.start(group, copy, time.time())
 
     def update(self, snapshot: Snapshot) -> Frame:
         """What changed since the snapshot before."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from transom_worker.blockmap.events import EventLog, MapEvent
 from transom_worker.kvcache.outcome import HIT, REPAIRED
-from transom_worker.kvcache.picture import CachePicture
+from transom_worker.kvcache.picture import CachePicture, GroupCopy
 from transom_worker.kvcache.sequence import BlockTable
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import Sequence, State
@@ -57,22 +57,30 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes snapshots of one scheduler, the first one whole. Only on the engine's thread."""
+    """Takes snapshots of one scheduler: after `begin` and a `copy` of each group they tell what changed.
+
+    Only on the engine's thread.
+    """
 
     def __init__(self, scheduler: Scheduler, events: EventLog) -> None:
         self._scheduler = scheduler
         self._events = events
         self._ends: dict[int, list[int]] = {}  # by sequence and group, up to which logical index its table was told
         self._num_compacted = 0
-        self._is_first = True
+
+    def begin(self) -> None:
+        """Somebody watches from now on."""
+        self._scheduler.cache.begin_pictures()
+        self._events.begin()
+
+    def copy(self, group: int) -> GroupCopy:
+        """All blocks of one group; what changes until the next `take` is told there."""
+        return self._scheduler.cache.copy_group(group)
 
     def take(self) -> Snapshot:
         """The state now."""
         scheduler = self._scheduler
-        cache = scheduler.cache.picture(whole=self._is_first)
-        if self._is_first:
-            self._events.begin()
-        self._is_first = False
+        cache = scheduler.cache.picture()
         if cache.num_compacted != self._num_compacted:
             self._ends, self._num_compacted = {}, cache.num_compacted
         sequences = [self._sequence(sequence) for sequence in scheduler.holders()]

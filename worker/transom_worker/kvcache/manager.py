@@ -24,7 +24,7 @@ from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.headroom import num_that_fit
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.picture import CachePicture, take_group_pictures
+from transom_worker.kvcache.picture import CachePicture, GroupCopy, copy_group, take_group_pictures
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
@@ -340,17 +340,23 @@ class KvCache:
             num_compacted_blocks=self._num_compacted,
         )
 
-    def picture(self, *, whole: bool) -> CachePicture:
-        """A cheap copy of what every block is. After a whole one, others tell which blocks changed; see `end_pictures`."""
+    def begin_pictures(self) -> None:
+        """Somebody looks at blocks: note for `picture` what changes from now on. Then `copy_group` each group once."""
+        self._catalog.note_touched(True)
+
+    def copy_group(self, group: int) -> GroupCopy:
+        """All blocks of a group."""
+        return copy_group(self.pools[group], self._catalog, now_s=self._clock())
+
+    def picture(self) -> CachePicture:
+        """A cheap copy of counts and owners, and of the blocks that changed since the one before."""
         return CachePicture(
-            whole=whole,
-            now_s=self._clock(),
             owners=self.arena.owner.copy(),
             free_pages=self.arena.num_free,
             num_compacted=self._num_compacted,
             num_repairs=self._num_repairs,
             outcome_tokens=dict(self._outcome),
-            groups=take_group_pictures(self.pools, self._catalog, whole=whole),
+            groups=take_group_pictures(self.pools, self._catalog),
         )
 
     def checkpoints_of(self, group: int, digest: bytes) -> list[tuple[Node, str]]:

@@ -1,7 +1,7 @@
 """A cheap copy of the cache's state, for who wants to look at blocks without stopping the engine for long.
 
-The first picture copies everything by calls that run at C speed; those after it have the blocks that changed since. Nothing is
-worked out here: that is done elsewhere, from the copy.
+It begins with copies of all blocks of each group, by calls that run at C speed: one group at a time, so that steps can run in
+between. Pictures after them have the blocks that changed since. Nothing is worked out here: that is done elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,24 @@ Name = tuple[bytes, int]  # hash, logical index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPicture:
-    """One group's blocks: all of a whole picture, else those that may have changed since the one before."""
+class GroupCopy:
+    """All blocks of one group, by id. `now_s` is of the cache's clock."""
 
-    blocks: list[int] | None  # ids, in the order of `refs` and `holds`; None: all, from 0 on
+    now_s: float
     refs: list[int]
     holds: list[int]
-    names: dict[int, Name | None]  # of these blocks; where all are told, of those that have one
-    cached_since_s: list[float] | None  # of whole pictures: when the last reference went, 0 if never
+    names: dict[int, Name]  # of those that have one
+    cached_since_s: list[float]  # when the last reference went, 0 if never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPicture:
+    """One group's counts, and the blocks that may have changed since the picture before."""
+
+    blocks: list[int]  # ids, in the order of `refs`, `holds` and `names`
+    refs: list[int]
+    holds: list[int]
+    names: list[Name | None]
     num_evicted: dict[str, int]  # since start, by reason
     num_active: int
     num_held: int
@@ -33,10 +43,8 @@ class GroupPicture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePicture:
-    """The arena and its groups at one moment. `now_s` is of the cache's clock."""
+    """The arena and its groups at one moment."""
 
-    whole: bool
-    now_s: float
     owners: list[int]  # by page: the group that leases it, or arena.FREE
     free_pages: int
     num_compacted: int  # blocks moved since start; where it grew, tables may have changed anywhere
@@ -45,28 +53,31 @@ class CachePicture:
     groups: tuple[GroupPicture, ...]
 
 
-def take_group_pictures(pools: Sequence[GroupPool], catalog: Catalog, *, whole: bool) -> tuple[GroupPicture, ...]:
-    """Copy the groups' state now; from the engine's thread. A whole picture begins to note what changes."""
-    if whole:
-        catalog.note_touched(True)
+def copy_group(pool: GroupPool, catalog: Catalog, *, now_s: float) -> GroupCopy:
+    """All of a group now; from the engine's thread."""
+    return GroupCopy(
+        now_s=now_s,
+        refs=pool.refs.copy(),
+        holds=pool.holds.copy(),
+        names=dict(pool.published),
+        cached_since_s=catalog.cached_since_s(pool.group),
+    )
+
+
+def take_group_pictures(pools: Sequence[GroupPool], catalog: Catalog) -> tuple[GroupPicture, ...]:
+    """What changed since the last call, or since `catalog` began to note it; from the engine's thread."""
     touched, evicted = catalog.take_touched(), catalog.num_evicted()
-    pictures = []
-    for group, pool in enumerate(pools):
-        blocks = None if whole else list(touched[group])
-        pictures.append(
-            GroupPicture(
-                blocks=blocks,
-                refs=pool.refs.copy() if blocks is None else list(map(pool.refs.__getitem__, blocks)),
-                holds=pool.holds.copy() if blocks is None else list(map(pool.holds.__getitem__, blocks)),
-                names=dict(pool.published)
-                if blocks is None
-                else dict(zip(blocks, map(pool.published.get, blocks), strict=True)),
-                cached_since_s=catalog.cached_since_s(group) if whole else None,
-                num_evicted=evicted[group],
-                num_active=pool.num_active,
-                num_held=pool.num_held,
-                num_loose=len(pool.loose),
-                num_empty=pool.num_empty,
-            )
+    return tuple(
+        GroupPicture(
+            blocks=(blocks := list(touched[group])),
+            refs=list(map(pool.refs.__getitem__, blocks)),
+            holds=list(map(pool.holds.__getitem__, blocks)),
+            names=list(map(pool.published.get, blocks)),
+            num_evicted=evicted[group],
+            num_active=pool.num_active,
+            num_held=pool.num_held,
+            num_loose=len(pool.loose),
+            num_empty=pool.num_empty,
         )
-    return tuple(pictures)
+        for group, pool in enumerate(pools)
+    )
