@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from map_server import MapServer
-from playwright.sync_api import Page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 RECT = """([worker, group, block]) => {
   const app = transomBlockMap, w = app.workers.get(worker);
