@@ -109,7 +109,8 @@ def test_sink_logits_of_any_size(sink: float) -> None:
 
 
 def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
-    many = make_case([Sequence(start=70, count=1), Sequence(start=300, count=1), Sequence(start=10, count=60)], SMALL)
+    sequences = [Sequence(start=70, count=1), Sequence(start=300, count=1), Sequence(start=90, count=3)]
+    many = make_case([*sequences, Sequence(start=50, count=2), Sequence(start=10, count=60)], SMALL)
     whole = check(many)
     batch = many.batch
     for b, count in enumerate(batch.count_host):

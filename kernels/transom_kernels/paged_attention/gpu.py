@@ -14,13 +14,7 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.tuning import (
-    DECODE_TOKENS,
-    KernelConfig,
-    decode_tiling,
-    kernel_config,
-    prompt_tiling,
-)
+from transom_kernels.paged_attention.tuning import KernelConfig, kernel_config, tilings
 from transom_kernels.paged_attention.work import Work, plan_work
 
 
@@ -106,7 +100,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Decoding sequences, or prompts."""
+    """Sequences that are cut alike."""
 
     work: Work
     most_tokens: int  # of a tile
@@ -117,12 +111,11 @@ def _parts(batch: PagedBatch, rule: MaskRule, group: int, q: torch.Tensor) -> li
     held: dict[tuple[MaskRule, int, int, int], list[_Part]] = batch.scratch.setdefault("paged_attention_gpu", {})
     key = (rule, group, q.shape[2], q.element_size())
     if key not in held:
-        few = [count for count in batch.count_host if count <= DECODE_TOKENS]
-        tilings = [(decode_tiling(), max(few, default=0))]
-        if len(few) < len(batch.count_host):
-            prompt = prompt_tiling(group=group, key_size=q.shape[2], element_bytes=q.element_size())
-            tilings.append((prompt, prompt.tile_tokens))
-        held[key] = [_Part(plan_work(batch, rule, tiling, q.device), most) for tiling, most in tilings if most]
+        held[key] = [
+            _Part(plan_work(batch, rule, tiling, q.device), tiling.tile_tokens)
+            for tiling in tilings(group=group, key_size=q.shape[2], element_bytes=q.element_size())
+            if any(tiling.least <= count <= tiling.most for count in batch.count_host)
+        ]
     return held[key]
 
 

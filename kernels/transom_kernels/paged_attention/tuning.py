@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transom_kernels.paged_attention.work import Tiling
 
-DECODE_TOKENS = 4  # sequences with up to so many new tokens are cut along their keys
+FEW_TOKENS = 4  # sequences with up to so many new tokens are cut along their keys
 DECODE_SPLIT_KEYS = 1024
 LEAST_ROWS = 16  # of a product on tensor cores
 PROMPT_ROWS = 128
@@ -42,13 +42,16 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
     )
 
 
-def decode_tiling() -> Tiling:
-    """Sequences with a few new tokens: one tile each, cut along the keys."""
-    return Tiling(least=1, most=DECODE_TOKENS, tile_tokens=DECODE_TOKENS, split_keys=DECODE_SPLIT_KEYS)
+def tilings(*, group: int, key_size: int, element_bytes: int) -> tuple[Tiling, ...]:
+    """How sequences are cut, by their new tokens: one, a few, or a prompt's, where `group` query heads share a KV head.
 
-
-def prompt_tiling(*, group: int, key_size: int, element_bytes: int) -> Tiling:
-    """Prompts and their chunks, where `group` query heads share a KV head; wide rows leave registers for fewer of them."""
+    Each kind has tiles of its own, so that a sequence's result does not depend on which kinds are beside it. Wide rows leave
+    registers for fewer of them.
+    """
     rows = PROMPT_ROWS if key_size * element_bytes <= 512 else PROMPT_ROWS // 4
     rows = LEAST_ROWS if element_bytes > 2 else rows
-    return Tiling(least=DECODE_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0)
+    return (
+        Tiling(least=1, most=1, tile_tokens=1, split_keys=DECODE_SPLIT_KEYS),
+        Tiling(least=2, most=FEW_TOKENS, tile_tokens=FEW_TOKENS, split_keys=DECODE_SPLIT_KEYS),
+        Tiling(least=FEW_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0),
+    )
