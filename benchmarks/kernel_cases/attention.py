@@ -81,10 +81,10 @@ def _prompts(scale: Scale) -> Iterator[Case]:
 
 
 def _mixed_case(scale: Scale) -> Case:
-    """Prompts and chunks beside decoding: for correctness, and that no sequence notices the others."""
+    """Prompts, chunks, a few tokens at once, and decoding: for correctness, and that no sequence notices the others."""
     heads = TINY if scale.is_tiny else LLAMA
     starts = [0, 7, 30] if scale.is_tiny else [0, 0, 3000, 40_000, *[500 * i for i in range(1, 29)]]
-    counts = [9, 1, 6] if scale.is_tiny else [1000, 37, 512, 16, *[1] * 28]
+    counts = [9, 3, 1] if scale.is_tiny else [1000, 37, 512, 16, *[1] * 12, 3, *[1] * 15]
     return Case(
         name="mixed prompts and decoding",
         prepare=partial(_prepare, heads, starts, counts, None, True),
