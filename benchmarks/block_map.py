@@ -8,6 +8,7 @@ longest of the copies, and a whole frame; "picture" the copy that a step waits f
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import statistics
@@ -58,6 +59,8 @@ def main(
 def measure(num_blocks: int, num_sequences: int, num_frames: int) -> dict[str, Any]:
     """One row: the medians over frames, and the worst picture."""
     scheduler = filled(num_blocks, num_sequences)
+    gc.collect()
+    gc.freeze()  # as the engine does after start
     log = BlockMapLog()
     scheduler.listen(log.events)
     snapshots = Snapshots(scheduler, log.events)
