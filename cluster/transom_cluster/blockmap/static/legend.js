@@ -36,7 +36,7 @@ export class Legend {
   }
 
   #build(groups, styles) {
-    const head = element("tr", {}, element("th", { scope: "col" }, "Block"), ...groups.map((name) => element("th", { scope: "col" }, name)));
+    const head = element("tr", {}, element("th", { scope: "col" }, "Block"), ...groups.map((name) => element("th", { scope: "col" }, ...breakable(name))));
     this.cells = ROWS.map(() => groups.map(() => element("span")));
     const rows = ROWS.map((row, r) => {
       const title = element("th", { scope: "row" }, row.name, element("small", {}, row.meaning));
@@ -46,6 +46,11 @@ export class Legend {
     this.table.tHead.replaceChildren(head);
     this.table.tBodies[0].replaceChildren(...rows);
   }
+}
+
+/** A name that may be broken after its underscores. */
+function breakable(name) {
+  return name.split(/(?<=_)/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
 }
 
 function swatch(hue, kind, styles) {
