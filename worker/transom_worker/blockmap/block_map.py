@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import logging
 import time
@@ -74,7 +75,8 @@ class BlockMap:
         self._watchers.add(watcher)
         self._came.set()
         if self._maker is None:
-            self._maker = asyncio.create_task(self._make_frames())
+            # outside the first watcher's context: Serve must not end it with that call
+            self._maker = asyncio.create_task(self._make_frames(), context=contextvars.Context())
         number = 0
         try:
             while True:

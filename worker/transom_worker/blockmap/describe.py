@@ -23,19 +23,21 @@ def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, An
     pool, page = cache.pools[group], cache.arena.page_of(group, block)
     name = pool.published.get(block)
     users = _users(scheduler, group, block)
-    is_leased = cache.arena.owner[page] == group if page < layout.num_pages else False
+    owner = cache.arena.owner[page] if page < layout.num_pages else FREE
     return {
         "group": group,
         "name": layout.groups[group].spec.name,
         "block": block,
-        "state": _state(scheduler, group, block, is_leased=is_leased, repairs=any(user["repair"] for user in users)),
+        "state": _state(
+            scheduler, group, block, is_leased=owner == group, repairs=any(user["repair"] for user in users)
+        ),
         "references": pool.refs[block],
         "sequences": users,
         "hash": None if name is None else name[0].hex()[:HASH_CHARS],
         "logical": users[0]["logical"] if users else None if name is None else name[1],
         "cached_s": cache.cached_age_s(group, block) if name is not None and not pool.refs[block] else None,
         "page": page,
-        "page_is": "free" if page >= layout.num_pages or cache.arena.owner[page] == FREE else cache.arena.owner[page],
+        "page_group": None if owner == FREE else layout.groups[owner].spec.name,
         "first_byte": block * layout.groups[group].stride_bytes,
         "bytes": layout.groups[group].block_bytes,
         "tokens": layout.groups[group].spec.block_size,
