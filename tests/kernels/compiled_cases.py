@@ -1,0 +1,269 @@
+"""Every kernel in every configuration that is launched, as `ahead_of_time.py` compiles it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from transom_kernels.block_copy.gpu import WORDS
+from transom_kernels.block_copy.kernel import copy_words
+from transom_kernels.gated_mlp.kernel import activate
+from transom_kernels.kv_write.gpu import head_blocks
+from transom_kernels.kv_write.kernel import prepare_and_write
+from transom_kernels.latent_attention.gpu import POOL_CHANNELS
+from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
+from transom_kernels.latent_attention.tuning import attend_config, score_config
+from transom_kernels.launch import next_power_of_two, split_width, warps_for
+from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
+from transom_kernels.moe.tuning import Tile, choose_tile
+from transom_kernels.paged_attention.join import join
+from transom_kernels.paged_attention.kernel import attend
+from transom_kernels.paged_attention.tuning import kernel_config
+from transom_kernels.quantize.kernel import round_rows, widen_rows
+from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
+from transom_kernels.rotary.kernel import rotate
+from transom_kernels.sample.gpu import CHANGES, MOST_IDS, SEARCH_IDS
+from transom_kernels.sample.kernel import change_logits, sample_rows
+
+FP8 = "fp8e4nv"  # from sm_89 on
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """A kernel, its arguments' types (`i32` where not given) and constants, and how it is launched."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    unaligned: tuple[str, ...] = field(default=())  # integers that are no multiples of 16
+
+    @property
+    def needs_fp8(self) -> bool:
+        return any(FP8 in kind for kind in self.types.values())
+
+
+def attention(
+    rows: int, width: int, value_width: int, *, dtype: str = "bf16", cache: str = "", **flags: Any
+) -> Compilation:
+    config = kernel_config(
+        rows=rows, key_size=width, value_size=value_width, block_size=16, element_bytes=ELEMENT_BYTES[dtype]
+    )
+    (d1, d2), (e1, e2) = split_width(width), split_width(value_width)
+    off = ("SOFT_CAP", "SINK_LOGITS", "KEY_BLOCKS", "SINK_QUERY", "SCALES")
+    constants = {
+        **{"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "D1": d1, "D2": d2, "E": value_width, "E1": e1, "E2": e2},
+        **{"WINDOW": 0, "SINKS": 0, "CHUNK": 0, "WRITES_LSE": False, "WRITES_BLOCK_LSE": False, "UPCAST": False},
+        **{f"HAS_{name}": False for name in off},
+        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, **flags},
+    }
+    kept = cache or dtype
+    floats = ("lse_out", "partial_out", "partial_stats", "block_lse", "sink_logits", "k_scale", "v_scale")
+    integers = ("items", "block_table", "first_block", "attend_from", "key_blocks", "position_shift")
+    types = {
+        **{"q": f"*{dtype}", "sink_q": f"*{dtype}", "out": f"*{dtype}", "k_cache": f"*{kept}", "v_cache": f"*{kept}"},
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(integers, "*i32"),
+        **{"scale": "fp32", "soft_cap": "fp32", "k_stride_b": "i64", "v_stride_b": "i64"},
+    }
+    said = "".join(f" {name.lower()}" for name, on in flags.items() if on)
+    return Compilation(
+        name=f"attend {dtype} {kept} rows {rows} widths {width}/{value_width}{said}",
+        kernel=attend, types=types, constants=constants, num_warps=config.num_warps, num_stages=config.num_stages,
+        unaligned=("num_kv_heads", "num_columns", "num_pinned", "table_stride"),
+    )  # fmt: skip
+
+
+def attention_cases() -> Iterator[Compilation]:
+    for rows in (8, 32, 64, 128):  # one token, four tokens of 8 and of 16 query heads a KV head, a prompt
+        for widths in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+            yield attention(rows, *widths)
+    yield from (attention(rows, 512, 512) for rows in (8, 32))
+    for widths in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
+        yield from (attention(rows, *widths, dtype="fp32") for rows in (8, 32))
+    everything = {"WINDOW": 128, "SINKS": 4, "CHUNK": 8192, "HAS_SINK_LOGITS": True, "HAS_SOFT_CAP": True}
+    for rows in (8, 128):
+        yield attention(rows, 128, 128, **everything)
+        yield attention(rows, 64, 64, dtype="fp16", WINDOW=128, HAS_SINK_LOGITS=True)
+        for cache in (FP8, "i8"):
+            yield attention(rows, 128, 128, cache=cache, HAS_SCALES=True)
+    yield attention(
+        8, 128, 128, WRITES_LSE=True, WRITES_BLOCK_LSE=True, HAS_KEY_BLOCKS=True, HAS_SINK_QUERY=True, SINKS=4
+    )
+    for width in (64, 80, 128, 256, 512):
+        yield Compilation(
+            name=f"join width {width}", kernel=join,
+            types={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16", "lse_out": "*fp32", "joins": "*i32",
+                   "sink_logits": "*fp32"},
+            constants={"GROUP": 8, "E": width, "HAS_SINK_LOGITS": True, "WRITES_LSE": True, "BLOCK_M": 16,
+                       "BLOCK_E": next_power_of_two(width)},
+            unaligned=("num_kv_heads",),
+        )  # fmt: skip
+
+
+def small_cases() -> Iterator[Compilation]:
+    for width in (576, 2880, 4096, 8192):
+        block = next_power_of_two(width)
+        yield Compilation(
+            name=f"norm_rows {width}", kernel=norm_rows,
+            types={"eps": "fp32", **dict.fromkeys(("x", "residual", "weight", "out", "sums"), "*bf16")},
+            constants={"N": width, "HAS_RESIDUAL": True, "BLOCK_N": block}, num_warps=warps_for(block),
+        )  # fmt: skip
+        yield Compilation(
+            name=f"round_rows {width}", kernel=round_rows, types={"x": "*bf16", "values": f"*{FP8}", "scales": "*fp32"},
+            constants={"N": width, "LARGEST": 448.0, "TO_INTEGER": False, "BLOCK_N": block}, num_warps=warps_for(block),
+        )  # fmt: skip
+    yield Compilation(
+        name="norm_heads", kernel=norm_heads, types={"x": "*bf16", "weight": "*bf16", "eps": "fp32"},
+        constants={"H": 40, "D": 128, "HAS_WEIGHT": True, "BLOCK_H": 16, "BLOCK_D": 128},
+    )  # fmt: skip
+    for interleaved in (False, True):
+        yield Compilation(
+            name=f"rotate{' interleaved' if interleaved else ''}", kernel=rotate,
+            types=dict.fromkeys(("x", "cos", "signed_sin"), "*bf16"),
+            constants={"H": 40, "R": 128, "INTERLEAVED": interleaved, "BLOCK_H": 16, "BLOCK_R": 128},
+        )  # fmt: skip
+    for gelu in (False, True):
+        yield Compilation(
+            name=f"activate{' gelu' if gelu else ''}", kernel=activate, types={"gate_up": "*bf16", "out": "*bf16"},
+            constants={"GELU": gelu, "BLOCK_N": 2048},
+        )  # fmt: skip
+    yield Compilation(
+        name="widen_rows", kernel=widen_rows, types={"values": f"*{FP8}", "scales": "*fp32", "out": "*bf16"},
+        constants={"BLOCK_N": 2048},
+    )  # fmt: skip
+    yield Compilation(
+        name="copy_words", kernel=copy_words,
+        types={"source": "*i32", "target": "*i32", "source_ids": "*i64", "target_ids": "*i64", "source_stride": "i64",
+               "target_stride": "i64"},
+        constants={"BLOCK_W": WORDS}, num_warps=8,
+    )  # fmt: skip
+    yield from prepare_cases()
+
+
+def prepare_cases() -> Iterator[Compilation]:
+    normed = {"NORM": True, "HAS_WEIGHT": True}
+    for cache, largest in (("bf16", 0.0), (FP8, 448.0), ("i8", 127.0)):
+        yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, largest=largest, **normed)
+    yield prepare("of 64 without norms", (64, 8, 64))
+    yield prepare("of 256 with wide norms of values too", (8, 4, 256), norms="fp32", VALUE_NORM=True, **normed)
+    yield prepare("of 512 with wide norms of values too", (32, 4, 512), norms="fp32", VALUE_NORM=True, **normed)
+    yield prepare("normed after rotation", (40, 8, 128), NORM_AFTER=True)
+    yield prepare("scaled without rotation", (40, 8, 128), R=0, HAS_QUERY_SCALE=True)
+    for width in (128, 512, 1024):  # a compressor's state
+        yield prepare(f"of state {width} wide", (0, 1, width), dtype="fp32", cache="fp32", R=0)
+
+
+def prepare(
+    what: str,
+    sizes: tuple[int, int, int],
+    *,
+    dtype: str = "bf16",
+    cache: str = "bf16",
+    norms: str = "bf16",
+    largest: float = 0.0,
+    **flags: Any,
+) -> Compilation:
+    heads, kv_heads, width = sizes
+    block_d, block_h = head_blocks(max(heads, kv_heads), width)
+    off = dict.fromkeys(("INTERLEAVED", "NORM", "HAS_WEIGHT", "NORM_AFTER", "VALUE_NORM", "HAS_QUERY_SCALE"), False)
+    return Compilation(
+        name=f"prepare_and_write {what}", kernel=prepare_and_write,
+        types={
+            **dict.fromkeys(("q", "k", "v", "q_out", "cos", "signed_sin", "query_scale"), f"*{dtype}"),
+            **dict.fromkeys(("q_weight", "k_weight"), f"*{norms}"),
+            "k_cache": f"*{cache}", "v_cache": f"*{cache}", "slots": "*i64", "k_scale": "*fp32", "v_scale": "*fp32",
+            "value_factor": "fp32", "eps": "fp32", "k_stride_b": "i64", "v_stride_b": "i64",
+        },
+        constants={
+            "BLOCK_SIZE": 16, "H": heads, "KVH": kv_heads, "D": width, "E": width, "R": width, **off,
+            "TO_INTEGER": cache == "i8", "LARGEST": largest, "BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_E": block_d,
+            **flags,
+        },
+    )  # fmt: skip
+
+
+def expert_cases() -> Iterator[Compilation]:
+    for is_mx, dtype in ((False, "bf16"), (True, "bf16"), (False, "fp32"), (True, "fp32")):
+        for rows in (1, 64, 256):
+            tile = choose_tile(rows, 1, is_mx=is_mx, element_bytes=ELEMENT_BYTES[dtype])
+            yield from expert_products(tile, is_mx, dtype)
+    yield Compilation(
+        name="add_up",
+        kernel=add_up,
+        types={"parts": "*fp32", "out": "*bf16"},
+        constants={"NUM_CHOSEN": 8, "BLOCK_N": 1024},
+    )
+
+
+def expert_products(tile: Tile, is_mx: bool, dtype: str) -> Iterator[Compilation]:
+    sizes = {"UPCAST": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
+    weight = "*u8" if is_mx else f"*{dtype}"
+    common = {"scales": "*u8", "bias": f"*{dtype}", "weights": "*fp32", "pairs": "*i32", "block_expert": "*i32"}
+    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "unaligned": ("num_pairs",)}
+    kind = f"{dtype} by {'mxfp4' if is_mx else dtype} rows {tile.block_m}"
+    yield Compilation(
+        name=f"into_experts {kind}", kernel=into_experts,
+        types={"x": f"*{dtype}", "gate_up": weight, "out": f"*{dtype}", **common, "limit": "fp32", "gain": "fp32",
+               "up_offset": "fp32"},
+        constants={"NUM_CHOSEN": 4, "INTERLEAVED": is_mx, "IS_MX": is_mx, "HAS_BIAS": True, "SCALES_INPUT": False,
+                   "HAS_LIMIT": True, "GELU": False, **sizes}, **launch,
+    )  # fmt: skip
+    yield Compilation(
+        name=f"out_of_experts {kind}", kernel=out_of_experts,
+        types={"x": f"*{dtype}", "down": weight, "out": "*fp32", **common},
+        constants={"IS_MX": is_mx, "HAS_BIAS": True, "SCALES_OUTPUT": True, **sizes}, **launch,
+    )  # fmt: skip
+
+
+def latent_cases() -> Iterator[Compilation]:
+    for heads, width, dtype in ((16, 512, "bf16"), (64, 512, "bf16"), (64, 512, "fp32"), (16, 128, "fp32")):
+        config = attend_config(heads, width, ELEMENT_BYTES[dtype])
+        yield Compilation(
+            name=f"attend_rows {dtype} {heads} heads of {width}", kernel=attend_rows,
+            types={**dict.fromkeys(("q", "window_cache", "entry_cache", "out"), f"*{dtype}"), "window_slots": "*i64",
+                   "entry_slots": "*i64", "sink_logits": "*fp32", "scale": "fp32", "window_stride_b": "i64",
+                   "entry_stride_b": "i64"},
+            constants={"D": width, "WINDOW_P": 16, "ENTRY_P": 4, "UPCAST": False, "BLOCK_H": config.block_h,
+                       "BLOCK_D": next_power_of_two(width), "BLOCK_N": config.block_n},
+            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_window", "num_entries"),
+        )  # fmt: skip
+    for dtype in ("bf16", "fp32"):
+        config = score_config(64, 128, ELEMENT_BYTES[dtype])
+        yield Compilation(
+            name=f"score_entries {dtype}", kernel=score_entries,
+            types={"q": f"*{dtype}", "key_cache": f"*{dtype}", "head_weights": "*fp32", "slots": "*i64", "sequence": "*i64",
+                   "num_visible": "*i64", "scores": "*fp32", "scale": "fp32", "key_stride_b": "i64"},
+            constants={"D": 128, "P": 4, "UPCAST": False, "BLOCK_H": config.block_h, "BLOCK_D": 128, "BLOCK_N": config.block_n},
+            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_entries"),
+        )  # fmt: skip
+    for groups, ratio in ((1, 128), (2, 4)):
+        yield Compilation(
+            name=f"pool {groups} x {ratio}", kernel=pool,
+            types={**dict.fromkeys(("kv_cache", "gate_cache", "position_bias", "out"), "*fp32"), "slots": "*i64",
+                   "kv_stride_b": "i64", "gate_stride_b": "i64"},
+            constants={"D": 512, "R": ratio, "G": groups, "P": 4, "BLOCK_D": POOL_CHANNELS},
+        )  # fmt: skip
+
+
+def sample_cases() -> Iterator[Compilation]:
+    yield Compilation(
+        name="sample_rows", kernel=sample_rows,
+        types={**dict.fromkeys(("logits", "temperatures", "top_ps", "min_ps"), "*fp32"), "top_ks": "*i32", "keys": "*i64",
+               "out": "*i64"},
+        constants={"BLOCK_N": MOST_IDS, "BLOCK_SEARCH": SEARCH_IDS}, num_warps=8,
+    )  # fmt: skip
+    yield Compilation(
+        name="change_logits", kernel=change_logits,
+        types={**dict.fromkeys(("logits", "factors", "minus"), "*fp32"), "rows": "*i64", "ids": "*i64"},
+        constants={"BLOCK_C": CHANGES}, unaligned=("num_changes",),
+    )  # fmt: skip
+
+
+def all_cases() -> list[Compilation]:
+    cases = (*attention_cases(), *small_cases(), *expert_cases(), *latent_cases(), *sample_cases())
+    return list({case.name: case for case in cases}.values())  # some sizes get the same tile
