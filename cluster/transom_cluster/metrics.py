@@ -13,9 +13,18 @@ from transom_cluster.metrics_state import RouterState, StateCollector
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_worker.metrics.own_labels import OwnLabels
 
-REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),
+    *(30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+)
+FIRST_TOKEN_BUCKETS_S = (  # 2 s is the objective: a bound there makes the alert exact
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
+    *(20.0, 30.0, 60.0, 120.0, 300.0),
+)
+INTER_TOKEN_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+    *(5.0, 10.0, 30.0),  # an answer goes on elsewhere, or waits for room
+)
 MAIN_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAIN_STATUSES = (200, 500, 503)
 MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; what is longer is left out

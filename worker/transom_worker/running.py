@@ -16,9 +16,11 @@ class RunningRequest:
     def __init__(self, answer: Answer) -> None:
         self.request = answer.request
         request = answer.request
-        self.times = RequestTimes(
-            request.arrival_s or time.time(), request_id=request.request_id, trace_parent=request.trace_parent
-        )
+        is_resumed = bool(
+            request.resumed_output_ids
+        )  # its client has the first token: what was before is not this worker's time
+        arrival_s = (not is_resumed and request.arrival_s) or time.time()
+        self.times = RequestTimes(arrival_s, request_id=request.request_id, trace_parent=request.trace_parent)
         self._answer = answer
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._index_version = 0

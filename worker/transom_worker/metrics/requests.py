@@ -10,7 +10,10 @@ from transom_worker.metrics.fixed_values import FINISH_REASONS
 from transom_worker.metrics.own_labels import OwnLabels
 from transom_worker.metrics.request_times import RequestTimes
 
-REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+REQUEST_BUCKETS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
+    *(20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+)
 
 
 class Requests:
