@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards import kv_reuse, kv_shortage
 from dashboards.board import Board, Section
-from dashboards.panels import About, high_is_bad, lines, low_is_bad, number
+from dashboards.panels import BLOCK_STATES, About, grid, high_is_bad, lines, low_is_bad, number
 from dashboards.queries import GROUP, WORKER, Query, or_zero, rate, ratio, total
 
 UID = "transom-kv-cache"
@@ -144,6 +144,7 @@ POOL = Section(
             "bytes",
             stack=True,
             unstacked=["pool"],
+            colors=BLOCK_STATES,
             width=12,
         ),
         lines(
@@ -155,6 +156,7 @@ POOL = Section(
             [Query(expr=total("transom_kv_bytes", GROUP, "worker", "state"), legend="{{worker}} {{state}}")],
             "bytes",
             stack=True,
+            colors=BLOCK_STATES,
             width=12,
         ),
         lines(
@@ -180,6 +182,7 @@ POOL = Section(
             [Query(expr=total("transom_kv_blocks", GROUP, "group", "state"), legend="{{group}} {{state}}")],
             "short",
             stack=True,
+            colors=BLOCK_STATES,
         ),
         lines(
             About(
@@ -230,6 +233,24 @@ POOL = Section(
             [Query(expr=total("transom_kv_headroom_requests", WORKER, "length"), legend="{{length}} tokens")],
             "short",
             limits=low_is_bad(1, 4),
+        ),
+        grid(
+            About(
+                title="In use, worker by worker",
+                shows="A row for each worker; the brighter, the more of its pool running requests use.",
+                act="One bright row among dark ones: see *Router*, placements. All bright: add workers or memory.",
+            ),
+            Query(expr=USED_BY_WORKER, legend="{{worker}}"),
+            "percentunit",
+        ),
+        grid(
+            About(
+                title="In use, group by group",
+                shows="A row for each worker's groups; the brighter, the more of the pool its active blocks take.",
+                act="A window group as bright as the full one: windows are wide for the prompts; `transom plan` has figures.",
+            ),
+            Query(expr=total("transom_kv_utilization_ratio", GROUP, "worker", "group"), legend="{{worker}} {{group}}"),
+            "percentunit",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.board import Section
-from dashboards.panels import About, heat, lines
+from dashboards.panels import OUTCOMES, About, heat, lines
 from dashboards.queries import GROUP, WORKER, Query, buckets, mean, quantile, rate, ratio, total
 
 PREFIX = "transom_prefix_tokens_total"
@@ -26,6 +26,7 @@ HITS = Section(
             [Query(expr=rate(PREFIX, WORKER, "outcome", "reason"), legend="{{outcome}} {{reason}}")],
             "short",
             stack=True,
+            colors=OUTCOMES,
             width=12,
         ),
         lines(
@@ -55,6 +56,7 @@ HITS = Section(
             [Query(expr=rate("transom_prefix_requests_total", WORKER, "outcome"), legend="{{outcome}}")],
             "reqps",
             stack=True,
+            colors=OUTCOMES,
         ),
         lines(
             About(

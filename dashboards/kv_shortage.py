@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.board import Section
-from dashboards.panels import About, high_is_bad, lines
+from dashboards.panels import BLOCK_STATES, OUTCOMES, About, high_is_bad, lines
 from dashboards.queries import GROUP, WORKER, Query, each_of, rate, ratio, total
 
 COMPUTED = rate("transom_computed_tokens_total", WORKER)
@@ -99,6 +99,7 @@ EACH_WORKER = Section(
             "bytes",
             stack=True,
             unstacked=["pool"],
+            colors=BLOCK_STATES,
             width=16,
         ),
         lines(
@@ -110,6 +111,7 @@ EACH_WORKER = Section(
             [Query(expr=rate("transom_prefix_tokens_total", WORKER, "outcome"), legend="{{outcome}}")],
             "short",
             stack=True,
+            colors=OUTCOMES,
         ),
     ],
 )

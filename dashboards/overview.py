@@ -52,7 +52,8 @@ NOW = Section(
         number(
             About(
                 title="Errors",
-                shows="Share of requests answered with 5xx. Orange from 0.1 %, the objective; red from 1 %.",
+                shows="Share of requests answered with 5xx. Orange from 0.1 %, the objective; red from 1 %. Answers that "
+                "broke off while they streamed began with 200: *How requests ended* has them as `error`.",
                 act="Split by status below, then read the router's log for the requests' ids.",
             ),
             Query(expr=ratio(f"({ERRORS})", REQUESTS)),
@@ -99,7 +100,7 @@ NOW = Section(
                 act="Growing for minutes: add workers, or limit clients with `--concurrent-requests`.",
             ),
             Query(
-                expr=f"{total('transom_requests_waiting', WORKER)} + {total('transom_router_waiting_requests', ROUTER)}"
+                expr=f"({or_zero(total('transom_requests_waiting', WORKER))}) + {total('transom_router_waiting_requests', ROUTER)}"
             ),
             "short",
             limits=high_is_bad(10, 100),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,6 +71,9 @@ class Limits:
         return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
+# Series of one kind have one colour on every panel, in shades where there are several; told apart by the colour-blind, too.
+BLOCK_STATES = {"active": "blue", "cached": "yellow", "empty": "#808080"}
+OUTCOMES = {"hit": "blue", "repaired": "yellow", "missed": "red"}
 NO_LIMITS = Limits(base="green", steps=())
 
 
@@ -94,8 +97,12 @@ def lines(
     maximum: float | None = None,
     width: int = 8,
     unstacked: Sequence[str] = (),
+    colors: Mapping[str, str] = {},
 ) -> timeseries.Panel:
-    """Values over time. Stacked ones are areas; series named in `unstacked` stay dashed lines over them."""
+    """Values over time. Stacked ones are areas; series named in `unstacked` stay dashed lines over them.
+
+    `colors` are those of series whose names have a word.
+    """
     panel = _common(timeseries.Panel(), about, queries, unit, limits).span(width).height(8)
     panel.line_width(1).fill_opacity(60 if stack else 8).show_points(shapes.VisibilityMode.NEVER).min(0)
     panel.tooltip(common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI).sort(shapes.SortOrder.DESCENDING))
@@ -108,6 +115,9 @@ def lines(
         panel.axis_soft_max(LEAST_TOPS[unit])
     if limits.steps:
         panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(shapes.GraphTresholdsStyleMode.DASHED))
+    for word, color in colors.items():
+        shades = DynamicConfigValue(id_val="color", value={"mode": "shades", "fixedColor": color})
+        panel.override_by_regexp(f"/(^| ){word}( |$)/", [shades])
     for name in unstacked:
         panel.override_by_name(name, _as_line())
     return panel
@@ -137,20 +147,21 @@ def bars(
     return panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
 
 
+def grid(about: About, query: Query, unit: str, *, width: int = 12) -> heatmap.Panel:
+    """A row of cells for each series, coloured by its value, a share from 0 to 1."""
+    panel = _common(heatmap.Panel(), about, [query], unit, NO_LIMITS).span(width).height(8)
+    panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_value(shapes.VisibilityMode.NEVER)
+    panel.color(_heat_colors(exponent=1).min(0).max(1)).cell_values(heatmap.CellValues().unit(unit))
+    return panel.y_axis(heatmap.YAxisConfig().unit("short").axis_placement(shapes.AxisPlacement.LEFT))
+
+
 def heat(about: About, expr: str, unit: str, *, cells: str = "short", width: int = 12) -> heatmap.Panel:
     """A histogram over time: colour says how many observations fell into a cell, and empty cells are left out."""
     query = Query(expr=expr, legend="{{le}}")
     panel = _common(heatmap.Panel(), about, [query], cells, NO_LIMITS, PromQueryFormat.HEATMAP).span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_y_histogram()
     panel.show_value(shapes.VisibilityMode.NEVER).exemplars_color("rgba(255,0,255,0.7)")
-    panel.color(
-        heatmap.HeatmapColorOptions()
-        .mode(heatmaps.HeatmapColorMode.SCHEME)
-        .scheme("Viridis")
-        .scale(heatmaps.HeatmapColorScale.EXPONENTIAL)
-        .exponent(0.5)
-        .steps(64)
-    )
+    panel.color(_heat_colors(exponent=0.5))
     panel.filter_values(heatmap.FilterValueRange().le(1e-9)).cell_values(heatmap.CellValues().unit(cells))
     return panel.y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(shapes.AxisPlacement.LEFT))
 
@@ -183,6 +194,11 @@ def _common(
     for letter, query in zip("ABCDEFGH", queries, strict=False):
         one.with_target(_target(query, letter, form))
     return panel
+
+
+def _heat_colors(*, exponent: float) -> heatmap.HeatmapColorOptions:
+    colors = heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
+    return colors.scale(heatmaps.HeatmapColorScale.EXPONENTIAL).exponent(exponent)
 
 
 def _target(query: Query, letter: str, form: PromQueryFormat) -> prometheus.Dataquery:

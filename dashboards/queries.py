@@ -81,7 +81,7 @@ def quantiles(metric: str, labels: str) -> list[Query]:
 
 
 def or_zero(expr: str) -> str:
-    """A value that is zero where no series is: right only for counts of events whose series begin with the first event."""
+    """A value that is zero where no series is: right only where nothing means none (no event yet, no worker that has any)."""
     return f"{expr} or vector(0)"
 
 

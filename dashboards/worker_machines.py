@@ -1,5 +1,4 @@
-"""The Workers dashboard's sections about what workers run on, what they say of their load, and "
-"how they were started."""
+"""The Workers dashboard's sections about what workers run on, what they say of their load, and how they were started."""
 
 from __future__ import annotations
 

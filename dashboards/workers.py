@@ -1,5 +1,4 @@
-"""Workers: where a step's time goes, what batches are made of; `worker_machines.py` has ranks, "
-"processes and settings."""
+"""Workers: where a step's time goes, what batches are made of; `worker_machines.py` has ranks, processes and settings."""
 
 from __future__ import annotations
 
@@ -110,13 +109,14 @@ STEPS = Section(
             About(
                 title="Step time by part",
                 shows="Mean seconds of a step: the engine schedules, waits for a result and puts tokens out; "
-                "ranks prepare, copy, compute and sample meanwhile. `wait` overlaps with the ranks' parts.",
+                "ranks prepare, copy, compute and sample meanwhile. Dashed: `wait`, which these parts of the ranks fill.",
                 act="Schedule or output above a tenth of forward: the engine's process is short of CPU. "
                 "Copy high: transfers to the device.",
             ),
             [Query(expr=each_of(PARTS, STEP_RATE), legend="{{part}}")],
             "s",
             stack=True,
+            unstacked=["wait"],
         ),
         lines(
             About(
