@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-gpu test-compile test-interpreter test-browser test-cluster check bench monitor dashboards docs lock clean distclean
+.PHONY: help setup serve test test-gpu test-compile test-interpreter test-browser test-cluster check bench bench-gpu monitor dashboards docs lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -41,6 +41,9 @@ test-cluster: $(DEV) ## Run the tests that need root and network namespaces
 
 check: $(DEV) ## Format, lint, types, import rules, tests (ARGS=--no-tests)
 	@scripts/check $(ARGS)
+
+bench-gpu: ## Check and measure on a GPU (ARGS='kernels'; docs/gpu.md)
+	@benchmarks/gpu.sh $(ARGS)
 
 bench: $(RUNTIME) ## Benchmark the demo model, offline and over HTTP
 	@scripts/bench $(ARGS)
