@@ -48,6 +48,11 @@ def prometheus_configuration(url: str, key: str) -> str:
     return yaml.safe_dump({**given, "rule_files": [str(MONITORING / "alerts.yml")], "scrape_configs": [job]})
 
 
+def _scrape_interval() -> str:
+    given: dict[str, Any] = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    return str(given["global"]["scrape_interval"])
+
+
 def grafana_command() -> list[str] | None:
     """How Grafana's server is started here; None where it is not installed."""
     new, old = shutil.which("grafana"), shutil.which("grafana-server")
@@ -75,6 +80,7 @@ def grafana_environment(folder: Path, *, port: int, prometheus_url: str, url: st
         "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
         "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": str(DASHBOARDS / "transom-overview.json"),
         "PROMETHEUS_URL": prometheus_url,
+        "SCRAPE_INTERVAL": _scrape_interval(),
         "TRANSOM_URL": url.rstrip("/"),
         "TRANSOM_DASHBOARDS": str(DASHBOARDS),
     }

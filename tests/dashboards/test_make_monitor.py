@@ -28,7 +28,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        wanted = {{name: value for name, value in os.environ.items() if name.startswith(("GF_", "TRANSOM_", "PROMETHEUS_"))}}
+        wanted = {{name: value for name, value in os.environ.items() if name.startswith(("GF_", "TRANSOM_", "PROMETHEUS_", "SCRAPE_"))}}
         self.wfile.write(json.dumps([sys.argv[1:], wanted]).encode())
 http.server.HTTPServer((os.environ["GF_SERVER_HTTP_ADDR"], int(os.environ["GF_SERVER_HTTP_PORT"])), Handler).serve_forever()
 """
@@ -123,6 +123,7 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
         arguments, settings = httpx.get(f"{grafana}/api/health").json()
         assert arguments[:1] == ["server"]
         assert settings["PROMETHEUS_URL"] == base
+        assert settings["SCRAPE_INTERVAL"] == "5s"
         assert (Path(settings["TRANSOM_DASHBOARDS"]) / "transom-overview.json").exists()
         assert (Path(settings["GF_PATHS_PROVISIONING"]) / "dashboards/transom.yml").exists()
         assert (tmp_path / "data/prometheus.yml").stat().st_mode & 0o077 == 0

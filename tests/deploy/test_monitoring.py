@@ -57,6 +57,16 @@ def test_the_two_differ_only_in_how_processes_are_found() -> None:
     assert discovery["url"].endswith("/metrics/sd")
 
 
+@pytest.mark.parametrize("path", [PATH, LARGE], ids=lambda path: path.name)
+def test_every_key_says_that_it_is_a_bearers(path: Path) -> None:
+    """Prometheus 2.42 sends discovery's key bare where no type is written, and gets 401."""
+    jobs = document(path)["scrape_configs"]
+    parts = [*jobs, *(discovery for job in jobs for discovery in job.get("http_sd_configs", []))]
+    types = [part["authorization"].get("type") for part in parts if "authorization" in part]
+    assert set(types) == {"Bearer"}
+    assert all("authorization" in part for part in parts if "url" in part)
+
+
 @pytest.mark.parametrize(("right", "wrong"), [("metrics_path", "metric_path"), ("http_sd_configs", "http_sd_config")])
 def test_misspelt_keys_are_caught(right: str, wrong: str) -> None:
     text = PATH.read_text().replace(right, wrong)
