@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_queue_and_prefill_make_the_first_token_time(engine: Engine) -> None:
     run(engine, [make_request(f"r{i}", [5, 6, 7], max_tokens=4) for i in range(3)])
     parts = total(engine, "transom_queue_seconds_sum") + total(engine, "transom_prefill_seconds_sum")
     assert parts == pytest.approx(total(engine, "transom_first_token_seconds_sum"), abs=1e-3)
+
+
+def test_times_of_a_resumed_request_begin_where_it_goes_on(engine: Engine) -> None:
+    """Its arrival was decades ago, and so was its first token."""
+    for name, resumed in (("anew", []), ("resumed", [9])):
+        request = make_request(name, [5, 6, 7], resumed=resumed, max_tokens=4)
+        run(engine, [replace(request, arrival_s=1.0)])
+    for name in ("request", "queue", "first_token"):
+        buckets = page(engine)[f"transom_{name}_seconds_bucket"]
+        assert max(value for labels, value in buckets if labels["le"] == "1800.0") == 1, name
+        assert total(engine, f"transom_{name}_seconds_count") == 2, name
 
 
 def test_outcomes_sum_to_the_prompt_tokens_whatever_happens(engine: Engine) -> None:

@@ -16,11 +16,11 @@ class RunningRequest:
     def __init__(self, answer: Answer) -> None:
         self.request = answer.request
         request = answer.request
-        is_resumed = bool(
-            request.resumed_output_ids
-        )  # its client has the first token: what was before is not this worker's time
-        arrival_s = (not is_resumed and request.arrival_s) or time.time()
-        self.times = RequestTimes(arrival_s, request_id=request.request_id, trace_parent=request.trace_parent)
+        # The client of a resumed request has its first token: what was before is not this worker's time.
+        arrival_s = 0.0 if request.resumed_output_ids else request.arrival_s
+        self.times = RequestTimes(
+            arrival_s or time.time(), request_id=request.request_id, trace_parent=request.trace_parent
+        )
         self._answer = answer
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._index_version = 0

@@ -29,7 +29,7 @@ class Requests:
         )
         request_s = self._family(
             "transom_request_seconds",
-            "Seconds from a request's arrival to its end, by how it ended.",
+            "Seconds from a request's arrival (here, where it goes on from a lost worker) to its end, by how it ended.",
             "finish_reason",
         )
         self._ended = {reason: ended.labels(*own.values, reason) for reason in FINISH_REASONS}
@@ -38,13 +38,15 @@ class Requests:
             "transom_prompt_tokens", "Prompt tokens of admitted requests.", own.names, registry=registry
         ).labels(*own.values)
         self._queue_s = self._histogram(
-            "transom_queue_seconds", "Seconds from a request's arrival to the first step that computes it."
+            "transom_queue_seconds",
+            "Seconds from a request's arrival (here, where it goes on from a lost worker) to the first step that computes it.",
         )
         self._prefill_s = self._histogram(
             "transom_prefill_seconds", "Seconds from the first step that computes a request to its first token."
         )
         self._first_token_s = self._histogram(
-            "transom_first_token_seconds", "Seconds from a request's arrival to its first token."
+            "transom_first_token_seconds",
+            "Seconds from a request's arrival (here, where it goes on from a lost worker) to its first token from this worker.",
         )
         self._decode_s = self._histogram(
             "transom_decode_seconds", "Seconds from a request's first token to its last one."
