@@ -24,7 +24,7 @@ TILES = (SMALL, MIDDLE, LARGE)
 
 WIDENING = (  # of MXFP4 weights, in registers that several warps must share
     replace(SMALL, num_warps=8),  # with four triton 3.6 spills
-    replace(MIDDLE, num_warps=8),
+    replace(MIDDLE, block_n=32, num_warps=8),
     replace(LARGE, block_n=32),
 )
 

@@ -69,7 +69,7 @@ def paged_attention_triton(
         kv_scales=kv_scales,
         by_products=by_products or ByProducts(),
     )
-    for part in _parts(batch, rule, call.group, q):
+    for part in _parts(batch, rule, call.group, q, k_cache.element_size()):
         _attend(part, call)
     return call.out
 
@@ -106,14 +106,15 @@ class _Part:
     most_tokens: int  # of a tile
 
 
-def _parts(batch: PagedBatch, rule: MaskRule, group: int, q: torch.Tensor) -> list[_Part]:
+def _parts(batch: PagedBatch, rule: MaskRule, group: int, q: torch.Tensor, cache_bytes: int) -> list[_Part]:
     """The batch's work under this rule, cut by the first layer that asks."""
-    held: dict[tuple[MaskRule, int, int, int], list[_Part]] = batch.scratch.setdefault("paged_attention_gpu", {})
-    key = (rule, group, q.shape[2], q.element_size())
+    held: dict[tuple[object, ...], list[_Part]] = batch.scratch.setdefault("paged_attention_gpu", {})
+    key = (rule, group, q.shape[2], q.element_size(), cache_bytes)
     if key not in held:
+        cuts = tilings(group=group, key_size=q.shape[2], element_bytes=q.element_size(), cache_bytes=cache_bytes)
         held[key] = [
             _Part(plan_work(batch, rule, tiling, q.device), tiling.tile_tokens)
-            for tiling in tilings(group=group, key_size=q.shape[2], element_bytes=q.element_size())
+            for tiling in cuts
             if any(tiling.least <= count <= tiling.most for count in batch.count_host)
         ]
     return held[key]

@@ -32,9 +32,7 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
         return KernelConfig(block_m=block_m, block_n=max(LEAST_ROWS, block_size), num_warps=8, num_stages=1)
     if block_m <= 32:  # decoding: memory-bound, keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
-        num_warps = (
-            8 if block_m == 32 and widest * element_bytes > 256 else 4
-        )  # accumulators need the registers of more
+        num_warps = 8 if block_m * widest * element_bytes > 32 * 256 else 4  # accumulators need the registers of more
         return KernelConfig(block_m=block_m, block_n=max(block_n, block_size), num_warps=num_warps, num_stages=3)
     small = widest * element_bytes <= 256
     return KernelConfig(
@@ -42,16 +40,23 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
     )
 
 
-def tilings(*, group: int, key_size: int, element_bytes: int) -> tuple[Tiling, ...]:
+def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
     """How sequences are cut, by their new tokens: one, a few, or a prompt's, where `group` query heads share a KV head.
 
-    Each kind has tiles of its own, so that a sequence's result does not depend on which kinds are beside it. Wide rows leave
-    registers for fewer of them.
+    Each kind has tiles of its own, so that a sequence's result does not depend on which kinds are beside it.
     """
-    rows = PROMPT_ROWS if key_size * element_bytes <= 512 else PROMPT_ROWS // 4
-    rows = LEAST_ROWS if element_bytes > 2 else rows
+    rows = _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes)
     return (
         Tiling(least=1, most=1, tile_tokens=1, split_keys=DECODE_SPLIT_KEYS),
         Tiling(least=2, most=FEW_TOKENS, tile_tokens=FEW_TOKENS, split_keys=DECODE_SPLIT_KEYS),
         Tiling(least=FEW_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0),
     )
+
+
+def _prompt_rows(row_bytes: int, element_bytes: int, cache_bytes: int) -> int:
+    """Wide rows, and those of 8 bits that are widened, leave registers for fewer of them."""
+    if element_bytes > 2:
+        return LEAST_ROWS
+    if row_bytes > 512:
+        return PROMPT_ROWS // 4
+    return PROMPT_ROWS // 2 if row_bytes > 384 or cache_bytes < 2 else PROMPT_ROWS
