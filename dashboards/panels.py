@@ -152,7 +152,7 @@ def grid(about: About, query: Query, unit: str, *, width: int = 12) -> heatmap.P
     panel = _common(heatmap.Panel(), about, [query], unit, NO_LIMITS).span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_value(shapes.VisibilityMode.NEVER)
     panel.color(_heat_colors(exponent=1).min(0).max(1)).cell_values(heatmap.CellValues().unit(unit))
-    return panel.y_axis(heatmap.YAxisConfig().unit("short").axis_placement(shapes.AxisPlacement.LEFT))
+    return panel.y_axis(heatmap.YAxisConfig().axis_placement(shapes.AxisPlacement.LEFT))
 
 
 def heat(about: About, expr: str, unit: str, *, cells: str = "short", width: int = 12) -> heatmap.Panel:
