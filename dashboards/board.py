@@ -33,7 +33,7 @@ ANNOTATIONS = {  # name: (colour, query, labels that become tags)
     "Alerts": ("red", 'ALERTS{alertstate="firing",alertname=~"Transom.*"}', "alertname,severity,model,worker"),
     "Workers lost": (
         "orange",
-        f'increase(transom_router_worker_changes_total{{{ROUTER},change="lost"}}[$__interval]) > 0',
+        f'increase(transom_router_worker_changes_total{{{ROUTER},change="lost"}}[$__rate_interval]) > 0',
         "router",
     ),
 }
