@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from transom_worker.contract import WorkerLoad
 from transom_worker.blockmap.log import BlockMapLog
+from transom_worker.contract import WorkerLoad
 from transom_worker.engine_lives import EngineLives
 from transom_worker.metrics import EngineMetrics, WorkerState
 from transom_worker.running import RunningRequest
