@@ -127,6 +127,15 @@ def test_an_eviction_flashes_for_one_frame(block_map: MapPage, worker: FakeWorke
     assert block_map.colours(0, 5) == block_map.colours(0, 6)
 
 
+def test_an_evicted_block_that_is_in_use_again_keeps_its_hue(block_map: MapPage, worker: FakeWorker) -> None:
+    worker.put(0, 5, LOOSE, hash_prefix=7)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    worker.put(0, 5, EVICTED, references=1)
+    block_map.send(worker.frame())
+    assert block_map.colours(0, 5) == {BLUE, WHITE}, "a full pool would look as if nobody used it"
+
+
 def test_an_eviction_flashes_in_a_page_that_was_given_back(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 49, HELD, hash_prefix=7)
     block_map.open()

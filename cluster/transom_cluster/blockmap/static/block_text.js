@@ -12,6 +12,7 @@ const STATE_NAMES = {
 /** The state of a block in words. */
 export function stateName(state, record) {
   const name = STATE_NAMES[state.states[record]] ?? `state ${state.states[record]}`;
+  if (state.states[record] === EVICTED && state.references[record] > 0) return `${name}, in use again`;
   return state.isShared(record) ? `${name}, shared` : name;
 }
 

@@ -7,7 +7,8 @@ export const HUES = {
   light: ["#0072b2", "#d55e00", "#922940", "#3295f6", "#bb7e90", "#154e87", "#915b77", "#b14a2f"],
   dark: ["#56b4e9", "#e8772e", "#f3f056", "#5f68d9", "#48fbf6", "#9e6375", "#ffa78f", "#c74723"],
 };
-export const REPAIR_SHARED = 8; // a kind of look beside the states
+export const REPAIR_SHARED = 8; // kinds of look beside the states
+export const EVICTED_IN_USE = 9; // evicted, and given to a request since
 export const FADE_EDGES_S = [5, 20, 60, 180, 600]; // a cached block fades when it gets older than these
 
 const FADED_MIX = [0.56, 0.48, 0.41, 0.35, 0.29, 0.24];
@@ -74,6 +75,7 @@ function lookOf(kind, fade, hue, ground, text) {
     case SHARED: return { fill: hue, ink: ground };
     case REPAIR: return { fill: hue, ink: ground };
     case REPAIR_SHARED: return { fill: hue, ink: ground };
+    case EVICTED_IN_USE: return { fill: hue, ink: ground };
     case HELD: return { fill: faded, ink: mix(ground, hue, FRAME_MIX[Math.min(fade, 5)]) };
     case LOOSE: return { fill: faded, ink: faded };
     case EVICTED: return { fill: text, ink: ground };

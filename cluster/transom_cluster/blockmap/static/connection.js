@@ -4,7 +4,7 @@ import { SseParser } from "./sse.js";
 
 const FIRST_RETRY_S = 0.5;
 const LONGEST_RETRY_S = 10;
-const SILENCE_S = 25; // the server sends a comment every 10 s
+const SILENCE_S = 25; // the server says something every 5 s
 
 /** Reads the stream for as long as the page lives. `askForKey(wasRefused)` resolves to the key to use. */
 export class Connection {

@@ -1,6 +1,6 @@
 /** Paints the pages in sight, and of those only the blocks whose look changed since the last time. */
 
-import { fadeOf, REPAIR_SHARED, styleNumber } from "./colours.js";
+import { EVICTED_IN_USE, fadeOf, REPAIR_SHARED, styleNumber } from "./colours.js";
 import { blockRect, gapOf, pageCorner } from "./layout.js";
 import { EVICTED, HELD, LOOSE, REPAIR, SHARED } from "./worker_state.js";
 
@@ -105,6 +105,7 @@ export class Painter {
 export function styleOf({ state, hues, isDimmed }, group, record) {
   let kind = state.states[record];
   if (kind === REPAIR) kind = state.isShared(record) ? REPAIR_SHARED : REPAIR;
+  else if (kind === EVICTED && state.references[record] > 0) kind = EVICTED_IN_USE;
   else if (state.isShared(record)) kind = SHARED;
   const fade = kind === LOOSE || kind === HELD ? fadeOf(state.age_s(record)) : 0;
   return styleNumber(hues[group], kind, fade, kind !== EVICTED && isDimmed !== null && isDimmed(record, group));

@@ -1,7 +1,7 @@
 /** A canvas as an array of pixels: rectangles and marks written straight into memory, shown in one piece. */
 
 import { EVICTED, HELD, REPAIR, SHARED } from "./worker_state.js";
-import { kindOf, REPAIR_SHARED } from "./colours.js";
+import { EVICTED_IN_USE, kindOf, REPAIR_SHARED } from "./colours.js";
 
 /** Draws clipped rectangles and cells, and puts the rows that changed on the canvas. */
 export class Pixels {
@@ -55,7 +55,7 @@ export class Pixels {
       case HELD: return this.outline(x, y, w, h, strokeOf(w, h), ink);
       case REPAIR: return this.#hatch(x, y, w, h, ink);
       case REPAIR_SHARED: this.#hatch(x, y, w, h, ink); return this.#ringedInset(x, y, w, h, style, styles);
-      case EVICTED: return this.#cross(x, y, w, h, ink);
+      case EVICTED_IN_USE: case EVICTED: return this.#cross(x, y, w, h, ink);
     }
   }
 
