@@ -17,9 +17,9 @@ from time import process_time, thread_time
 from typing import Any
 
 from transom_cluster.metrics import RouterMetrics
-from transom_cluster.metrics_format import GZIP_LEVEL
-from transom_cluster.metrics_merge import merge_pages
-from transom_cluster.metrics_state import RouterState
+from transom_cluster.metrics.format import GZIP_LEVEL
+from transom_cluster.metrics.merge import merge_pages
+from transom_cluster.metrics.state import RouterState
 from transom_worker.config import Settings
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.engine import Engine, build_engine

@@ -12,7 +12,7 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 from transom_cluster.metrics import RouterMetrics
-from transom_cluster.metrics_state import RouterState
+from transom_cluster.metrics.state import RouterState
 from transom_worker.config import Settings
 from transom_worker.engine import build_engine
 

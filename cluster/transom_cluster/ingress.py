@@ -12,11 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from transom_cluster import __version__, debug_routes, metrics_routes, server_routes
+from transom_cluster import __version__, debug_routes, server_routes
 from transom_cluster.api_keys import ApiKeys
 from transom_cluster.blockmap import routes as blockmap_routes
 from transom_cluster.client_limits import ClientLimits
 from transom_cluster.follow_requests import FollowRequests
+from transom_cluster.metrics import routes as metrics_routes
 from transom_cluster.middleware import (
     OPEN_PATHS,
     AnswerBugs,

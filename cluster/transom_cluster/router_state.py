@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sized
 
 from transom_cluster.autoscaling.policy import wanted_replicas
 from transom_cluster.dispatcher import WorkerLink
-from transom_cluster.metrics_state import RouterState
+from transom_cluster.metrics.state import RouterState
 from transom_worker.config import AutoscalingConfig
 
 STATES = ("open", "closed", "draining")

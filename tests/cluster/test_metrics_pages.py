@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api
-from transom_cluster import metrics_page
+from transom_cluster.metrics import page as metrics_page
 from transom_cluster.router import Router
 from transom_cluster.router_peers import answer_peer
 

@@ -9,7 +9,7 @@ from prometheus_client import Metric
 
 from engine_driver import make_engine
 from transom_cluster.metrics import RouterMetrics
-from transom_cluster.metrics_state import RouterState
+from transom_cluster.metrics.state import RouterState
 
 
 def declared(model: Path) -> dict[str, set[str]]:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from prometheus_client import generate_latest
 
-from transom_cluster.metric_families import RouterFamilies
+from transom_cluster.metrics.families import RouterFamilies
 from transom_cluster.routing import chains
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_cluster.routing.placer import Placed, Placer

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from transom_cluster.metric_families import RouterFamilies
+from transom_cluster.metrics.families import RouterFamilies
 from transom_cluster.routing.chains import Chains
 from transom_cluster.routing.known_worker import KnownWorker, Placement
 from transom_cluster.routing.metrics import RoutingMetrics

@@ -8,8 +8,8 @@ from typing import Literal
 from prometheus_client import Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
-from transom_cluster.metric_families import RouterFamilies
-from transom_cluster.metrics_state import RouterState, StateCollector
+from transom_cluster.metrics.families import RouterFamilies
+from transom_cluster.metrics.state import RouterState, StateCollector
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_worker.metrics.own_labels import OwnLabels
 

@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from transom_cluster.metrics_discovery import PROCESS_PATH, discovery
-from transom_cluster.metrics_format import page_response, wants_openmetrics
-from transom_cluster.metrics_page import collect_page, process_names, process_page
+from transom_cluster.metrics.discovery import PROCESS_PATH, discovery
+from transom_cluster.metrics.format import page_response, wants_openmetrics
+from transom_cluster.metrics.page import collect_page, process_names, process_page
 from transom_cluster.router import Router
 
 _OF_ONE: dict[int | str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from transom_cluster.metrics_merge import merge_pages
+from transom_cluster.metrics.merge import merge_pages
 from transom_cluster.openai.errors import process_silent, unknown_process
 from transom_cluster.router import Router
 from transom_cluster.worker_client import WorkerClient
