@@ -74,6 +74,14 @@ def test_chunks_of_a_prefill_are_one_run(tiny_model: Path) -> None:
     assert (prefill["tokens"], prefill["steps"]) == (59, 4)
 
 
+def test_a_step_planned_ahead_is_the_decodes(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), steps_in_flight=2)
+    run(engine, [make_request("a", list(range(1, 30)), max_tokens=9)])
+    [prefill], [decode] = (steps_of(engine, "a", what) for what in ("prefill", "decode"))
+    assert (prefill["tokens"], prefill["steps"]) == (29, 1)
+    assert (decode["tokens"], decode["steps"], decode["sequences"]) == (8, 8, 1)
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("chunk", [8, 1024])
 def test_preemptions_and_what_is_computed_again(tiny_model: Path, chunk: int, steps_in_flight: int) -> None:

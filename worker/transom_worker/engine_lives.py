@@ -29,6 +29,8 @@ class _Run:
     num_steps: int
     num_rows: int
     num_chunks: int = 0  # steps that computed some of a prefill
+    num_ahead: int = 0  # steps that were planned behind the last of them, before its token came: the decode run's
+    num_rows_ahead: int = 0
 
 
 class EngineLife(Life):
@@ -133,7 +135,7 @@ class EngineLives:
             for seq_id in plan.seq_ids:
                 life = self._prefilling.get(seq_id)
                 if life is not None and life.run is not None:
-                    life.run.num_chunks += 1
+                    self._count_prefill_step(life.run, life, len(plan.seq_ids))
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """A request got its first token here."""
@@ -149,10 +151,13 @@ class EngineLives:
             if sequence is None or sequence.seq_id != seq_id:
                 self._prefilled(seq_id)
             elif len(sequence.token_ids) > self._num_known[seq_id]:
-                now_s = time.time()
+                now_s, prefill = time.time(), life.run
                 self._end_run(life, now_s)
                 self._prefilled(seq_id)
-                self._begin_run(life, "decode", now_s, len(sequence.token_ids) - sequence.num_prompt_tokens)
+                decode = self._begin_run(life, "decode", now_s, len(sequence.token_ids) - sequence.num_prompt_tokens)
+                if prefill is not None:
+                    decode.num_steps -= prefill.num_ahead
+                    decode.num_rows -= prefill.num_rows_ahead
 
     def finished(self, request_id: str, reason: str) -> None:
         """A request ended: stop, length, abort or error."""
@@ -209,8 +214,18 @@ class EngineLives:
 
     # Runs
 
-    def _begin_run(self, life: EngineLife, what: str, now_s: float, num_tokens: int) -> None:
+    def _begin_run(self, life: EngineLife, what: str, now_s: float, num_tokens: int) -> _Run:
         life.run = _Run(what, now_s, num_tokens, self._num_steps, self._num_rows)
+        return life.run
+
+    def _count_prefill_step(self, run: _Run, life: EngineLife, num_rows: int) -> None:
+        """A plan has a sequence whose prefill is not over: for its prefill, or already for the token after it."""
+        sequence = life.sequence
+        if sequence is None or sequence.scheduled <= self._num_known[sequence.seq_id]:
+            run.num_chunks += 1
+        else:
+            run.num_ahead += 1
+            run.num_rows_ahead += num_rows
 
     def _end_run(self, life: EngineLife, now_s: float) -> None:
         run, life.run = life.run, None
