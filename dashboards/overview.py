@@ -150,7 +150,7 @@ TRAFFIC = Section(
             About(
                 title="Requests by endpoint",
                 shows="All HTTP requests by route, a second, scrapes and health checks included.",
-                act="`other` are paths that do not exist, or refused keys (401): a client has the wrong base URL or key.",
+                act="`other` are paths that do not exist: a client has the wrong base URL.",
             ),
             [Query(expr=rate("transom_router_requests_total", ROUTER, "endpoint"), legend="{{endpoint}}")],
             "reqps",

@@ -21,6 +21,7 @@ logger = logging.getLogger("transom.router")
 
 OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})  # kubelets send no keys; the page holds no data
 OPEN_FOLDER = "/blocks/assets/"  # the page's own files
+OTHER = "other"  # whatever path somebody may think of
 CLIENT_LEFT = 499
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
@@ -50,10 +51,18 @@ class CountRequests:
         try:
             await self._app(scope, receive, counted_send)
         finally:
-            route = scope.get("route")
-            endpoint = getattr(route, "path", "other")
-            request_id = scope["state"].get("request_id", "")
-            self._metrics.finished(endpoint, status, time.perf_counter() - start_s, request_id=request_id)
+            request_id, elapsed_s = scope["state"].get("request_id", ""), time.perf_counter() - start_s
+            self._metrics.finished(_endpoint(scope), status, elapsed_s, request_id=request_id)
+
+
+def _endpoint(scope: Scope) -> str:
+    """The path of the request's route; of one that was refused before it came to a route, the path if there is such a route."""
+    route = scope.get("route")
+    if route is not None:
+        path: str = getattr(route, "path", OTHER)
+        return path
+    known = (getattr(one, "path", None) for one in scope["app"].routes)
+    return scope["path"] if scope["path"] in known else OTHER
 
 
 class AnswerBugs:

@@ -55,6 +55,10 @@ async def test_every_route_wants_a_key_but_those_documented():
         for path in ("/v1/nothing", "/health/", "//health", "/health/../v1/models", "/HEALTH", "/health%2f"):
             assert refused(await api.client.post(path, json={"prompt": "x"})), path
         assert api.worker.submitted == []
+        counted = api.router.metrics.registry.get_sample_value
+        labels = {"model": "stub", "router": "r0", "status": "401"}
+        assert counted("transom_router_requests_total", labels | {"endpoint": "/v1/completions"}) == 3  # POST, OPTIONS, TRACE
+        assert counted("transom_router_requests_total", labels | {"endpoint": "/v1/nothing"}) is None
 
 
 @pytest.mark.parametrize(

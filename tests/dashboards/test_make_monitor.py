@@ -28,7 +28,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        wanted = {{name: value for name, value in os.environ.items() if name.startswith(("GF_", "TRANSOM_", "PROMETHEUS_", "SCRAPE_"))}}
+        prefixes = ("GF_", "TRANSOM_", "PROMETHEUS_", "SCRAPE_")
+        wanted = {{name: value for name, value in os.environ.items() if name.startswith(prefixes)}}
         self.wfile.write(json.dumps([sys.argv[1:], wanted]).encode())
 http.server.HTTPServer((os.environ["GF_SERVER_HTTP_ADDR"], int(os.environ["GF_SERVER_HTTP_PORT"])), Handler).serve_forever()
 """
