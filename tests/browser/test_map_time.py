@@ -144,6 +144,19 @@ def test_the_strip_begins_with_the_frames_history(block_map: MapPage) -> None:
     assert len(full) >= 3, "active and empty, and an edge above them"
 
 
+def test_a_worker_that_rests_leaves_no_gap_in_the_strip(block_map: MapPage) -> None:
+    rests, works = worker_in_motion("w0"), worker_in_motion("w1")
+    block_map.open()
+    block_map.send(rests.frame(whole=True), works.frame(whole=True), works.frame(after_s=5), rests.frame(after_s=5))
+    block_map.send(works.frame(after_s=5))
+    samples = """() => [...transomBlockMap.workers.values()].map(({ series }) =>
+      Array.from({ length: 11 }, (_, i) => series.at(1700000000 + i)).filter((sample) => sample !== null).length)"""
+    assert block_map.page.evaluate(samples) == [11, 11]
+    block_map.page.evaluate("() => transomBlockMap.requestRender(true)")
+    block_map.settle()
+    assert block_map.page.locator("#strip .strip-row p").first.inner_text().startswith("full 64 leased"), "of both"
+
+
 def test_a_click_on_the_strip_goes_to_that_time(block_map: MapPage) -> None:
     fake = worker_in_motion()
     block_map.open()

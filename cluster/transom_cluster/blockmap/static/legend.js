@@ -14,7 +14,7 @@ const ROWS = [
   { column: HELD, name: "Cached, held", meaning: "a checkpoint counts on it" },
   { column: LOOSE, name: "Cached, left behind", meaning: "first to go; fades" },
   { column: EMPTY, name: "Empty", meaning: "holds nothing" },
-  { column: EVICTED, name: "Just evicted", meaning: "cached a moment ago; on its hue: in use again" },
+  { column: EVICTED, name: "Just evicted", meaning: "cached a moment ago" },
 ];
 
 /** Fills `table`: a row a state, a column a group. */

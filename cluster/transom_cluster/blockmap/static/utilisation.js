@@ -14,9 +14,9 @@ export class UtilisationSeries {
     this.#put(header.time_s, [header.free_pages, ...header.counts.map((counts) => BANDS.map((band) => counts[band]))]);
   }
 
-  /** The sample of a second, or of the one before: frames may come late. */
+  /** The sample of a second; the newest one stands until there is another, since a worker that rests says little. */
   at(second) {
-    return this.samples.get(second) ?? this.samples.get(second - 1) ?? null;
+    return this.samples.get(Math.min(second, this.#newest)) ?? null;
   }
 
   get newestSecond() {
@@ -27,11 +27,17 @@ export class UtilisationSeries {
 
   #put(time_s, sample) {
     const second = Math.floor(time_s);
+    this.#standUntil(second);
     this.samples.set(second, sample);
     if (this.#newest === undefined || second > this.#newest) {
       this.#newest = second;
       this.#trim();
     }
+  }
+
+  #standUntil(second) {
+    const newest = this.samples.get(this.#newest);
+    for (let between = Math.max(this.#newest + 1, second - SPAN_S); between < second; between++) this.samples.set(between, newest);
   }
 
   #trim() {
