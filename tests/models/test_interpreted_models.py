@@ -59,7 +59,7 @@ def test_several_ranks(tmp_path: Path, name: str, size: int) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["gpt_oss", "mimo_v2_flash", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mimo_v2_flash"])  # so short, V4 sequences that fit alone fit together
 def test_preempted(tmp_path: Path, name: str) -> None:
     check_preempted(make_folder(tmp_path, name), size=2)
 
