@@ -32,7 +32,10 @@ def add_to(api: FastAPI, router: Router) -> None:
 
 
 def _unknown(request_id: str) -> HttpError:
-    message = f"No request {request_id!r} of yours is known; routers remember the last {MAX_LIVES:,} each."
+    message = (
+        f"No request {request_id!r} of yours is known; routers remember the last {MAX_LIVES:,} each, and none "
+        "that was refused before its prompt was read: its answer says why."
+    )
     return HttpError(
         WireError(
             status=404, message=message, type="invalid_request_error", param="request_id", code="request_not_found"
