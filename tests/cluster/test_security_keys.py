@@ -57,7 +57,9 @@ async def test_every_route_wants_a_key_but_those_documented():
         assert api.worker.submitted == []
         counted = api.router.metrics.registry.get_sample_value
         labels = {"model": "stub", "router": "r0", "status": "401"}
-        assert counted("transom_router_requests_total", labels | {"endpoint": "/v1/completions"}) == 3  # POST, OPTIONS, TRACE
+        assert (
+            counted("transom_router_requests_total", labels | {"endpoint": "/v1/completions"}) == 3
+        )  # POST, OPTIONS, TRACE
         assert counted("transom_router_requests_total", labels | {"endpoint": "/v1/nothing"}) is None
 
 
