@@ -26,7 +26,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 def cpu_seconds() -> Counter[str]:
     """CPU used so far by each kind of process below this one."""
-    from transom_cluster.process_tree import processes_below
+    from transom_cluster.commands.process_tree import processes_below
 
     used: Counter[str] = Counter()
     for process in processes_below(os.getpid()):
@@ -61,8 +61,8 @@ def load(url: str, *, streams: int, requests: int, tokens: int) -> dict[str, Any
 
 def start(haproxy: bool) -> Any:
     """The private Ray with the real router and the paced worker."""
-    from transom_cluster.local_ray import LocalRay
-    from transom_cluster.progress import Progress
+    from transom_cluster.commands.local_ray import LocalRay
+    from transom_cluster.commands.progress import Progress
     from transom_worker.config import Settings
 
     class Cluster(LocalRay):

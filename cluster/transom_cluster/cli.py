@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from transom_cluster import __version__
-from transom_cluster.cli_bench import bench
-from transom_cluster.cli_plan import plan
-from transom_cluster.cli_settings import take_settings
+from transom_cluster.commands.bench import bench
+from transom_cluster.commands.plan import plan
+from transom_cluster.commands.settings import take_settings
 from transom_worker.config import Settings
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ USAGE_ERROR = 2
 @take_settings
 def serve(**given: Any) -> None:
     """Serve MODEL over HTTP, on a private Ray on this machine, until Ctrl-C."""
-    from transom_cluster.serve_command import run_server
+    from transom_cluster.commands.serve import run_server
     from transom_worker.errors import ConfigError
 
     values = {name: value for name, value in given.items() if value not in (None, [])}
@@ -59,7 +59,7 @@ def chat(
     api_key: Annotated[str | None, typer.Option(envvar="TRANSOM_API_KEY")] = None,
 ) -> None:
     """Talk to a running server."""
-    from transom_cluster.chat_repl import ChatSession, run_chat
+    from transom_cluster.commands.chat import ChatSession, run_chat
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell's children inherit that it is ignored
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}

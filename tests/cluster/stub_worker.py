@@ -100,7 +100,9 @@ class StubWorker:
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(max_num_seqs=1000))
     watch_failure: Exception | None = None
     watch_periods_s: list[float] = field(default_factory=list)
-    watchers: list[asyncio.Queue[bytes | Exception]] = field(default_factory=list)  # put frames, or an error, into these
+    watchers: list[asyncio.Queue[bytes | Exception]] = field(
+        default_factory=list
+    )  # put frames, or an error, into these
 
     def __post_init__(self) -> None:
         self._queue: asyncio.Queue[WorkerMessage | Exception] | None = None
@@ -184,7 +186,9 @@ class StubWorker:
     async def describe_block(self, group: int, block: int) -> dict[str, Any]:
         if self.is_dead:
             raise ConnectionError("no worker")
-        return {"error": f"There is no group {group}."} if group else {"group": group, "block": block, "state": "active"}
+        return (
+            {"error": f"There is no group {group}."} if group else {"group": group, "block": block, "state": "active"}
+        )
 
     def push(self, *events: OutputEvent) -> None:
         """Send events of the test's own making."""

@@ -13,10 +13,12 @@ import threading
 import pytest
 from typer.testing import CliRunner
 
-from transom_cluster import __version__, local_ray, serve_command
-from transom_cluster.chat_repl import ChatFailed, ChatSession, run_chat
+from transom_cluster import __version__
 from transom_cluster.cli import app
-from transom_cluster.process_tree import Process, children_of, end_processes, processes_below
+from transom_cluster.commands import local_ray
+from transom_cluster.commands import serve as serve_command
+from transom_cluster.commands.chat import ChatFailed, ChatSession, run_chat
+from transom_cluster.commands.process_tree import Process, children_of, end_processes, processes_below
 from transom_worker.config import Settings
 
 

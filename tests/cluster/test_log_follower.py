@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from transom_cluster import log_follower
-from transom_cluster.log_follower import LogFollower
+from transom_cluster.commands import log_follower
+from transom_cluster.commands.log_follower import LogFollower
 
 LINE = '{"time": "2026-01-01T00:00:00.000Z", "message": "%s"}\n'
 

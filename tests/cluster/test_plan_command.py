@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from transom_cluster.cli import app
-from transom_cluster.plan_report import readable
+from transom_cluster.commands.plan_report import readable
 from transom_worker.planner import plan_from_config
 
 CONFIG = {

@@ -10,9 +10,9 @@ from stub_worker import StubWorker
 from typer.testing import CliRunner
 
 from conftest import make_router, running_api
-from transom_cluster import serve_command
 from transom_cluster.api_keys import LOOK_AGAIN_S, ApiKeys, known_keys, read_key_file
 from transom_cluster.cli import app
+from transom_cluster.commands import serve as serve_command
 from transom_cluster.ingress import build_api
 from transom_cluster.start_checks import check_api_keys
 from transom_worker.config import ServerConfig, Settings

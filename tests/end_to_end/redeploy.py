@@ -8,7 +8,7 @@ import ray
 from ray import serve
 
 from transom_cluster.app import build_app
-from transom_cluster.local_ray import APP_NAME
+from transom_cluster.commands.local_ray import APP_NAME
 
 address, settings = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="ERROR")

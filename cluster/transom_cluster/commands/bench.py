@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from transom_cluster.cli_simulate import simulate
+from transom_cluster.commands.simulate import simulate
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 bench.command()(simulate)

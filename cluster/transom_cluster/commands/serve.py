@@ -12,8 +12,8 @@ import httpx
 import typer
 
 from transom_cluster.api_keys import known_keys
-from transom_cluster.local_ray import LocalRay, StartFailed
-from transom_cluster.progress import Progress
+from transom_cluster.commands.local_ray import LocalRay, StartFailed
+from transom_cluster.commands.progress import Progress
 from transom_cluster.start_checks import check_start
 from transom_worker.config import ServerConfig, Settings
 from transom_worker.errors import TransomError

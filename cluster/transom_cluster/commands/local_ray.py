@@ -17,9 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transom_cluster.log_follower import LogFollower
-from transom_cluster.process_tree import children_of, end_processes, is_running, kill_processes, processes_below
-from transom_cluster.progress import Progress
+from transom_cluster.commands.log_follower import LogFollower
+from transom_cluster.commands.process_tree import (
+    children_of,
+    end_processes,
+    is_running,
+    kill_processes,
+    processes_below,
+)
+from transom_cluster.commands.progress import Progress
 from transom_cluster.worker_resources import check_gpus
 from transom_worker.config import Settings
 

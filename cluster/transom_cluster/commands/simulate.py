@@ -44,7 +44,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Prefix hits of a trace in a KV pool of so much memory: real scheduler and cache, no model."""
-    from transom_cluster.simulation_report import print_report, simulate_with_progress
+    from transom_cluster.commands.simulation_report import print_report, simulate_with_progress
     from transom_worker.errors import ConfigError, ModelError
     from transom_worker.simulate.simulation import SimulationConfig
     from transom_worker.simulate.virtual_time import StepCost

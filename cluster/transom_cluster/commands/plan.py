@@ -29,7 +29,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights."""
-    from transom_cluster.plan_report import print_plan
+    from transom_cluster.commands.plan_report import print_plan
     from transom_worker.config import parse_bytes
     from transom_worker.errors import ConfigError, ModelError
     from transom_worker.model_files import resolve_config
