@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
 from rank_model import RankTable, Slab, prefix_tags
 
+from transom_worker.kvcache.compaction import BlockCopy
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
-from transom_worker.kvcache.manager import BlockCopy, KvCache
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.tree import CheckpointKind
 

@@ -1,16 +1,74 @@
-"""The last resort before an allocation fails: which pages to clear by moving their active blocks into others of their group.
+"""The last resort before an allocation fails: pages are cleared by moving their active blocks into others of their group.
 
-Only counts are looked at here; the cache does the moving. A page is worth clearing if the allocation comes closer: the group loses
-the page's empty blocks as slack, the arena wins a usable page.
+A page is worth clearing if the allocation comes closer: the group loses the page's empty blocks as slack, the arena wins a usable
+page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nsmallest
+from typing import NamedTuple
 
 from transom_worker.kvcache.arena import Arena
+from transom_worker.kvcache.catalog import Catalog
 from transom_worker.kvcache.pool import GroupPool
+from transom_worker.kvcache.sequence import SequenceBlocks
+
+
+class BlockCopy(NamedTuple):
+    """Contents of `source` must be in `target` before the next forward pass."""
+
+    group: int
+    source: int
+    target: int
+
+
+class Compaction:
+    """Moves active blocks together. `running` are the sequences whose tables follow; each move is added to `copies`."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        pools: Sequence[GroupPool],
+        catalog: Catalog,
+        running: Mapping[int, SequenceBlocks],
+        copies: list[BlockCopy],
+    ) -> None:
+        self.num_moved = 0  # blocks, since start
+        self._arena = arena
+        self._pools = pools
+        self._catalog = catalog
+        self._running = running
+        self._copies = copies
+
+    def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """(group, page) pairs whose clearing lets each group take `num_blocks` more; empty if that cannot help."""
+        return pages_to_clear(self._arena, self._pools, num_blocks)
+
+    def clear(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Move the active blocks out of these pages, in which nothing is cached any more."""
+        for group, page in pages:
+            leaving = {other for of, other in pages if of == group}
+            for block in self._arena.blocks(page, group):
+                if self._pools[group].refs[block]:
+                    self._move(group, block, leaving)
+
+    def _move(self, group: int, source: int, leaving: set[int]) -> None:
+        pool = self._pools[group]
+        page = pool.fullest_page(leaving)
+        assert page is not None
+        target = pool.first_empty(page)
+        assert target is not None
+        pool.move(source, target)
+        self._catalog.moved(group, source, target)
+        self._copies.append(BlockCopy(group, source, target))
+        self.num_moved += 1
+        for blocks in self._running.values():
+            table = blocks.tables[group]
+            if source in table.run or source in table.pinned:
+                table.replace(table.logical_of(source), target)
+                blocks.changed = True
 
 
 def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache import outcome
@@ -17,27 +16,19 @@ from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
 from transom_worker.kvcache.catalog import Catalog
 from transom_worker.kvcache.checkpoints import Checkpoints
-from transom_worker.kvcache.compaction import pages_to_clear
+from transom_worker.kvcache.compaction import BlockCopy, Compaction
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
-from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.headroom import num_that_fit
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.picture import CachePicture, GroupCopy, copy_group, take_group_pictures
 from transom_worker.kvcache.pool import GroupPool
+from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.kvcache.tree import CheckpointKind, Node
-
-
-class BlockCopy(NamedTuple):
-    """Contents of `source` must be in `target` before the next forward pass."""
-
-    group: int
-    source: int
-    target: int
 
 
 class KvCache:
@@ -83,8 +74,9 @@ class KvCache:
         )
         self._allocator = BlockAllocator(self.arena, self.pools, self._catalog.evict, self._checkpoints.give_up_one)
         self._running: dict[int, SequenceBlocks] = {}  # by id()
-        self._num_compacted = 0
+        self._publishing = Publishing(self._catalog, self._checkpoints, self.retentions, block_size=block_size)
         self._copies: list[BlockCopy] = []
+        self._compaction = Compaction(self.arena, self.pools, self._catalog, self._running, self._copies)
         self._outcome: Counter[str] = Counter()
         self._outcome_requests: Counter[str] = Counter()
         self._num_repairs = 0
@@ -209,8 +201,10 @@ class KvCache:
             return False
         pages = self._allocator.pages_needed(needs)
         if pages is None:
-            if not compact or not self._compact(needs):
+            if not compact or not (cleared := self._compaction.pages_to_clear(needs)):
                 return False
+            self._drop_cached("compaction")
+            self._compaction.clear(cleared)
             pages = self._allocator.pages_needed(needs)
             assert pages is not None
         spare = self._allocator.usable_pages - sum(pages)
@@ -230,8 +224,8 @@ class KvCache:
         blocks.processed = processed
         if processed < blocks.next_event:
             return
-        self._publish(blocks, token_ids, processed)
-        self._place_planned(blocks, processed)
+        self._publishing.publish(blocks, token_ids, processed)
+        self._publishing.place_planned(blocks, processed)
         blocks.next_event = (processed // self.block_size + 1) * self.block_size
         for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
             if retention.keeps_everything:
@@ -249,7 +243,7 @@ class KvCache:
         units = blocks.processed // self.block_size
         complete = blocks.publishes and blocks.processed >= blocks.replay_until and units <= blocks.num_published
         if kind is not None and units and complete:
-            self._place(blocks, units, kind)
+            self._publishing.place(blocks, units, kind)
         for group, table in enumerate(blocks.tables):
             self._catalog.unref(group, [*reversed(table.run), *reversed(table.pinned)])
             table.pinned, table.run = [], []
@@ -321,7 +315,8 @@ class KvCache:
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies that the next plan must carry."""
-        copies, self._copies = self._copies, []
+        copies = self._copies.copy()
+        self._copies.clear()
         return copies
 
     def stats(self) -> CacheStats:
@@ -337,7 +332,7 @@ class KvCache:
             num_repairs=self._num_repairs,
             repair_tokens=self._repair_tokens,
             checkpoints=self._checkpoints.counts.stats(),
-            num_compacted_blocks=self._num_compacted,
+            num_compacted_blocks=self._compaction.num_moved,
         )
 
     def begin_pictures(self) -> None:
@@ -353,7 +348,7 @@ class KvCache:
         return CachePicture(
             owners=self.arena.owner.copy(),
             free_pages=self.arena.num_free,
-            num_compacted=self._num_compacted,
+            num_compacted=self._compaction.num_moved,
             num_repairs=self._num_repairs,
             outcome_tokens=dict(self._outcome),
             groups=take_group_pictures(self.pools, self._catalog),
@@ -400,77 +395,6 @@ class KvCache:
 
     def _live_blocks(self, table: BlockTable, end: int) -> list[int]:
         return [*range(min(table.num_pinned, end)), *range(table.first_block, end)]
-
-    def _publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
-        """Make whole blocks findable. What a replay computed is right from its end on, and so is what is live there."""
-        units = processed // self.block_size
-        replays = blocks.replay_until > 0 and not blocks.repaired
-        if not blocks.publishes or processed < blocks.replay_until or (units <= blocks.num_published and not replays):
-            return
-        if len(blocks.chain) < units:
-            extend_chain(blocks.chain, blocks.root, token_ids, self.block_size)
-        for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
-            begin = blocks.num_published
-            if replays and not retention.keeps_everything:
-                begin = retention.first_live_block(blocks.replay_until)
-            step = retention.block_size // self.block_size
-            self._catalog.name(group, table, begin // step, units // step, blocks.chain)
-        blocks.num_published = units
-        blocks.repaired = True
-
-    def _place_planned(self, blocks: SequenceBlocks, processed: int) -> None:
-        while blocks.planned and blocks.planned[0][0] <= blocks.num_published:
-            units, kind = blocks.planned[0]
-            if processed < units * self.block_size or processed < blocks.replay_until:
-                return
-            del blocks.planned[0]
-            self._place(blocks, units, kind)
-
-    def _place(self, blocks: SequenceBlocks, units: int, kind: CheckpointKind) -> None:
-        """A checkpoint at a boundary up to which everything was published; blocks whose twins went are named again."""
-        chain = blocks.chain
-        owned = self._checkpoints.tree.reach(chain, units)
-        for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
-            step = retention.block_size // self.block_size
-            end = units // step
-            kept = end if retention.keeps_everything else min(end, retention.num_pinned)  # with the segment
-            self._catalog.name(group, table, owned // step, kept, chain)
-            # what a replay computed below its end's live blocks is wrong
-            first = max(kept, table.first_block, retention.first_live_block(blocks.replay_until))
-            self._catalog.name(group, table, first, end, chain)
-            if not self._catalog.has_all(group, chain, owned // step, kept):
-                return
-        blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
-
-    def _compact(self, needs: Sequence[int]) -> bool:
-        """Clear pages for an allocation by moving active blocks together; False, and nothing changed, if that cannot help."""
-        cleared = pages_to_clear(self.arena, self.pools, needs)
-        if not cleared:
-            return False
-        self._drop_cached("compaction")
-        for group, page in cleared:
-            leaving = {other for of, other in cleared if of == group}
-            pool = self.pools[group]
-            for block in self.arena.blocks(page, group):
-                if pool.refs[block]:
-                    self._move(group, block, leaving)
-        return True
-
-    def _move(self, group: int, source: int, leaving: set[int]) -> None:
-        pool = self.pools[group]
-        page = pool.fullest_page(leaving)
-        assert page is not None
-        target = pool.first_empty(page)
-        assert target is not None
-        pool.move(source, target)
-        self._catalog.moved(group, source, target)
-        self._copies.append(BlockCopy(group, source, target))
-        self._num_compacted += 1
-        for blocks in self._running.values():
-            table = blocks.tables[group]
-            if source in table.run or source in table.pinned:
-                table.replace(table.logical_of(source), target)
-                blocks.changed = True
 
     def _drop_cached(self, reason: str) -> None:
         while self._checkpoints.give_up_one():

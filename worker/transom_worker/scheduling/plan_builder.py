@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transom_worker.kvcache.manager import BlockCopy
+from transom_worker.kvcache.compaction import BlockCopy
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence

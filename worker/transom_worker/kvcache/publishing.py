@@ -1,0 +1,66 @@
+"""What running sequences leave for others to find: whole blocks under their digests, and checkpoints where they pass a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transom_worker.kvcache.catalog import Catalog
+from transom_worker.kvcache.checkpoints import Checkpoints
+from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.tree import CheckpointKind
+
+
+class Publishing:
+    """Names blocks in the catalog and places checkpoints. What a replay computed is published from its end on alone."""
+
+    def __init__(
+        self, catalog: Catalog, checkpoints: Checkpoints, retentions: Sequence[Retention], *, block_size: int
+    ) -> None:
+        self._catalog = catalog
+        self._checkpoints = checkpoints
+        self._retentions = retentions
+        self._block_size = block_size
+
+    def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
+        """Make whole blocks findable. What a replay computed is right from its end on, and so is what is live there."""
+        units = processed // self._block_size
+        replays = blocks.replay_until > 0 and not blocks.repaired
+        if not blocks.publishes or processed < blocks.replay_until or (units <= blocks.num_published and not replays):
+            return
+        if len(blocks.chain) < units:
+            extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
+        for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
+            begin = blocks.num_published
+            if replays and not retention.keeps_everything:
+                begin = retention.first_live_block(blocks.replay_until)
+            step = retention.block_size // self._block_size
+            self._catalog.name(group, table, begin // step, units // step, blocks.chain)
+        blocks.num_published = units
+        blocks.repaired = True
+
+    def place_planned(self, blocks: SequenceBlocks, processed: int) -> None:
+        """Place the checkpoints whose boundaries the sequence has passed."""
+        while blocks.planned and blocks.planned[0][0] <= blocks.num_published:
+            units, kind = blocks.planned[0]
+            if processed < units * self._block_size or processed < blocks.replay_until:
+                return
+            del blocks.planned[0]
+            self.place(blocks, units, kind)
+
+    def place(self, blocks: SequenceBlocks, units: int, kind: CheckpointKind) -> None:
+        """A checkpoint at a boundary up to which everything was published; blocks whose twins went are named again."""
+        chain = blocks.chain
+        owned = self._checkpoints.tree.reach(chain, units)
+        for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
+            step = retention.block_size // self._block_size
+            end = units // step
+            kept = end if retention.keeps_everything else min(end, retention.num_pinned)  # with the segment
+            self._catalog.name(group, table, owned // step, kept, chain)
+            # what a replay computed below its end's live blocks is wrong
+            first = max(kept, table.first_block, retention.first_live_block(blocks.replay_until))
+            self._catalog.name(group, table, first, end, chain)
+            if not self._catalog.has_all(group, chain, owned // step, kept):
+                return
+        blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
