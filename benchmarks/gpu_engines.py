@@ -16,7 +16,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from gpu_geometries import config_json, weights_of
 from gpu_tokenizer import write_tokenizer
-from transom_worker.config import Settings
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.engine import Engine
 from transom_worker.execution.local_executor import LocalExecutor
@@ -25,6 +24,7 @@ from transom_worker.metrics import EngineMetrics
 from transom_worker.model_files import ModelFiles
 from transom_worker.models.architecture import read_architecture
 from transom_worker.models.registry import build_model
+from transom_worker.settings import Settings
 from transom_worker.tokenizer import Tokenizer
 
 PROFILED_STEPS = 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from transom_worker.config import EngineConfig, Settings
+from transom_worker.config import EngineConfig
 from transom_worker.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo
@@ -21,6 +21,7 @@ from transom_worker.model_files import resolve_model
 from transom_worker.models.model import Model
 from transom_worker.parallel import ALONE, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.settings import Settings
 from transom_worker.tokenizer import Tokenizer
 
 TIMEOUT_S = 60.0

@@ -19,8 +19,9 @@ from transom_cluster.serve_directory import ServeWorkerDirectory
 from transom_cluster.serve_peers import ServeRouterPeers
 from transom_cluster.start_checks import check_api_keys
 from transom_cluster.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
-from transom_worker.config import EngineConfig, Settings
+from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError
+from transom_worker.settings import Settings
 
 OUTSIDE_THE_APP = {
     # setting of Serve's proxies: where it stands when there is no `transom serve` to set it

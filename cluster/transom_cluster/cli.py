@@ -12,7 +12,7 @@ from transom_cluster import __version__
 from transom_cluster.commands.bench import bench
 from transom_cluster.commands.plan import plan
 from transom_cluster.commands.settings import take_settings
-from transom_worker.config import Settings
+from transom_worker.settings import Settings
 
 app = typer.Typer(
     help="Transom: a Ray-distributed serving cluster for hybrid-attention LLMs.",

@@ -7,8 +7,8 @@ import socket
 
 from transom_cluster.api_keys import read_key_file
 from transom_cluster.worker_resources import check_gpus, gpus_of
-from transom_worker.config import Settings
 from transom_worker.errors import ConfigError
+from transom_worker.settings import Settings
 
 
 def check_start(settings: Settings) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transom_worker.config import Settings
+from transom_worker.settings import Settings
 
 ROUTER_CPUS = 0.25
 OWN_CPUS = 0.05  # of a replica whose ranks compute elsewhere, on CPUs

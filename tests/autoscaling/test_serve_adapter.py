@@ -16,8 +16,8 @@ with warnings.catch_warnings():
 
 from dataclasses import asdict
 
-from transom_worker.config import Settings
 from transom_worker.contract import WorkerLoad
+from transom_worker.settings import Settings
 
 BUSY = WorkerLoad(num_running=60, num_waiting=40, max_num_seqs=64, waiting_tokens=9000, prefill_tokens_per_s=1000.0)
 IDLE = WorkerLoad(max_num_seqs=64)

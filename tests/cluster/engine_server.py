@@ -15,9 +15,10 @@ import uvicorn
 
 from transom_cluster.ingress import build_api
 from transom_cluster.router import Router
-from transom_worker.config import ServerConfig, Settings
+from transom_worker.config import ServerConfig
 from transom_worker.model_files import resolve_model
 from transom_worker.replica import WorkerReplica
+from transom_worker.settings import Settings
 from transom_worker.tokenizer import Tokenizer
 
 START_S = 60

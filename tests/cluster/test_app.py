@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from transom_cluster.worker_resources import Machines, worker_resources
-from transom_worker.config import Settings
 from transom_worker.errors import ConfigError
+from transom_worker.settings import Settings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, of pydantic

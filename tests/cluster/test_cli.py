@@ -19,7 +19,7 @@ from transom_cluster.commands import local_ray
 from transom_cluster.commands import serve as serve_command
 from transom_cluster.commands.chat import ChatFailed, ChatSession, run_chat
 from transom_cluster.commands.process_tree import Process, children_of, end_processes, processes_below
-from transom_worker.config import Settings
+from transom_worker.settings import Settings
 
 
 def transom(*arguments: str, **env: str):

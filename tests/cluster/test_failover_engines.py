@@ -13,7 +13,7 @@ import pytest
 
 from conftest import until
 from transom_cluster.router import Router
-from transom_worker.config import FailoverConfig, ServerConfig, Settings
+from transom_worker.config import FailoverConfig, ServerConfig
 from transom_worker.contract import (
     ErrorInfo,
     FinishReason,
@@ -25,6 +25,7 @@ from transom_worker.contract import (
 )
 from transom_worker.model_files import resolve_model
 from transom_worker.replica import WorkerReplica
+from transom_worker.settings import Settings
 from transom_worker.tokenizer import Tokenizer
 
 NUM_TOKENS = 40

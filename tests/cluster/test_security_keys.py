@@ -15,9 +15,10 @@ from transom_cluster.cli import app
 from transom_cluster.commands import serve as serve_command
 from transom_cluster.ingress import build_api
 from transom_cluster.start_checks import check_api_keys
-from transom_worker.config import ServerConfig, Settings
+from transom_worker.config import ServerConfig
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.hashing import chain_root
+from transom_worker.settings import Settings
 
 KEYS = ("first", "second", "dritter Schlüssel")
 OPEN = {"/health", "/blocks", "/blocks/demo.bin", "/blocks/assets/{name}"}  # as in docs/security.md

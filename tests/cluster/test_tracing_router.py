@@ -24,11 +24,12 @@ from conftest import Api, running_api, until
 from transom_cluster.ingress import build_api
 from transom_cluster.router import Router
 from transom_worker import tracing
-from transom_worker.config import FailoverConfig, ServerConfig, Settings, TracingConfig
+from transom_worker.config import FailoverConfig, ServerConfig, TracingConfig
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, StepFailed
 from transom_worker.model_files import resolve_model
 from transom_worker.replica import WorkerReplica
+from transom_worker.settings import Settings
 from transom_worker.tokenizer import Tokenizer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

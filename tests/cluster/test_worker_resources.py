@@ -14,7 +14,7 @@ from transom_cluster.worker_resources import (
     gpus_of,
     worker_resources,
 )
-from transom_worker.config import Settings
+from transom_worker.settings import Settings
 
 LAPTOP = Machines(node_cpus=(2.0,), num_gpus=0)
 

@@ -13,7 +13,7 @@ from dashboards.board import Board, Section
 from dashboards.build import documents
 from dashboards.panels import About, low_is_bad, number
 from dashboards.queries import Query
-from transom_worker.config import Settings
+from transom_worker.settings import Settings
 
 BOARDS = dashboards()
 EACH = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])

@@ -7,11 +7,11 @@ import torch
 from hand_scheduler import HandScheduler
 
 from tiny_checkpoints import HybridCase, reference_steps, tiny_llama
-from transom_worker.config import Settings
 from transom_worker.contract import SamplingParams
 from transom_worker.execution.executor import create_executor
 from transom_worker.sampling.noise import gumbel, noise_key, random_bits
 from transom_worker.sampling.sampler import Sampler
+from transom_worker.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -19,7 +19,7 @@ from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
 from transom_kernels.moe.tuning import Tile, choose_tile
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
-from transom_kernels.paged_attention.tuning import kernel_config
+from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, kernel_config
 from transom_kernels.quantize.kernel import round_rows, widen_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
@@ -101,7 +101,7 @@ def attention_cases() -> Iterator[Compilation]:
             types={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16", "lse_out": "*fp32", "joins": "*i32",
                    "sink_logits": "*fp32"},
             constants={"GROUP": 8, "E": width, "HAS_SINK_LOGITS": True, "WRITES_LSE": True, "BLOCK_M": 16,
-                       "BLOCK_E": next_power_of_two(width)},
+                       "BLOCK_E": next_power_of_two(width), "BLOCK_S": JOINED_AT_ONCE},
             unaligned=("num_kv_heads",),
         )  # fmt: skip
 

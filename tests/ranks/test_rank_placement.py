@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from transom_worker.config import Settings
 from transom_worker.errors import ConfigError
 from transom_worker.execution import rank_actors
 from transom_worker.execution.rank_actors import RankActors
 from transom_worker.execution.rank_messages import RankSetup
+from transom_worker.settings import Settings
 
 
 @pytest.mark.parametrize(

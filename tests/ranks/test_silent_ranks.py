@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from rank_watch import left_behind
 
-from transom_worker.config import EngineConfig, Settings
+from transom_worker.config import EngineConfig
 from transom_worker.errors import RankLost
 from transom_worker.execution import rank_start
 from transom_worker.execution.rank_group import RankGroup
 from transom_worker.execution.rank_launcher import Launcher, OnEnd
 from transom_worker.execution.rank_messages import Hello, Loaded, Opened, Progress, RankSetup
 from transom_worker.execution.ranks_executor import RanksExecutor
+from transom_worker.settings import Settings
 
 SILENCE_S = 10.0
 

@@ -13,13 +13,14 @@ from queue import SimpleQueue
 import pytest
 from rank_watch import left_behind, wait_until_gone
 
-from transom_worker.config import EngineConfig, Settings
+from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError, ModelError, RankLost
 from transom_worker.execution import rank_channel, ranks_executor
 from transom_worker.execution.rank_group import RankGroup
 from transom_worker.execution.rank_messages import Allocate, Load, Open
 from transom_worker.execution.rank_processes import RankProcesses
 from transom_worker.execution.ranks_executor import RanksExecutor
+from transom_worker.settings import Settings
 
 
 def config(model: Path, **settings: object) -> EngineConfig:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from transom_worker.config import NOT_YET, Settings, parse_bytes
+from transom_worker.byte_sizes import parse_bytes
 from transom_worker.errors import ConfigError
+from transom_worker.settings import NOT_YET, Settings
 
 
 def test_defaults_resolve() -> None:

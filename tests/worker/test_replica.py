@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from transom_worker.config import Settings
 from transom_worker.contract import OutputEvent, Request, SamplingParams, WorkerMessage
 from transom_worker.replica import WorkerReplica
 from transom_worker.scheduling.step import StepResult
+from transom_worker.settings import Settings
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from engine_driver import make_engine, make_request, run
 from transom_worker import tracing
-from transom_worker.config import Settings, TracingConfig
+from transom_worker.config import TracingConfig
 from transom_worker.contract import Request
 from transom_worker.ended_requests import EndedRequests, RequestSpans
 from transom_worker.engine import Engine
 from transom_worker.errors import ConfigError, WorkerLost
+from transom_worker.settings import Settings
 from transom_worker.tracing import Tracing
 
 ENDPOINT = "http://127.0.0.1:9/v1/traces"

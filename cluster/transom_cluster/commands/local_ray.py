@@ -27,7 +27,7 @@ from transom_cluster.commands.process_tree import (
 )
 from transom_cluster.commands.progress import Progress
 from transom_cluster.worker_resources import check_gpus
-from transom_worker.config import Settings
+from transom_worker.settings import Settings
 
 logger = logging.getLogger("transom.cli")
 

@@ -30,7 +30,7 @@ def plan(
 ) -> None:
     """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights."""
     from transom_cluster.commands.plan_report import print_plan
-    from transom_worker.config import parse_bytes
+    from transom_worker.byte_sizes import parse_bytes
     from transom_worker.errors import ConfigError, ModelError
     from transom_worker.model_files import resolve_config
     from transom_worker.planner import plan_from_config

@@ -15,8 +15,9 @@ from transom_cluster.api_keys import known_keys
 from transom_cluster.commands.local_ray import LocalRay, StartFailed
 from transom_cluster.commands.progress import Progress
 from transom_cluster.start_checks import check_start
-from transom_worker.config import ServerConfig, Settings
+from transom_worker.config import ServerConfig
 from transom_worker.errors import TransomError
+from transom_worker.settings import Settings
 
 START_FAILED = 1
 INTERRUPTED = 130

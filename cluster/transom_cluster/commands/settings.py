@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from transom_worker.config import NOT_YET, Settings
+from transom_worker.settings import NOT_YET, Settings
 
 _ENVIRONMENT: dict[str, list[str]] = {
     "api_key": ["TRANSOM_API_KEYS", "TRANSOM_API_KEY"],

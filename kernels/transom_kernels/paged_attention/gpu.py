@@ -14,7 +14,7 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.tuning import KernelConfig, kernel_config, tilings
+from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, KernelConfig, kernel_config, tilings
 from transom_kernels.paged_attention.work import Work, plan_work
 
 
@@ -128,7 +128,7 @@ def _attend(part: _Part, call: _Call) -> None:
         rows=rows,
         key_size=call.q.shape[2],
         value_size=value_size,
-        block_size=call.batch.block_size,
+        block_size=1 if call.by_products.block_lse is None else call.batch.block_size,
         element_bytes=call.q.element_size(),
     )
     shape = (part.work.num_partials, kv_heads, config.block_m)
@@ -141,7 +141,7 @@ def _attend(part: _Part, call: _Call) -> None:
             partial_out, partial_stats, call.out, partial_stats if lse is None else lse, part.work.joins,
             partial_stats if sinks is None else sinks, kv_heads,
             GROUP=call.group, E=value_size, HAS_SINK_LOGITS=sinks is not None, WRITES_LSE=lse is not None,
-            BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_size),
+            BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_size), BLOCK_S=JOINED_AT_ONCE,
         )  # fmt: skip
 
 

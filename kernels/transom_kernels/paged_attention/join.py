@@ -1,6 +1,6 @@
 """Joins the splits of a tile: each brings its own maximum, sum and weighted values.
 
-Legend: M rows of a tile, tokens times the G query heads of one KV head; E value width.
+Legend: M rows of a tile, tokens times the G query heads of one KV head; E value width; S splits of a round.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def join(
     WRITES_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
-    """One row of one tile."""
+    """One row of one tile. `BLOCK_S` splits at a time: a long sequence has a hundred, and one after the other they would wait."""
     entry = joins + tl.program_id(0) * 4
     m, kv_head = tl.program_id(1), tl.program_id(2)
     row0, num_tokens = tl.load(entry), tl.load(entry + 1)
@@ -39,15 +40,19 @@ def join(
     best = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_E], tl.float32)
-    for split in range(0, count):
+    for begin in range(0, count, BLOCK_S):
+        split = begin + tl.arange(0, BLOCK_S)
+        present = split < count
         at = ((first + split).to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + m
-        split_best, split_total = tl.load(partial_stats + at * 2), tl.load(partial_stats + at * 2 + 1)
-        values = tl.load(partial_out + at * E + e, mask=e < E, other=0.0)
-        new_best = tl.maximum(best, split_best)
+        bests = tl.load(partial_stats + at * 2, mask=present, other=float("-inf"))
+        totals = tl.load(partial_stats + at * 2 + 1, mask=present, other=0.0)
+        kept = present[:, None] & (e < E)[None, :]
+        values = tl.load(partial_out + at[:, None] * E + e[None, :], mask=kept, other=0.0)
+        new_best = tl.maximum(best, tl.max(bests, 0))
         anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink, weight = tl.exp2(best - anchor), tl.exp2(split_best - anchor)
-        acc = acc * shrink + values * weight
-        total = total * shrink + split_total * weight
+        shrink, weights = tl.exp2(best - anchor), tl.exp2(bests - anchor)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        total = total * shrink + tl.sum(totals * weights, 0)
         best = new_best
     anchor = tl.where(best == float("-inf"), 0.0, best)
     if HAS_SINK_LOGITS:

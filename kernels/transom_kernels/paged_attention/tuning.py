@@ -8,6 +8,7 @@ from transom_kernels.paged_attention.work import Tiling
 
 FEW_TOKENS = 4  # sequences with up to so many new tokens are cut along their keys
 DECODE_SPLIT_KEYS = 1024
+JOINED_AT_ONCE = 16  # splits of a round
 LEAST_ROWS = 16  # of a product on tensor cores
 PROMPT_ROWS = 128
 
@@ -23,7 +24,10 @@ class KernelConfig:
 
 
 def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int, element_bytes: int) -> KernelConfig:
-    """For tiles of at most `rows` rows (tokens times query heads of a KV head)."""
+    """For tiles of at most `rows` rows (tokens times query heads of a KV head).
+
+    A round has at least `block_size` keys: a cache block's where results are wanted block by block, else 1.
+    """
     block_m = LEAST_ROWS
     while block_m < rows:
         block_m *= 2

@@ -48,7 +48,7 @@ def _cut(row, num_ids, temperature, best, least, wanted, BY_WEIGHT: tl.constexpr
     """The largest threshold at which those that reach it and `least` number, or weigh, `wanted`: in the order of floats."""
     found = tl.full([], 0, tl.int64)
     digit = tl.arange(0, 16).to(tl.int64)
-    for round in tl.static_range(8):
+    for round in range(8):  # not unrolled, which would take half a minute to compile
         step = 1 << (28 - 4 * round)
         reached = tl.zeros([16], tl.float64)
         for first in range(0, num_ids, BLOCK_N):

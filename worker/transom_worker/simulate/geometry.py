@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from transom_worker.config import parse_bytes
+from transom_worker.byte_sizes import parse_bytes
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.models.architecture import read_architecture

@@ -41,7 +41,8 @@ class StreamMixer:
 
     def _balance(self, mix_TSS: torch.Tensor) -> torch.Tensor:
         """Sinkhorn's rounds: columns and rows add up to 1, so that mixing neither grows nor shrinks the streams."""
-        eps = mix_TSS.new_tensor(self._eps)  # adding a number would make a tensor of it each time
+        # on CPUs adding a number would make a tensor of it each time; elsewhere making a tensor would wait for the device
+        eps = mix_TSS.new_tensor(self._eps) if mix_TSS.device.type == "cpu" else self._eps
         for turn in range(2 * self._rounds - 1):
             mix_TSS.div_(mix_TSS.sum(dim=2 if turn % 2 else 1, keepdim=True).add_(eps))
         return mix_TSS
