@@ -234,10 +234,10 @@ def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> No
     assert block_map.rect(0, 0, "w1")[1] > block_map.rect(0, 383, "w0")[1]
     assert [text[:2] for text in block_map.page.locator(".worker-heading").all_inner_texts()] == ["w0", "w1"]
     block_map.server.send_event("workers", [{"worker": "w1", "model": "demo", "state": "ready"}])
-    block_map.page.wait_for_function("() => document.querySelectorAll('.worker-heading').length === 1")
+    block_map.page.wait_for_function("() => document.querySelector('.worker-heading').innerText.includes('gone since')")
     block_map.server.send_event("problem", {"worker": "w1", "message": "does not answer"})
     block_map.page.wait_for_function(
-        "() => document.querySelector('.worker-heading').innerText.includes('does not answer')"
+        "() => document.querySelectorAll('.worker-heading')[1].innerText.includes('does not answer')"
     )
 
 

@@ -1,34 +1,71 @@
 /** The page: takes frames and events in, and draws at most once for each picture the screen shows. */
 
 import { decodeFrame, fromBase64 } from "./frames.js";
-import { MAX_BYTES } from "./history.js";
+import { formatTime } from "./format.js";
+import { AWAY, HERE, JUST_GONE } from "./presence.js";
+import { Roster } from "./roster.js";
 import { Stopwatch } from "./stopwatch.js";
 import { Timeline } from "./timeline.js";
-import { Worker } from "./worker.js";
 
 const STRIP_EVERY_MS = 1000;
 
 /** Holds what is known; `parts` is what draws it, bound by main.js. */
 export class App {
   constructor({ filters, hues }) {
-    this.workers = new Map();
+    this.roster = new Roster();
+    this.workers = this.roster.workers;
     this.filters = filters;
     this.hues = hues;
     this.timeline = new Timeline({
-      workers: () => [...this.workers.values()], visible: () => this.visibleWorkers(), onChange: () => this.requestRender(true),
+      workers: () => [...this.workers.values()], recorded: () => this.recordedWorkers(), onChange: () => this.requestRender(true),
     });
     this.stopwatch = new Stopwatch();
     this.parts = null;
     this.source = null; // a Connection; null in the demo
     this.isConnected = false;
+    this.knownGone = new Set(); // ids
+    this.tickKey = "";
     this.isRenderDue = false;
     this.isStripDue = true;
     this.lastStrip_ms = -Infinity;
   }
 
-  /** The workers that have sent something and pass the filter. */
-  visibleWorkers() {
+  /** The workers that have sent something and pass the filter, those that are gone among them. */
+  recordedWorkers() {
     return [...this.workers.values()].filter((worker) => worker.live !== null && this.filters.shows(worker));
+  }
+
+  /** Those of them that are on the screen at the moment shown. */
+  visibleWorkers() {
+    return this.recordedWorkers().filter((worker) => this.#presenceOf(worker) !== AWAY);
+  }
+
+  /** Those of them that were there at the moment shown, so that their blocks and requests count. */
+  workersThere() {
+    return this.recordedWorkers().filter((worker) => this.#presenceOf(worker) === HERE);
+  }
+
+  /** Whether a worker had just left at the moment shown. */
+  isLeaving(worker) {
+    return this.#presenceOf(worker) === JUST_GONE;
+  }
+
+  /** What is wrong with a worker, as its heading says it. */
+  noteOf({ presence, problem }) {
+    return presence.isGone ? `gone since ${formatTime(presence.goneSince_s)}` : (problem ?? "");
+  }
+
+  /** A function (record, group) that says whether a block is dimmed, or null if none is. */
+  dimmer(worker) {
+    return this.isLeaving(worker) ? () => true : this.filters.dimmer(worker);
+  }
+
+  /** What to say where there is no worker to show. */
+  whyNothing() {
+    if (!this.timeline.isLive) return "No worker was there at this moment.";
+    const gone = this.recordedWorkers().filter(({ presence }) => presence.isGone);
+    if (!gone.length) return "No blocks yet: waiting for a worker.";
+    return `${gone.map((worker) => `${worker.id} is ${this.noteOf(worker)}`).join("; ")}. Step back to see what was before.`;
   }
 
   /** What is wrong with workers that have no section to say it in: a refused watcher gets no frame. */
@@ -36,9 +73,9 @@ export class App {
     return [...this.workers.values()].filter(({ live, problem }) => live === null && problem).map(({ id, problem }) => `${id}: ${problem}`);
   }
 
-  /** Names of the groups of the workers shown, in the order of their hues. */
-  groupNames() {
-    const names = new Set(this.visibleWorkers().flatMap((worker) => worker.shown.geometry.groups.map(({ name }) => name)));
+  /** Names of the groups of workers, by default those shown, in the order of their hues. */
+  groupNames(workers = this.visibleWorkers()) {
+    const names = new Set(workers.flatMap((worker) => worker.shown.geometry.groups.map(({ name }) => name)));
     return [...names].sort((a, b) => this.hues.indexOf(a) - this.hues.indexOf(b));
   }
 
@@ -53,7 +90,7 @@ export class App {
     const at_s = this.timeline.momentOf(Date.now() / 1000);
     const frame = decodeFrame(bytes, shift_s);
     const id = frame.header.worker;
-    const worker = this.workers.get(id) ?? this.#addWorker(id);
+    const worker = this.roster.present(id, Date.now() / 1000);
     if (!worker.takeFrame(frame, bytes, at_s, shift_s)) {
       this.source?.restart();
       return;
@@ -68,6 +105,15 @@ export class App {
     this.isConnected = status.kind === "live";
     this.parts.status.show(status);
     this.requestRender(false);
+  }
+
+  /** Once a second: what changes although nothing comes. */
+  tick() {
+    this.roster.prune(Date.now() / 1000, this.timeline.position_s);
+    this.#dropFilterOfGone();
+    const key = this.recordedWorkers().map((worker) => `${worker.id} ${this.#presenceOf(worker)} ${this.noteOf(worker)}`).join("\n");
+    if (key !== this.tickKey) this.requestRender(true);
+    this.tickKey = key;
   }
 
   /** Draw before the screen's next picture. `isWanted`: somebody waits for it, so the strip follows at once. */
@@ -90,29 +136,28 @@ export class App {
     this.stopwatch.rendered(performance.now() - started_ms);
   }
 
-  #addWorker(id) {
-    const worker = new Worker(id);
-    this.workers.set(id, worker);
-    this.#shareMemory();
-    return worker;
+  #presenceOf({ presence }) {
+    return this.timeline.isLive ? presence.now(Date.now() / 1000) : presence.at(this.timeline.position_s);
   }
 
   #takeWorkers(list) {
-    const ids = new Set(list.map(({ worker }) => worker));
-    for (const id of this.workers.keys()) if (!ids.has(id)) this.workers.delete(id);
-    for (const info of list) (this.workers.get(info.worker) ?? this.#addWorker(info.worker)).info = info;
-    if (this.filters.worker && !ids.has(this.filters.worker)) this.filters.set({ worker: "" });
-    this.#shareMemory();
+    this.roster.take(list, Date.now() / 1000, this.timeline.position_s);
+    this.#dropFilterOfGone();
     this.requestRender(true);
+  }
+
+  /** Live, a filter for a worker that leaves would show nothing; whoever sets it later wants to step back. */
+  #dropFilterOfGone() {
+    const { worker: id } = this.filters;
+    const gone = new Set([...this.workers.values()].filter(({ presence }) => presence.isGone).map((worker) => worker.id));
+    const hasLeft = gone.has(id) && !this.knownGone.has(id) && this.timeline.isLive;
+    this.knownGone = gone;
+    if (id && (hasLeft || !this.workers.has(id))) this.filters.set({ worker: "" });
   }
 
   #takeProblem({ worker, message }) {
     const known = this.workers.get(worker);
     if (known) known.problem = message;
     this.requestRender(false);
-  }
-
-  #shareMemory() {
-    for (const worker of this.workers.values()) worker.history.maxBytes = MAX_BYTES / Math.max(1, this.workers.size);
   }
 }

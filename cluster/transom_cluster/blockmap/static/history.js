@@ -25,7 +25,7 @@ export class History {
     this.#placeKey(entry, frame, state);
     this.entries.push(entry);
     this.numBytes += entry.numBytes;
-    this.#trim(at_s);
+    this.trim(at_s);
   }
 
   get oldest_s() {
@@ -80,7 +80,8 @@ export class History {
     if (entry.whole || isLong) this.recordsSinceKey = this.diffsSinceKey = 0;
   }
 
-  #trim(now_s) {
+  /** Let go of what is too old or too much. */
+  trim(now_s) {
     for (;;) {
       const next = this.#nextStart();
       if (next < 0) return;

@@ -41,7 +41,10 @@ const chooseRequest = (request) => {
 
 const map = new MapView({
   scroller: find("map-scroller"), world: find("map-world"), canvas: find("map"),
-  view: { workers: () => app.visibleWorkers(), filters, hues },
+  view: {
+    workers: () => app.visibleWorkers(), dimmer: (worker) => app.dimmer(worker), hues, noteOf: (worker) => app.noteOf(worker),
+    isLeaving: (worker) => app.isLeaving(worker),
+  },
 });
 const inspector = new Inspector({ panel: find("inspector"), onRequest: chooseRequest });
 const describer = new Describer({ url: new URL("describe", ADDRESS), keys, onAnswer: (rows) => inspector.showDetails(rows) });
@@ -67,32 +70,35 @@ function draw() {
   if (paintedTheme !== theme.version) map.setStyles(theme.styles);
   paintedTheme = theme.version;
   const workers = app.visibleWorkers();
+  const there = app.workersThere();
   find("nothing").hidden = workers.length > 0;
+  setText(find("nothing"), app.whyNothing());
   setText(find("problems"), app.problemsOfUnseen().join(" "));
   map.paint();
   cursor.refresh();
   showTarget("frame");
   timeControls.update();
   filterControls.update([...app.workers.keys()], app.groupNames());
-  counters.update(workers);
-  legend.update(app.groupNames(), workers, theme.styles, theme.version);
-  requestsPanel.update(workers, filters.request);
+  counters.update(there);
+  legend.update(app.groupNames(), there, theme.styles, theme.version);
+  requestsPanel.update(there, filters.request);
   eventLog.update(app.timeline.isLive ? Infinity : app.timeline.shown_s, filters);
-  announcer.update(workers, timeControls.describe(), Date.now() / 1000);
+  announcer.update(there, timeControls.describe(), Date.now() / 1000);
   document.title = app.timeline.isLive ? "Transom blocks" : "Paused: Transom blocks";
 }
 
 function drawStrip() {
-  const workers = app.visibleWorkers();
-  const shown_s = app.timeline.isLive || !workers.length ? null : Math.max(...workers.map(({ shown }) => shown.time_s));
-  strip.update({ groups: app.groupNames(), workers, hues, colours: theme.colours, shown_s, chosenGroup: filters.group });
+  const workers = app.recordedWorkers();
+  const visible = app.visibleWorkers();
+  const shown_s = app.timeline.isLive || !visible.length ? null : Math.max(...visible.map(({ shown }) => shown.time_s));
+  strip.update({ groups: app.groupNames(workers), workers, hues, colours: theme.colours, shown_s, chosenGroup: filters.group });
 }
 
 /** `how`: what made the target another one, "pointer", "pin", "keyboard" or "frame". */
 function showTarget(how) {
   const { target } = cursor;
   inspector.show(target);
-  describer.lookAt(app.isConnected && app.timeline.isLive ? target : null);
+  describer.lookAt(app.isConnected && app.timeline.isLive && !target?.worker.presence.isGone ? target : null);
   tooltip.show(target === cursor.hovered || how === "keyboard" || document.activeElement === map.canvas ? target : null, rectOnScreen(target));
   if (how === "keyboard") announcer.say(lineOf(target));
 }
@@ -153,7 +159,7 @@ function bindButtons() {
     actions: {
       toggle, step, clear, zoom, goLive: () => app.timeline.goLive(), focusFilter: () => find("request-filter").focus(),
       focusMap: () => map.canvas.focus(), switchTheme: () => theme.toggle(), help: () => find("help").showModal(),
-      saySummary: () => announcer.saySummary(app.visibleWorkers(), timeControls.describe(), Date.now() / 1000),
+      saySummary: () => announcer.saySummary(app.workersThere(), timeControls.describe(), Date.now() / 1000),
       move: (dx, dy) => cursor.move(dx, dy), movePage: (direction) => cursor.movePage(direction),
       moveToEnd: (isLast) => cursor.moveToEnd(isLast), chooseRequest: chooseRequestOfTarget,
     },
@@ -186,4 +192,5 @@ app.cursor = cursor;
 bindMap();
 bindButtons();
 start();
+setInterval(() => app.tick(), 1000);
 app.requestRender(true);

@@ -6,14 +6,14 @@ import { Pixels } from "./pixels.js";
 import { placeSections, Zoom } from "./sections.js";
 import { SectionHeadings } from "./section_headings.js";
 
-/** `scroller` holds `world`, which holds the canvas. `view` is what the map looks at: {workers(), filters, hues}. */
+/** `scroller` holds `world`, which holds the canvas. `view` is what the map looks at: {workers(), dimmer(worker), hues, noteOf(worker), isLeaving(worker)}. */
 export class MapView {
   constructor({ scroller, world, canvas, view }) {
     Object.assign(this, { scroller, world, canvas, view });
     this.zoom = new Zoom();
     this.pixels = new Pixels(canvas);
     this.painter = new Painter(this.pixels);
-    this.headings = new SectionHeadings(world);
+    this.headings = new SectionHeadings(world, view);
     this.placed = { sections: [], heightPx: 0 };
     this.placedKey = "";
     this.styles = null;
@@ -110,14 +110,14 @@ export class MapView {
   }
 
   #partsInSight(scrollPx) {
-    const { filters, hues } = this.view;
+    const { hues } = this.view;
     const inSight = this.placed.sections.filter(({ top, bottom }) => bottom > scrollPx && top < scrollPx + this.pixels.height);
     return inSight.map(({ worker, layout, pagesTop }) => {
       const { geometry } = worker.shown;
       const firstRow = Math.max(0, Math.floor((scrollPx - pagesTop) / layout.pitchY));
       const endRow = Math.max(firstRow, Math.ceil((scrollPx + this.pixels.height - pagesTop) / layout.pitchY));
       return {
-        state: worker.shown, layout, hues: hues.of(geometry), isDimmed: filters.dimmer(worker), x: 0, y: pagesTop - scrollPx,
+        state: worker.shown, layout, hues: hues.of(geometry), isDimmed: this.view.dimmer(worker), x: 0, y: pagesTop - scrollPx,
         firstPage: Math.min(firstRow * layout.columns, geometry.numPages),
         endPage: Math.min(endRow * layout.columns, geometry.numPages),
       };

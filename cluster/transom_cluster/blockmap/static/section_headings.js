@@ -1,12 +1,13 @@
-/** The line above each worker's pages: who it is, how full, how busy, and what is wrong. */
+/** The line above each worker's pages: who it is, what is wrong, how full and how busy. */
 
 import { element, setText } from "./dom.js";
 import { formatBytes, formatCount, formatNoun } from "./format.js";
 
-/** Keeps one heading for each section in the world, at its place. */
+/** Keeps one heading for each section in the world, at its place. `view` is what to say: {noteOf(worker), isLeaving(worker)}. */
 export class SectionHeadings {
-  constructor(world) {
+  constructor(world, view) {
     this.world = world;
+    this.view = view;
     this.headings = new Map();
   }
 
@@ -18,20 +19,22 @@ export class SectionHeadings {
         this.headings.delete(id);
       }
     }
+    const hasNew = sections.some(({ worker }) => !this.headings.has(worker.id));
     for (const { worker, top } of sections) {
       const heading = this.#headingOf(worker);
+      if (hasNew) this.world.append(heading); // in the sections' order for who has them read out, whoever came last
       heading.style.top = `${top / pixelRatio}px`;
-      setText(heading.children[1], describe(worker));
-      setText(heading.children[2], worker.problem ?? "");
+      heading.classList.toggle("leaving", this.view.isLeaving(worker));
+      setText(heading.children[1], this.view.noteOf(worker));
+      setText(heading.children[2], describe(worker));
     }
   }
 
   #headingOf(worker) {
     let heading = this.headings.get(worker.id);
     if (heading === undefined) {
-      heading = element("h2", { class: "worker-heading" }, element("b", {}, worker.id), element("span"), element("em"));
+      heading = element("h2", { class: "worker-heading" }, element("b", {}, worker.id), element("em"), element("span"));
       this.headings.set(worker.id, heading);
-      this.world.append(heading);
     }
     return heading;
   }

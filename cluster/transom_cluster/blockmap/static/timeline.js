@@ -1,12 +1,14 @@
 /** Which moment is on the screen: the live one, or one of the last minutes. All workers are at the same moment. */
 
+import { AWAY } from "./presence.js";
+
 const SAME_MOMENT_S = 0.1; // frames of several workers that come together are one step
 
-/** `workers()` gives all, `visible()` those whose frames are steps; `onChange` is called when another moment is to be drawn. */
+/** `workers()` gives all, `recorded()` those whose frames are steps; `onChange` is called when another moment is to be drawn. */
 export class Timeline {
-  constructor({ workers, visible, onChange }) {
+  constructor({ workers, recorded, onChange }) {
     this.workers = workers;
-    this.visible = visible;
+    this.recorded = recorded;
     this.onChange = onChange;
     this.position_s = null; // null: live
     this.lastArrival_s = -Infinity;
@@ -67,7 +69,7 @@ export class Timeline {
     if (!this.hasPast) return;
     this.position_s = Math.min(Math.max(time_s, this.oldest_s), this.newest_s);
     for (const worker of this.workers()) {
-      if (worker.live === null) continue;
+      if (worker.live === null || worker.presence.at(this.position_s) === AWAY) continue;
       const index = Math.max(0, worker.history.indexAt(this.position_s));
       worker.shown = worker.history.stateAt(index);
     }
@@ -89,6 +91,6 @@ export class Timeline {
   }
 
   #histories() {
-    return this.visible().map((worker) => worker.history).filter((history) => history.entries.length > 0);
+    return this.recorded().map((worker) => worker.history).filter((history) => history.entries.length > 0);
   }
 }

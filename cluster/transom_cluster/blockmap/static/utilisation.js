@@ -7,6 +7,7 @@ export const BANDS = ["active", "held", "loose", "empty"]; // the order in which
 export class UtilisationSeries {
   constructor() {
     this.samples = new Map();
+    this.hasEnded = false;
   }
 
   takeFrame(header) {
@@ -14,8 +15,14 @@ export class UtilisationSeries {
     this.#put(header.time_s, [header.free_pages, ...header.counts.map((counts) => BANDS.map((band) => counts[band]))]);
   }
 
+  /** The worker left: its newest sample is its last. */
+  end() {
+    this.hasEnded = true;
+  }
+
   /** The sample of a second; the newest one stands until there is another, since a worker that rests says little. */
   at(second) {
+    if (this.hasEnded && second > this.#newest) return null;
     return this.samples.get(Math.min(second, this.#newest)) ?? null;
   }
 
@@ -27,7 +34,8 @@ export class UtilisationSeries {
 
   #put(time_s, sample) {
     const second = Math.floor(time_s);
-    this.#standUntil(second);
+    if (!this.hasEnded) this.#standUntil(second);
+    this.hasEnded = false;
     this.samples.set(second, sample);
     if (this.#newest === undefined || second > this.#newest) {
       this.#newest = second;

@@ -1,6 +1,7 @@
 /** One worker as the page knows it: its live state, its past, and the numbers to draw over time. */
 
 import { History } from "./history.js";
+import { Presence } from "./presence.js";
 import { UtilisationSeries } from "./utilisation.js";
 import { WorkerState } from "./worker_state.js";
 
@@ -12,6 +13,7 @@ export class Worker {
     this.live = null;
     this.shown = null;
     this.problem = null;
+    this.presence = new Presence();
     this.history = new History();
     this.series = new UtilisationSeries();
     this.firstTotals = null;
@@ -23,6 +25,7 @@ export class Worker {
   takeFrame(frame, bytes, at_s, shift_s = 0) {
     const { header } = frame;
     if (!header.whole && (this.live === null || header.sequence !== this.nextSequence)) return false;
+    this.presence.framed(at_s);
     this.nextSequence = header.sequence + 1;
     this.#apply(frame);
     this.history.push(bytes, frame, this.live, at_s, shift_s);
@@ -30,6 +33,14 @@ export class Worker {
     this.#rememberTotals(header.totals);
     this.problem = null;
     return true;
+  }
+
+  /** It is not there any more: what it said stays as its past. */
+  leave(now_s) {
+    this.presence.leave(now_s);
+    this.series.end();
+    this.info = { ...this.info, state: "" };
+    this.problem = null;
   }
 
   /** What was counted since the page was opened, up to the state shown. */
