@@ -23,6 +23,7 @@ export class App {
     this.parts = null;
     this.source = null; // a Connection; null in the demo
     this.isConnected = false;
+    this.connected_s = null; // since when: what did not come before that is nobody's fault
     this.knownGone = new Set(); // ids
     this.tickKey = "";
     this.isRenderDue = false;
@@ -52,7 +53,9 @@ export class App {
 
   /** What is wrong with a worker, as its heading says it. */
   noteOf({ presence, problem }) {
-    return presence.isGone ? `gone since ${formatTime(presence.goneSince_s)}` : (problem ?? "");
+    if (presence.isGone) return `gone since ${formatTime(presence.goneSince_s)}`;
+    const quiet_s = presence.quiet_s(Date.now() / 1000, this.connected_s);
+    return [problem, quiet_s && `nothing for ${Math.floor(quiet_s)} s`].filter(Boolean).join("; ");
   }
 
   /** A function (record, group) that says whether a block is dimmed, or null if none is. */
@@ -70,7 +73,8 @@ export class App {
 
   /** What is wrong with workers that have no section to say it in: a refused watcher gets no frame. */
   problemsOfUnseen() {
-    return [...this.workers.values()].filter(({ live, problem }) => live === null && problem).map(({ id, problem }) => `${id}: ${problem}`);
+    const unseen = [...this.workers.values()].filter(({ live }) => live === null).map((worker) => [worker.id, this.noteOf(worker)]);
+    return unseen.filter(([, note]) => note).map(([id, note]) => `${id}: ${note}`);
   }
 
   /** Names of the groups of workers, by default those shown, in the order of their hues. */
@@ -103,6 +107,7 @@ export class App {
 
   setStatus(status) {
     this.isConnected = status.kind === "live";
+    this.connected_s = this.isConnected ? Date.now() / 1000 : null;
     this.parts.status.show(status);
     this.requestRender(false);
   }
@@ -111,7 +116,8 @@ export class App {
   tick() {
     this.roster.prune(Date.now() / 1000, this.timeline.position_s);
     this.#dropFilterOfGone();
-    const key = this.recordedWorkers().map((worker) => `${worker.id} ${this.#presenceOf(worker)} ${this.noteOf(worker)}`).join("\n");
+    this.#sayWhoIsQuiet();
+    const key = [...this.workers.values()].map((worker) => `${worker.id} ${this.#presenceOf(worker)} ${this.noteOf(worker)}`).join("\n");
     if (key !== this.tickKey) this.requestRender(true);
     this.tickKey = key;
   }
@@ -138,6 +144,13 @@ export class App {
 
   #presenceOf({ presence }) {
     return this.timeline.isLive ? presence.now(Date.now() / 1000) : presence.at(this.timeline.position_s);
+  }
+
+  #sayWhoIsQuiet() {
+    const isNew = ({ presence }) => !presence.isQuietTold && presence.quiet_s(Date.now() / 1000, this.connected_s) > 0;
+    const quiet = [...this.workers.values()].filter(isNew);
+    for (const { presence } of quiet) presence.isQuietTold = true;
+    if (quiet.length) this.parts.announcer.say(quiet.map((worker) => `${worker.id}: ${this.noteOf(worker)}.`).join(" "));
   }
 
   #takeWorkers(list) {

@@ -185,7 +185,7 @@ function start() {
   app.source.run();
 }
 
-app.parts = { draw, drawStrip, eventLog, status: new StatusLine({ pill: find("status"), message: find("status-message"), announcer }) };
+app.parts = { draw, drawStrip, eventLog, announcer, status: new StatusLine({ pill: find("status"), message: find("status-message"), announcer }) };
 globalThis.transomBlockMap = app; // for the console and the tests
 app.map = map;
 app.cursor = cursor;

@@ -1,15 +1,18 @@
-/** When a worker was there, as far as this page saw it. */
+/** When a worker was there, as far as this page saw it, and whether its frames have stopped. */
 
 export const HERE = "here";
 export const JUST_GONE = "just gone"; // shown for a little longer, so that nobody wonders what has become of it
 export const AWAY = "away";
 
 export const JUST_GONE_S = 10;
+export const QUIET_AFTER_S = 12; // a worker that rests sends a frame every 5 s
 
 /** One worker's: from its first frame on, but for its absences. Times are the page's. */
 export class Presence {
   constructor() {
     this.firstFrame_s = null;
+    this.heard_s = null; // its last frame, or when it came
+    this.isQuietTold = false;
     this.absences = []; // [from_s, until_s], in order; the last one is open (Infinity) while the worker is gone
   }
 
@@ -28,6 +31,7 @@ export class Presence {
   }
 
   comeBack(now_s) {
+    if (this.isGone || this.heard_s === null) this.heard_s = now_s;
     if (this.isGone) this.absences[this.absences.length - 1][1] = now_s;
   }
 
@@ -35,6 +39,8 @@ export class Presence {
   framed(at_s) {
     this.comeBack(at_s);
     this.firstFrame_s ??= at_s;
+    this.heard_s = at_s;
+    this.isQuietTold = false;
     const last = this.absences[this.absences.length - 1];
     if (last !== undefined && last[1] > at_s) last[1] = at_s; // a moment may begin just before the frame that it is of
   }
@@ -42,6 +48,13 @@ export class Presence {
   /** Forget absences that were over before a time. */
   forgetBefore(time_s) {
     this.absences = this.absences.filter(([, until_s]) => until_s >= time_s);
+  }
+
+  /** For how long it should have sent something and has not, 0 while all is well. The stream is open since `open_s`. */
+  quiet_s(now_s, open_s) {
+    if (this.isGone || this.heard_s === null || open_s === null) return 0;
+    const quiet_s = now_s - Math.max(this.heard_s, open_s);
+    return quiet_s > QUIET_AFTER_S ? quiet_s : 0;
   }
 
   /** `HERE`, `JUST_GONE` or `AWAY` now. */
