@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from transom_cluster.answer import Answer
 from transom_cluster.answer_meter import AnswerMeter
+from transom_cluster.client_presence import while_client_stays
 from transom_cluster.openai.errors import wire_error, wire_error_of
 from transom_cluster.openai.writers import Writer, data_line
 from transom_cluster.request_lives import RequestLife
@@ -51,19 +50,7 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
         scope.setdefault("state", {})["request_id"] = self._requests[0].request_id  # for metrics of the whole request
-        work = asyncio.ensure_future(self._run(scope, receive, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            gone.cancel()
-            if not work.done():
-                self._life.client_left()
-                work.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await work
+        await while_client_stays(self._run(scope, receive, send), receive, left=self._life.client_left)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._router.answer(self._requests, self._life) as answer:
@@ -129,8 +116,3 @@ class AnswerResponse(Response):
         self._meter.shown(event)
         self._writer.usage.add(index, event)
         return event
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from typing import Any
 
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from transom_cluster.background import BackgroundTasks
 from transom_cluster.blockmap.feed import Feed, sse_json
 from transom_cluster.blockmap.outbox import Outbox
+from transom_cluster.client_presence import while_client_stays
 from transom_cluster.router import Router
 
 LOOK_S = 0.25  # for workers that came or went, and for the router's end
@@ -39,17 +39,9 @@ class BlockStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, and leave nothing behind."""
-        work = asyncio.ensure_future(self._send_all(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            await while_client_stays(self._send_all(send), receive)
         finally:
-            gone.cancel()
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await work
             await self._tasks.cancel()
 
     async def _send_all(self, send: Send) -> None:
@@ -77,8 +69,3 @@ class BlockStream(Response):
         if present != self._told:
             self._told = present
             self._outbox.put(sse_json("workers", present))
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
