@@ -41,6 +41,7 @@ class MapPage:
         self.server = server
         self.errors: list[str] = []
         self.num_sent = 0
+        self.time_s = 0.0
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
 
@@ -57,6 +58,18 @@ class MapPage:
             self.server.send(frame)
             self.num_sent += 1
             self.wait_for_frames(self.num_sent)
+
+    def hold_clock(self) -> None:
+        """From now on, and before `open`, the page's clock stands but for `pass_time`; its timers run on."""
+        self.time_s = 1_700_000_000.0
+        self.page.clock.set_fixed_time(self.time_s)
+
+    def pass_time(self, seconds: float) -> None:
+        """Set the clock on, let the page notice, and wait until it is drawn."""
+        self.time_s += seconds
+        self.page.clock.set_fixed_time(self.time_s)
+        self.page.evaluate("transomBlockMap.tick()")
+        self.settle()
 
     def wait_for_frames(self, number: int) -> None:
         """Wait until so many frames were taken and drawn."""

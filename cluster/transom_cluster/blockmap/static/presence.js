@@ -66,7 +66,7 @@ export class Presence {
   /** The same at a moment of the past. */
   at(time_s) {
     if (this.firstFrame_s === null || time_s < this.firstFrame_s) return AWAY;
-    const absence = this.absences.findLast(([from_s]) => from_s <= time_s);
+    const absence = this.absences.findLast(([from_s]) => from_s < time_s);
     if (absence === undefined || time_s >= absence[1]) return HERE;
     return time_s - absence[0] < JUST_GONE_S ? JUST_GONE : AWAY;
   }
