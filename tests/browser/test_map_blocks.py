@@ -161,11 +161,16 @@ def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(1, first, ACTIVE, references=1)
     worker.put(0, 48, EVICTED)
     block_map.send(worker.frame())
-    assert TEXT in block_map.colours(0, 48), "the flash lies over the new group's cells"
+    assert block_map.colours(1, first) == {VERMILLION, WHITE}, "in use: its own hue with a cross"
+    crossed, empty = block_map.cell(1, first + 1), block_map.cell(1, first + 2)
+    assert crossed[0] == empty[0], "its own look"
+    assert {pixel for row in crossed for pixel in row} == {TEXT, *empty[0]}, "with a cross"
+    assert len({pixel for row in empty for pixel in row}) == 1, "where nothing was evicted there is no mark"
     del worker.records[0, 48]
     worker._changed.add((0, 48))
     block_map.send(worker.frame())
     assert block_map.colours(1, first) == {VERMILLION}
+    assert block_map.colours(1, first + 1) == set(empty[0])
 
 
 def test_cached_blocks_fade_with_age(block_map: MapPage, worker: FakeWorker) -> None:

@@ -25,6 +25,15 @@ export class Geometry {
     return Math.floor((block * this.groups[group].stride_bytes) / this.pageBytes);
   }
 
+  /** The blocks of another group that have bytes of a block, among those of its page. */
+  blocksOver(group, block, other) {
+    const page = this.pageOf(group, block);
+    const [stride, otherStride] = [this.groups[group].stride_bytes, this.groups[other].stride_bytes];
+    const first = Math.max(this.firstBlocks[other][page], Math.floor((block * stride) / otherStride));
+    const end = Math.min(this.endBlocks[other][page], Math.ceil(((block + 1) * stride) / otherStride));
+    return Array.from({ length: Math.max(0, end - first) }, (_, i) => first + i);
+  }
+
   #edges(group, side) {
     const edges = new Uint32Array(this.numPages);
     const round = side === 0 ? Math.ceil : Math.floor;

@@ -82,17 +82,32 @@ export class Painter {
     }
   }
 
-  /** A page that was given back, or leased to another group, has no cells of the evicted blocks: they show above it once. */
+  /** A page that was given back has no cells: evicted blocks show above it once. One that another group has shows its own, marked. */
   #paintEvictedElsewhere(part, firstPageSlot, styles) {
-    const { state, layout } = part;
+    const { state } = part;
     for (const [group, block] of state.evicted) {
       const page = state.geometry.pageOf(group, block);
       if (page < part.firstPage || page >= part.endPage || state.owners[page] === group + 1) continue;
-      const [x, y, w, h] = blockRect(layout, state.geometry, group, block);
-      const style = styleOf(part, group, state.geometry.recordOf(group, block));
-      this.pixels.cell(x + part.x, y + part.y, w, h, style, styles);
+      if (state.owners[page] === 0) this.#paintEvicted(part, group, block, styles);
+      else for (const heir of state.geometry.blocksOver(group, block, state.owners[page] - 1)) this.#paintHeir(part, state.owners[page] - 1, heir, styles);
       this.paintedOwners[firstPageSlot + page - part.firstPage] = NOT_PAINTED;
     }
+  }
+
+  #paintEvicted(part, group, block, styles) {
+    const { geometry } = part.state;
+    const [x, y, w, h] = blockRect(part.layout, geometry, group, block);
+    this.pixels.cell(x + part.x, y + part.y, w, h, styleOf(part, group, geometry.recordOf(group, block)), styles);
+  }
+
+  /** A cell whose bytes were another group's until this frame. */
+  #paintHeir(part, group, block, styles) {
+    const { geometry, references } = part.state;
+    const [x, y, w, h] = blockRect(part.layout, geometry, group, block);
+    const record = geometry.recordOf(group, block);
+    const rect = [x + part.x, y + part.y, w, h];
+    if (references[record] > 0) this.pixels.cell(...rect, styleOf(part, group, record, true), styles);
+    else this.pixels.crossedCell(...rect, styleOf(part, group, record), styles);
   }
 
   #corner(part, page) {
@@ -101,10 +116,11 @@ export class Painter {
   }
 }
 
-/** The look of one block now. */
-export function styleOf({ state, hues, isDimmed }, group, record) {
+/** The look of one block now; `isHeir` of one that is in use, and whose bytes held an evicted block of another group. */
+export function styleOf({ state, hues, isDimmed }, group, record, isHeir = false) {
   let kind = state.states[record];
-  if (kind === REPAIR) kind = state.isShared(record) ? REPAIR_SHARED : REPAIR;
+  if (isHeir) kind = EVICTED_IN_USE;
+  else if (kind === REPAIR) kind = state.isShared(record) ? REPAIR_SHARED : REPAIR;
   else if (kind === EVICTED && state.references[record] > 0) kind = EVICTED_IN_USE;
   else if (state.isShared(record)) kind = SHARED;
   const fade = kind === LOOSE || kind === HELD ? fadeOf(state.age_s(record)) : 0;

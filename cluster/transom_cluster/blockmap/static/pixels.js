@@ -1,7 +1,7 @@
 /** A canvas as an array of pixels: rectangles and marks written straight into memory, shown in one piece. */
 
 import { EVICTED, HELD, REPAIR, SHARED } from "./worker_state.js";
-import { EVICTED_IN_USE, kindOf, REPAIR_SHARED } from "./colours.js";
+import { EVICTED_IN_USE, kindOf, REPAIR_SHARED, styleNumber } from "./colours.js";
 
 /** Draws clipped rectangles and cells, and puts the rows that changed on the canvas. */
 export class Pixels {
@@ -59,6 +59,14 @@ export class Pixels {
     }
   }
 
+  /** A block in its look, crossed as an evicted one. Where a cross has no room the whole cell is as black as that. */
+  crossedCell(x, y, w, h, style, styles) {
+    const black = styles.fill[styleNumber(0, EVICTED, 0, false)];
+    this.cell(x, y, w, h, style, styles);
+    if (hasRoomForCross(w, h)) this.#cross(x, y, w, h, black);
+    else this.rect(x, y, w, h, black);
+  }
+
   /** Show what was drawn since the last call. */
   flush() {
     if (this.top < this.bottom) this.context.putImageData(this.image, 0, 0, 0, this.top, this.width, this.bottom - this.top);
@@ -88,7 +96,7 @@ export class Pixels {
   }
 
   #cross(x, y, w, h, pixel) {
-    if (Math.min(w, h) < 6) return;
+    if (!hasRoomForCross(w, h)) return;
     const half = Math.max(0.7, Math.min(w, h) / 12);
     const margin = Math.max(1, Math.min(w, h) / 6);
     const isOn = (dx, dy) => {
@@ -108,6 +116,10 @@ export class Pixels {
       }
     }
   }
+}
+
+function hasRoomForCross(w, h) {
+  return Math.min(w, h) >= 6;
 }
 
 function strokeOf(w, h) {
