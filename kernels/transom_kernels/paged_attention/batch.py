@@ -17,7 +17,7 @@ class PagedBatch:
 
     Column `c` of `block_table` is logical block `c` while `c < num_pinned_blocks`, else
     `first_block[b] + c - num_pinned_blocks`; only columns with a key in `[0, start + count)` are valid, the rest is -1.
-    Host copies (`*_host`) are the same numbers as Python ints, for paths that slice.
+    Host copies (`*_host`) are the same numbers as Python ints, for paths that slice; of tables none where Triton's kernels run.
     """
 
     block_size: int

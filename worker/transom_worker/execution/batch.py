@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from transom_kernels.launch import uses_triton
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.execution.block_tables import BlockTables
 from transom_worker.execution.sequences import SequenceStore
@@ -44,6 +45,8 @@ class BatchBuilder:
         self._layout, self._device = layout, device
         self._caches, self._compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
         self._group_of_layer = group_of_layer(layout)
+        # Triton's kernels do: a list of a long batch's tables takes milliseconds
+        self._finds_blocks_itself = uses_triton(slab)
 
     def build(self, plan: StepPlan, store: SequenceStore) -> ForwardBatch:
         """The forward pass that the plan asks for; deltas and new tokens are applied already.
@@ -97,7 +100,7 @@ class BatchBuilder:
             slots=self._tensor(slots),
             query_offset=bounds[0],
             start=bounds[1],
-            block_table_host=block_table.tolist(),
+            block_table_host=[] if self._finds_blocks_itself else block_table.tolist(),
             first_block_host=first_block.tolist(),
             attend_from_host=attend_from,
             start_host=spans.start_host,

@@ -13,26 +13,64 @@ from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
+WARM_UP_TOKENS = 16
+MORE_TOKENS = (
+    64,
+    256,
+    1024,
+    4096,
+)  # the tiles of experts, and torch's choice of matrix products, go by the number of rows
+PAST_TOKENS = 2100  # so many that one token's keys are shared out over programs
 
-def dry_run(model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int]) -> None:
-    """One forward pass over sequences of `counts` tokens: reads block 0 throughout, writes to the dump blocks alone."""
+
+def warm_up(
+    model: Model,
+    builder: BatchBuilder,
+    groups: Sequence[GroupSpec],
+    *,
+    most_tokens: int,
+    max_model_len: int,
+    compiles: bool,
+) -> torch.Tensor:
+    """Lets operators pick and cache what they need for a prompt and for decoding; returns logits [1, V].
+
+    Where kernels are compiled when first launched, every kind of step is tried, so that no request waits for a compiler.
+    """
+    steps = [(0, min(WARM_UP_TOKENS, most_tokens, max_model_len))]
+    if compiles:
+        steps += [(0, count) for count in MORE_TOKENS if count <= min(most_tokens, max_model_len)]
+        past = min(PAST_TOKENS, max_model_len - 3)
+        steps += [(past, count) for count in (3, 1) if past > 0 and count <= most_tokens]
+    for start, count in steps:
+        dry_run(model, builder, groups, [count], start=start)
+    return dry_run(model, builder, groups, [1])
+
+
+def dry_run(
+    model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int], *, start: int = 0
+) -> torch.Tensor:
+    """One forward pass over sequences of `counts` new tokens behind `start`: reads block 0 throughout, writes to the dump blocks
+    alone. Returns their logits, [B, V]."""
     store = SequenceStore(groups, max_num_seqs=len(counts))
-    for seq_id, count in enumerate(counts):
-        store.add(_blank_sequence(seq_id, count))
+    ends = [start + count for count in counts]
+    for seq_id, end in enumerate(ends):
+        store.add(_blank_sequence(seq_id, end))
         for tables in store.tables:
-            blocks = [0] * -(-count // tables.block_size)
+            blocks = [0] * -(-end // tables.block_size)
             tables.apply(store[seq_id].row, dropped=0, first_block=0, blocks=blocks)
     plan = StepPlan(
         step_id=-1,
         seq_ids=list(range(len(counts))),
-        start=[0] * len(counts),
+        start=[start] * len(counts),
         count=list(counts),
         attend_from=[[0] * len(counts) for _ in groups],
-        write_from=[list(counts) for _ in groups],
-        logits_from=[count - 1 for count in counts],
+        write_from=[list(ends) for _ in groups],
+        logits_from=[end - 1 for end in ends],
     )
     with torch.inference_mode():
-        model.forward(builder.build(plan, store)).max(-1).indices.tolist()
+        logits_BV = model.forward(builder.build(plan, store))
+        logits_BV.max(-1).indices.tolist()
+    return logits_BV
 
 
 def worst_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:

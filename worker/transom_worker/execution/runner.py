@@ -11,12 +11,12 @@ import time
 import torch
 
 from transom_worker.config import EngineConfig
-from transom_worker.contract import TokenLogprobs
+from transom_worker.contract import SamplingParams, TokenLogprobs
 from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution import memory
 from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
-from transom_worker.execution.dry_run import dry_run, worst_counts
+from transom_worker.execution.dry_run import dry_run, warm_up, worst_counts
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUse
 from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
@@ -30,7 +30,7 @@ from transom_worker.sampling.sampler import Sampled
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
 
-WARM_UP_TOKENS = 16
+WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1)  # penalties are a kernel of their own
 
 logger = logging.getLogger("transom.worker")
 
@@ -283,11 +283,17 @@ class ModelRunner:
         builder = self._make_builder(layout, allocate_slab(layout, self._loaded.device))
         dry_run(self._model, builder, [group.spec for group in layout.groups], counts)
 
+    @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Lets operators pick and cache what they need for a prompt and for decoding."""
-        prompt = min(WARM_UP_TOKENS, self._max_model_len, self._config.scheduler.max_num_batched_tokens)
-        for count in (prompt, 1):
-            dry_run(self._model, self._builder, self._groups, [count])
+        scheduler, compiles = self._config.scheduler, self._loaded.device.type == "cuda"
+        logits_1V = warm_up(
+            self._model, self._builder, self._groups,
+            most_tokens=scheduler.max_num_batched_tokens, max_model_len=self._max_model_len, compiles=compiles,
+        )  # fmt: skip
+        if compiles:
+            self._sampler.add(-1, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
+            self._sampler.sample(logits_1V, [-1])
+            self._sampler.remove(-1)
 
 
 def _logit_row_ends(plan: StepPlan) -> list[int]:
