@@ -124,8 +124,8 @@ class FakeWorker:
     def counts(self) -> list[dict[str, int]]:
         """Blocks by group and state."""
         found: list[list[int]] = [[] for _ in self.strides]
-        for (group, _), (state, *_rest) in self.records.items():
-            found[group].append(state)
+        for (group, _), (state, references, *_rest) in self.records.items():
+            found[group].append(ACTIVE if state == EVICTED and references else state)
         return [{band: sum(states.count(s) for s in wanted) for band, wanted in BANDS.items()} for states in found]
 
     def _header(self, whole: bool) -> dict[str, Any]:

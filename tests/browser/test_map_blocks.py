@@ -136,6 +136,22 @@ def test_an_evicted_block_that_is_in_use_again_keeps_its_hue(block_map: MapPage,
     assert block_map.colours(0, 5) == {BLUE, WHITE}, "a full pool would look as if nobody used it"
 
 
+def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWorker) -> None:
+    states = [ACTIVE, ACTIVE, REPAIR, EVICTED, EVICTED, EVICTED, LOOSE, HELD, HELD]
+    references = [1, 2, 1, 1, 2, 0, 0, 0, 0]
+    for block, (state, num) in enumerate(zip(states, references, strict=True)):
+        worker.put(0, block, state, references=num)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    rows = block_map.page.locator("#legend tbody tr")
+    counts = worker.counts()[0]
+    cells = rows.locator("td:nth-child(2)").all_inner_texts()
+    assert cells == [str(n) for n in (5, 2, 1, counts["held"], counts["loose"], counts["empty"], 3)]
+    assert counts["active"] == 5
+    block_map.page.keyboard.press("s")
+    assert "5 blocks active" in (block_map.page.locator("#announcer").text_content() or "")
+
+
 def test_an_eviction_flashes_in_a_page_that_was_given_back(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 49, HELD, hash_prefix=7)
     block_map.open()

@@ -175,7 +175,8 @@ def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPag
     second = text(fake.frame())  # says nothing about blocks
     body = """const worker = new Worker("w0");
     argument.forEach((text, i) => { const bytes = fromBase64(text); worker.takeFrame(decodeFrame(bytes), bytes, i); });
-    return [worker.live.numBlocks(0, 1) + worker.live.numBlocks(0, 3), worker.live.numBlocks(1, 1)];"""
+    const { states, geometry } = worker.live, [, second] = geometry.offsets;
+    return [0, second].map((from, g) => states.subarray(from, from + geometry.groups[g].num_blocks).filter(Boolean).length);"""
     assert run(modules, "worker:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
 
 

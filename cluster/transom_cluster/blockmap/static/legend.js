@@ -9,8 +9,8 @@ import { ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, SHARED } from "./worker_st
 const SWATCH_CSS_PX = 18;
 const ROWS = [
   { column: ACTIVE, name: "Active", meaning: "a request uses it" },
-  { column: SHARED, name: "Shared", meaning: "several requests use it" },
-  { column: REPAIR, name: "In repair", meaning: "its window is replayed" },
+  { column: SHARED, name: "Shared", meaning: "active: several requests use it" },
+  { column: REPAIR, name: "In repair", meaning: "active: its window is replayed" },
   { column: HELD, name: "Cached, held", meaning: "a checkpoint counts on it" },
   { column: LOOSE, name: "Cached, left behind", meaning: "first to go; fades" },
   { column: EMPTY, name: "Empty", meaning: "holds nothing" },

@@ -9,10 +9,11 @@ export const LOOSE = 3;
 export const HELD = 4;
 export const REPAIR = 5;
 export const EVICTED = 6;
-export const SHARED = 7; // a column of the tally, not a state: active with several references
+export const SHARED = 7; // a column of the tally, not a state: several references
 
 export const UNKNOWN = 0xffffffff;
 const BORN_UNKNOWN = 0x7fffffff;
+const BANDS = { [EMPTY]: "empty", [ACTIVE]: "active", [LOOSE]: "loose", [HELD]: "held" };
 const TALLY_COLUMNS = 8;
 const RECORD_WORDS = 5;
 
@@ -61,12 +62,17 @@ export class WorkerState {
   }
 
   isShared(record) {
-    return this.references[record] > 1 && (this.states[record] === ACTIVE || this.states[record] === REPAIR);
+    const state = this.states[record];
+    return this.references[record] > 1 && (state === ACTIVE || state === REPAIR || state === EVICTED);
   }
 
-  /** The number of blocks of a group in a state (or `SHARED`). */
+  /**
+   * The number of blocks of a group in a state (or `SHARED`). Active, held, loose and empty ones are the frame's own counts:
+   * there a block that is in repair, or was just evicted and is in use again, is active.
+   */
   numBlocks(group, column) {
-    return this.tally[group * TALLY_COLUMNS + column];
+    const band = BANDS[column];
+    return band ? this.counts[group][band] : this.tally[group * TALLY_COLUMNS + column];
   }
 
   /** All that can change, compactly; `restore` takes it. */
