@@ -18,6 +18,8 @@ from transom_worker.model_files import resolve_model
 from transom_worker.tokenizer import Tokenizer
 from transom_worker.weights import load_weights
 
+pytestmark = pytest.mark.timeout(900)  # a real model computes for minutes where others compute beside it
+
 NUM_TOKENS = 12
 NEAR_TIE = 1e-4  # design section 5: a divergence is excused only below this margin
 LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 100, 127, 128)
