@@ -84,7 +84,7 @@ def attention_cases() -> Iterator[Compilation]:
             if rows < 128 or widths[0] < 256:  # tiles of prompts have 64 rows there
                 yield attention(rows, *widths)
     yield from (attention(rows, 512, 512) for rows in (8, 32))
-    for widths in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
+    for widths in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)):
         yield from (attention(rows, *widths, dtype="fp32") for rows in (8, 32))
     everything = {"WINDOW": 128, "SINKS": 4, "CHUNK": 8192, "HAS_SINK_LOGITS": True, "HAS_SOFT_CAP": True}
     for rows in (8, 128):

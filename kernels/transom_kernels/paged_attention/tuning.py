@@ -49,11 +49,11 @@ def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) 
 
     Each kind has tiles of its own, so that a sequence's result does not depend on which kinds are beside it.
     """
-    rows = _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes)
+    tokens = max(1, _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes) // group)
     return (
         Tiling(least=1, most=1, tile_tokens=1, split_keys=DECODE_SPLIT_KEYS),
-        Tiling(least=2, most=FEW_TOKENS, tile_tokens=FEW_TOKENS, split_keys=DECODE_SPLIT_KEYS),
-        Tiling(least=FEW_TOKENS + 1, most=2**31 - 1, tile_tokens=max(1, rows // group), split_keys=0),
+        Tiling(least=2, most=FEW_TOKENS, tile_tokens=min(FEW_TOKENS, tokens), split_keys=DECODE_SPLIT_KEYS),
+        Tiling(least=FEW_TOKENS + 1, most=2**31 - 1, tile_tokens=tokens, split_keys=0),
     )
 
 
