@@ -23,7 +23,7 @@ def add_to(api: FastAPI, router: Router) -> None:
     async def requests(request: Request, state: _State = None, limit: _Limit = 100) -> dict[str, Any]:
         return {"requests": await last_requests(router, request.state.client, state, limit)}
 
-    @api.get("/debug/requests/{request_id}", summary="What happened to a request, step by step")
+    @api.get("/debug/requests/{request_id:path}", summary="What happened to a request, step by step")
     async def life(request: Request, request_id: str) -> dict[str, Any]:
         found = await whole_life(router, request_id, request.state.client)
         if found is None:

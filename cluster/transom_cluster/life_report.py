@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from transom_cluster.router import Router
+from transom_worker.lives import place_of
 
 ASK_TIMEOUT_S = 2.0
 
@@ -24,7 +25,7 @@ async def whole_life(router: Router, request_id: str, client: str) -> dict[str, 
     asked = await asyncio.gather(*(_worker_part(router, worker, line["id"]) for worker in line["workers"]))
     parts = dict(zip(line["workers"], asked, strict=True))
     told = [step for part in parts.values() if isinstance(part, list) for step in part]
-    steps = sorted((*own["steps"], *told), key=lambda step: step["at_s"])
+    steps = sorted((*own["steps"], *(_with_choice(step, line) for step in told)), key=lambda step: step["at_s"])
     return {
         **line,
         "times": phase_times(told),
@@ -79,6 +80,15 @@ async def _worker_part(router: Router, worker: str, answer_id: str) -> Steps | s
     except Exception:  # whatever a call to a worker that is ill or gone raises
         return "no answer"
     return steps or "forgotten"
+
+
+def _with_choice(step: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """A worker's step with the number that the router gives its choice: workers do not know how many a prompt has."""
+    place = place_of(step["request_id"])
+    if line["choices"] == 1 or place is None:
+        return step
+    prompt, choice = place
+    return {**step, "choice": prompt * (line["choices"] // line["prompts"]) + choice}
 
 
 def _shown(step: dict[str, Any], arrival_s: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class RequestLife(Life):
         "num_hit_tokens",
         "num_output_tokens",
         "num_prompt_tokens",
+        "num_prompts",
         "num_resumes",
         "outer_id",
         "stream",
@@ -59,6 +60,7 @@ class RequestLife(Life):
         self.outer_id = outer_id  # the x-request-id that it came with
         self.trace = trace
         self.num_choices = len(requests)
+        self.num_prompts = sum(one.choice_index == 0 for one in requests)
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in requests if one.choice_index == 0)
         self.num_output_tokens = 0  # of all choices, once they have ended
         self.num_hit_tokens = 0
@@ -175,6 +177,7 @@ class RequestLife(Life):
             "first_token_after_s": self.first_token_s - self.arrival_s if self.first_token_s else None,
             "workers": list(self.workers),
             "resumes": self.num_resumes,
+            "prompts": self.num_prompts,
             "choices": self.num_choices,
             "prompt_tokens": self.num_prompt_tokens,
             "hit_tokens": self.num_hit_tokens,

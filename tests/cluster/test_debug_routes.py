@@ -69,14 +69,31 @@ async def test_an_id_that_the_request_came_with_names_it_too(api: Api) -> None:
     assert "x-request-id" not in response.headers
     life = await life_of(api, "my-own-1")
     assert (life["id"], life["x_request_id"]) == (response.json()["id"], "my-own-1")
+    slashed = {"x-request-id": "job/7/a"}
+    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=slashed)
+    for path in ("job/7/a", "job%2F7%2Fa"):
+        assert (await life_of(api, path))["id"] == response.json()["id"]
     await api.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x" * 1000})
-    assert [line["x_request_id"] for line in await lines_of(api)] == ["x" * 128, "my-own-1"]
+    assert [line["x_request_id"] for line in await lines_of(api)] == ["x" * 128, "job/7/a", "my-own-1"]
 
 
 async def test_choices_are_told_apart(api: Api) -> None:
     life = await life_of(api, (await api.complete(n=3)).json()["id"])
     assert [step["choice"] for step in life["steps"] if step["what"] == "finished"] == [0, 1, 2]
     assert (life["choices"], life["prompt_tokens"], life["output_tokens"]) == (3, 2, 9)
+
+
+async def test_workers_steps_have_the_routers_number_of_their_choice(api: Api) -> None:
+    """Over all prompts: a request with two prompts and three choices of each has the choices 0 to 5."""
+    request_id = (await api.complete(prompt=["a", "b"], n=3)).json()["id"]
+    own = await life_of(api, request_id)
+    assert (own["prompts"], own["choices"]) == (2, 6)
+    for place in ("0-0", "0-2", "1-0", "1-2+1"):
+        one = {"worker": "w0", "request_id": f"{request_id}-{place}", "what": "queued"}
+        api.worker.life.append({"at_s": own["arrival_s"] + len(api.worker.life), **one})
+    steps = (await life_of(api, request_id))["steps"]
+    assert [step["choice"] for step in steps if step["what"] == "queued"] == [0, 2, 3, 5]
+    assert {step["choice"] for step in steps if step["what"] == "placed"} == set(range(6))
 
 
 async def test_what_workers_tell_is_sorted_in(api: Api) -> None:
@@ -88,6 +105,7 @@ async def test_what_workers_tell_is_sorted_in(api: Api) -> None:
         api.worker.life.append(step)
     life = await life_of(api, request_id)
     assert kinds(life)[-4:] == ["queued", "admitted", "first_token", "finished"]
+    assert not any("choice" in step for step in life["steps"]), "there is only one"
     assert life["worker_parts"] == {"w0": "told"}
     assert life["times"] == pytest.approx({"queue_s": 0.25, "prefill_s": 1.0, "decode_s": 2.0})
 

@@ -13,7 +13,7 @@ from engine_driver import make_engine, make_request, run
 from lost_windows import lose_windows
 from transom_worker.engine import Engine
 from transom_worker.errors import RankLost, WorkerLost
-from transom_worker.lives import MAX_FINISHED_STEPS, MAX_LIVES, MAX_STEPS, Life, Lives, answer_id_of
+from transom_worker.lives import MAX_FINISHED_STEPS, MAX_LIVES, MAX_STEPS, Life, Lives, answer_id_of, place_of
 
 
 def steps_of(engine: Engine, request_id: str, what: str | None = None) -> list[dict[str, Any]]:
@@ -167,6 +167,7 @@ def test_no_text_and_no_ids_of_tokens(tiny_model: Path) -> None:
 def test_ids_that_clients_see() -> None:
     for request_id in ("chatcmpl-0f-0-0", "chatcmpl-0f-12-3", "chatcmpl-0f-0-0+2", "chatcmpl-0f"):
         assert answer_id_of(request_id) == "chatcmpl-0f"
+    assert [place_of(f"chatcmpl-0f{end}") for end in ("-0-0", "-12-3", "-1-2+2", "")] == [(0, 0), (12, 3), (1, 2), None]
 
 
 def test_a_long_life_keeps_its_beginning_and_its_end() -> None:

@@ -16,13 +16,19 @@ MAX_FINISHED_STEPS = 40_000  # of all finished requests together: about 14 MB
 _NUM_FIRST = 50  # steps that a long life keeps from its beginning
 _NUM_SUMMED = 50  # steps that are summed up at once
 
-_ATTEMPT = re.compile(r"(.+)-\d+-\d+(?:\+\d+)?")
+_ATTEMPT = re.compile(r"(.+)-(\d+)-(\d+)(?:\+\d+)?")
 
 
 def answer_id_of(request_id: str) -> str:
     """The id that the client saw: workers know requests as `{answer}-{prompt}-{choice}`, with `+{attempt}` where they went on."""
     match = _ATTEMPT.fullmatch(request_id)
     return match[1] if match else request_id
+
+
+def place_of(request_id: str) -> tuple[int, int] | None:
+    """Which prompt of its answer, and which choice of that prompt, a worker's request is; None where its id does not say."""
+    match = _ATTEMPT.fullmatch(request_id)
+    return (int(match[2]), int(match[3])) if match else None
 
 
 class Step(NamedTuple):
