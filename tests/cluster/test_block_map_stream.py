@@ -179,6 +179,19 @@ async def test_a_slow_client_loses_frames_instead_of_piling_them_up():
         assert not call.events("problem")
 
 
+async def test_an_outbox_keeps_nothing_of_those_who_have_nothing_in_it():
+    box = outbox.Outbox()
+    for number in range(outbox.MAX_UNSENT):
+        assert not box.is_full("a")
+        box.put(b"%d" % number, "a")
+    assert box.is_full("a")
+    assert not box.is_full("b")
+    box.put(b"told")
+    assert [await box.next(1.0) for _ in range(3)] == [b"0", b"1", b"told"]
+    await box.emptied("a")
+    assert not box._unsent
+
+
 async def test_the_stream_ends_when_the_router_drains():
     worker = StubWorker()
     async with running_api(worker) as api, streaming(api) as call:

@@ -14,7 +14,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[bytes, str | None]] = deque()
-        self._unsent: Counter[str] = Counter()
+        self._unsent: Counter[str] = Counter()  # of workers of which something waits: those that are gone are not kept
         self._changed = asyncio.Event()
         self._sent = asyncio.Event()
 
@@ -40,9 +40,14 @@ class Outbox:
             return None
         event, worker = self._waiting.popleft()
         if worker is not None:
-            self._unsent[worker] -= 1
+            self._take_off(worker)
             self._sent.set()
         return event
+
+    def _take_off(self, worker: str) -> None:
+        self._unsent[worker] -= 1
+        if not self._unsent[worker]:
+            del self._unsent[worker]
 
     async def emptied(self, worker: str) -> None:
         """Until none of this worker's frames waits."""
