@@ -42,6 +42,10 @@ class Measured(Protocol):
         """`step_s` and `tokens_per_s` of so many sequences, each `context` tokens long."""
         ...
 
+    def close(self) -> None:
+        """Give its memory back."""
+        ...
+
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     """Random ids, the same for every engine and different for every prompt."""
@@ -109,6 +113,10 @@ class Transom:
             "outside_forward_s": (spent_s - forward_s) / steps,
             **kernels,
         }
+
+    def close(self) -> None:
+        """See `Measured`."""
+        self._engine.shutdown()
 
     def _add(self, prompt: list[int], *, max_tokens: int | None) -> str:
         self._num_requests += 1
@@ -179,6 +187,10 @@ class Transformers:
             )
         rate = counted / (end_s - begin_s)
         return {"step_s": batch / rate, "tokens_per_s": rate, "attention": self.attention}
+
+    def close(self) -> None:
+        """See `Measured`."""
+        del self._model
 
     def _generate(self, inputs: list[list[int]], max_new_tokens: int) -> list[Any]:
         generation = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)

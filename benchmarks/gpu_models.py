@@ -125,6 +125,8 @@ def _engine(name: str, engine_name: str, device: Any, *, tiny: bool) -> Any:
     from gpu_geometries import geometry
 
     if (name, engine_name) not in _held:
+        for engine in _held.values():
+            engine.close()
         _held.clear()
         _free()
         config = geometry(name, tiny=tiny)

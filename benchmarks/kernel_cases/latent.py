@@ -24,12 +24,12 @@ def cases(scale: Scale) -> Iterator[Case]:
         yield Case(
             name=f"latent attention tokens {tokens}",
             prepare=partial(_attend, tokens, scale),
-            formula="(W + K) D rows for each query, queries and results; 4 H (W + K) D operations for each",
+            formula="rows that some query reads, slots, queries and results; 4 H (W + K) D operations for each query",
         )
         yield Case(
             name=f"latent indexer tokens {tokens}",
             prepare=partial(_select, tokens, scale),
-            formula="N D keys for each query and the scores; 2 H N D operations for each",
+            formula="N D keys, queries and choices; 2 H N D operations for each query",
         )
     yield Case(
         name="latent pooling",
@@ -70,11 +70,11 @@ def _attend(tokens: int, scale: Scale, device: torch.device) -> Prepared:
         wanted = torch.einsum("thn,tnd->thd", scores.softmax(2)[..., :-1], rows)
         return [Check(got=out[0][:few], wanted=wanted, limit=ERROR_LIMIT)]
 
-    count = window + entries
+    count, read = window + entries, sum(len(chosen.unique()) for chosen in slots)
     return Prepared(
         run=run,
         check=check,
-        num_bytes=2 * tokens * count * width + 2 * q.nbytes + 8 * tokens * count,
+        num_bytes=2 * width * read + 2 * q.nbytes + 8 * tokens * count,
         flops=4 * tokens * heads * count * width,
         alone=lambda: [(run()[0][:1], _one(q, caches, slots, sinks, factor))],
     )
@@ -111,7 +111,7 @@ def _select(tokens: int, scale: Scale, device: torch.device) -> Prepared:
     return Prepared(
         run=run,
         check=check,
-        num_bytes=2 * tokens * total * width + 4 * tokens * total + q.nbytes,
+        num_bytes=2 * total * width + 8 * tokens * top_k + q.nbytes,
         flops=2 * tokens * heads * total * width,
     )
 
