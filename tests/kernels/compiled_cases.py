@@ -16,6 +16,7 @@ from transom_kernels.latent_attention.kernel import attend_rows, pool, score_ent
 from transom_kernels.latent_attention.tuning import attend_config, score_config
 from transom_kernels.launch import next_power_of_two, split_width, warps_for
 from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
+from transom_kernels.moe.sort import sort_blocks, sort_pairs
 from transom_kernels.moe.tuning import Tile, choose_tile
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
@@ -193,6 +194,14 @@ def expert_cases() -> Iterator[Compilation]:
         for rows in (1, 64, 256):
             tile = choose_tile(rows, 1, is_mx=is_mx, element_bytes=ELEMENT_BYTES[dtype])
             yield from expert_products(tile, is_mx, dtype)
+    for experts in (8, 32, 256):
+        block_e, block_c = sort_blocks(experts)
+        yield Compilation(
+            name=f"sort_pairs {experts} experts", kernel=sort_pairs,
+            types={"experts": "*i64", "pairs": "*i32", "block_expert": "*i32"},
+            constants={"NUM_EXPERTS": experts, "BLOCK_M": 16, "BLOCK_E": block_e, "BLOCK_C": block_c},
+            num_warps=8, unaligned=("num_pairs", "num_blocks"),
+        )  # fmt: skip
     yield Compilation(
         name="add_up",
         kernel=add_up,

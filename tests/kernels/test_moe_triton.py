@@ -13,6 +13,7 @@ from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.op import moe
 from transom_kernels.moe.reference import moe_reference
+from transom_kernels.moe.sort import block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
 PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limit=1.5, up_offset=1.0)
@@ -44,6 +45,14 @@ def test_every_pair_is_in_one_block_of_its_expert(experts: list[int], block_m: i
     found = [(int(p), int(e)) for row, e in zip(pairs, block_expert, strict=True) for p in row if p < len(experts)]
     assert sorted(found) == list(enumerate(experts))
     assert all(e >= 0 or bool((row == len(experts)).all()) for row, e in zip(pairs, block_expert, strict=True))
+
+
+@pytest.mark.parametrize(("pairs", "experts"), [(0, 4), (1, 1), (5, 3), (128, 7), (300, 40)])
+def test_few_pairs_are_sorted_by_one_program(pairs: int, experts: int) -> None:
+    chosen = torch.randint(0, experts, (pairs,)) // 2
+    for block_m in (16, 64):
+        found, wanted = block_rows_triton(chosen, experts, block_m), block_rows(chosen, experts, block_m)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("rule", [PLAIN, GPT_OSS, GateRule(activation="gelu_tanh")], ids=["silu", "gpt-oss", "gelu"])

@@ -10,6 +10,7 @@ import torch
 from transom_kernels.launch import INTERPRETED, next_power_of_two
 from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
+from transom_kernels.moe.sort import MOST_PAIRS, block_rows_triton
 from transom_kernels.moe.tuning import choose_tile
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
@@ -35,7 +36,8 @@ def moe_triton(
     tile = choose_tile(
         num_pairs, num_experts, is_mx=isinstance(tensors.gate_up, MxTensor), element_bytes=x.element_size()
     )
-    pairs, block_expert = block_rows(experts.reshape(-1).long(), num_experts, tile.block_m)
+    sort = block_rows_triton if num_pairs <= MOST_PAIRS else block_rows
+    pairs, block_expert = sort(experts.reshape(-1).long(), num_experts, tile.block_m)
     inner_P = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     parts_P = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
     weights_P = weights.reshape(-1).float().contiguous()
