@@ -20,10 +20,12 @@ LOOK = """async () => {
     const frame = decodeFrame(bytes);
     if (!worker.takeFrame(frame, bytes, frame.header.time_s)) numWrong += 1;
     for (const event of frame.header.events) kinds.add(event.kind);
-    const { live } = worker, count = (...columns) => columns.reduce((sum, column) => sum + live.numBlocks(0, column), 0);
+    const { live } = worker, states = live.states.subarray(0, live.geometry.groups[0].num_blocks);
+    const leased = states.filter(Boolean).length, isUsed = (state, i) => [2, 5, 6].includes(state) && live.references[i] > 0;
     const { active, held, loose, empty } = frame.header.counts[0];
-    if (count(1, 2, 3, 4, 5, 6) - live.evicted.filter(([g, b]) => g === 0 && live.owners[live.geometry.pageOf(g, b)] !== 1).length
+    if (leased - live.evicted.filter(([g, b]) => g === 0 && live.owners[live.geometry.pageOf(g, b)] !== 1).length
         !== active + held + loose + empty) numWrong += 1;
+    if (states.filter(isUsed).length !== active || live.numBlocks(0, 2) !== active) numWrong += 1;
     for (let g = 0; g < live.geometry.groups.length; g++) most.forEach((m, c) => { most[c] = Math.max(m, live.numBlocks(g, c)); });
   }
   return { numWrong, most, kinds: [...kinds] };
