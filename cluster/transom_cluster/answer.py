@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from transom_cluster.event_parts import joined
-from transom_cluster.request_lives import RequestLife
+from transom_cluster.lives.request_lives import RequestLife
 from transom_worker.contract import ErrorInfo, OutputEvent, Request
 
 MAX_BUFFERED = 512  # events of which a slow client's answer keeps each; more are joined, one a choice

@@ -11,9 +11,9 @@ from starlette.types import Receive, Scope, Send
 from transom_cluster.answer import Answer
 from transom_cluster.answer_meter import AnswerMeter
 from transom_cluster.client_presence import while_client_stays
+from transom_cluster.lives.request_lives import RequestLife
 from transom_cluster.openai.errors import wire_error, wire_error_of
 from transom_cluster.openai.writers import Writer, data_line
-from transom_cluster.request_lives import RequestLife
 from transom_cluster.router import Router
 from transom_worker.contract import OutputEvent, Request
 

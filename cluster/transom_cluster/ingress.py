@@ -12,11 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from transom_cluster import __version__, debug_routes, server_routes
+from transom_cluster import __version__, server_routes
 from transom_cluster.api_keys import ApiKeys
 from transom_cluster.blockmap import routes as blockmap_routes
 from transom_cluster.client_limits import ClientLimits
-from transom_cluster.follow_requests import FollowRequests
+from transom_cluster.lives import routes as lives_routes
+from transom_cluster.lives.follow import FollowRequests
 from transom_cluster.metrics import routes as metrics_routes
 from transom_cluster.middleware import (
     OPEN_PATHS,
@@ -55,7 +56,7 @@ def build_api(router: Router) -> FastAPI:
     _add_layers(api, router, keys)
     _add_error_handlers(api)
     OpenAiRoutes(router).add_to(api)
-    for routes in (server_routes, metrics_routes, debug_routes, blockmap_routes):
+    for routes in (server_routes, metrics_routes, lives_routes, blockmap_routes):
         routes.add_to(api, router)
     complete_document(api.openapi(), wants_key=keys.are_wanted, open_paths=OPEN_PATHS)
     return api

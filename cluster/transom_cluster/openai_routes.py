@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from transom_cluster.answer_response import AnswerResponse
 from transom_cluster.api_keys import salted
-from transom_cluster.follow_requests import name_request
+from transom_cluster.lives.follow import name_request
+from transom_cluster.lives.request_lives import RequestLife
 from transom_cluster.openai.body import Model, parse_body
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
@@ -31,7 +32,6 @@ from transom_cluster.openai.prompts import (
 from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
 from transom_cluster.openai.writers import AnswerHeader, Writer
-from transom_cluster.request_lives import RequestLife
 from transom_cluster.router import Router
 from transom_cluster.tracing import RequestTrace, asked
 from transom_worker import contract

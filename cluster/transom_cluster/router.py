@@ -13,10 +13,10 @@ from zlib import crc32
 from transom_cluster.answer import Answer
 from transom_cluster.dispatcher import WorkerLink
 from transom_cluster.known_limits import KnownLimits
+from transom_cluster.lives.request_lives import RequestLife, RequestLives
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.openai.errors import unknown_model
 from transom_cluster.openai.to_contract import ModelLimits
-from transom_cluster.request_lives import RequestLife, RequestLives
 from transom_cluster.requests_in_flight import Flight
 from transom_cluster.router_peers import NoPeers, RouterPeers
 from transom_cluster.router_state import read_state

@@ -17,7 +17,7 @@ from transom_worker.logs import trace_id_of
 from transom_worker.tracing import Tracing, nanoseconds
 
 if TYPE_CHECKING:  # lives hold traces
-    from transom_cluster.request_lives import RequestLife
+    from transom_cluster.lives.request_lives import RequestLife
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 FIRST_ERROR_STATUS = 500  # what is the client's fault is no failure of the server's span

@@ -10,8 +10,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from transom_cluster.lives.request_lives import RequestLife
 from transom_cluster.openai.document import BODIES
-from transom_cluster.request_lives import RequestLife
 from transom_cluster.tracing import RouterTracing, answered
 from transom_worker.logs import about_request, following_requests
 

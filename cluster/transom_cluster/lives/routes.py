@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 
-from transom_cluster.life_report import last_requests, whole_life
+from transom_cluster.lives.report import last_requests, whole_life
 from transom_cluster.openai.errors import HttpError, WireError
 from transom_cluster.router import Router
 from transom_worker.lives import MAX_LIVES
