@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,15 @@ class MaskRule:
             low = max(low, position - self.window + 1)
         if self.chunk is not None:
             low = max(low, position - position % self.chunk)
+        return low
+
+    def lowers(self, positions: Integers, attend_from: Integers) -> Integers:
+        """`lower` of many queries."""
+        low = attend_from
+        if self.window is not None:
+            low = np.maximum(low, positions - self.window + 1)
+        if self.chunk is not None:
+            low = np.maximum(low, positions - positions % self.chunk)
         return low
 
     def visible(self, positions: torch.Tensor, keys: torch.Tensor, attend_from: int | torch.Tensor) -> torch.Tensor:

@@ -9,20 +9,17 @@ Legend: W programs per KV head, a slot is a key's place in column order: column 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.rule import Integers, MaskRule
 
 FIELDS = 9  # of an item: row, tokens, position, sequence, first and last slot of sinks and of the run, partial result
 NO_PARTIAL = -1
-
-Item = tuple[int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,51 +60,91 @@ class Work:
         )
 
 
+@dataclass(slots=True, kw_only=True)
+class _Tiles:
+    """Tiles of a batch, a number each."""
+
+    sequence: Integers
+    row: Integers
+    tokens: Integers
+    position: Integers
+    sinks_end: Integers
+    begin_slot: Integers
+    end_slot: Integers
+
+
 def plan_work(batch: PagedBatch, rule: MaskRule, tiling: Tiling, device: torch.device) -> Work:
-    """The programs of those sequences that the tiling is for."""
-    items: list[Item] = []
-    joins: list[tuple[int, int, int, int]] = []
-    num_partials, row = 0, 0
-    for b, count in enumerate(batch.count_host):
-        mine = tiling.least <= count <= tiling.most
-        for done in range(0, count if mine else 0, tiling.tile_tokens):
-            tokens = min(tiling.tile_tokens, count - done)
-            position = batch.start_host[b] + done
-            sinks, run = _slots(batch, rule, b, position, tokens)
-            cuts = _cut(run, tiling.split_keys) if tiling.split_keys else [run]
-            if len(cuts) > 1:
-                joins.append((row + done, tokens, num_partials, len(cuts)))
-            for begin, end in cuts:
-                partial = num_partials if len(cuts) > 1 else NO_PARTIAL
-                num_partials += len(cuts) > 1
-                items.append((row + done, tokens, position, b, *sinks, begin, end, partial))
-                sinks = (0, 0)  # the first split has them
-        row += count
-    return Work(items=_tensor(items, FIELDS, device), joins=_tensor(joins, 4, device), num_partials=num_partials)
+    """The programs of those sequences that the tiling is for: by sequence, tile and split."""
+    tiles = _tiles(batch, rule, tiling)
+    of, cut, begin, end = _splits(tiles, tiling.split_keys)
+    num_cuts = np.bincount(of, minlength=len(tiles.row))
+    is_split = num_cuts > 1
+    is_part = is_split[of]
+    partial = np.where(is_part, np.cumsum(is_part) - 1, NO_PARTIAL)
+    sinks_end = np.where(cut == 0, tiles.sinks_end[of], 0)  # the first split has them
+    items = (
+        tiles.row[of],
+        tiles.tokens[of],
+        tiles.position[of],
+        tiles.sequence[of],
+        0 * of,
+        sinks_end,
+        begin,
+        end,
+        partial,
+    )
+    joins = (tiles.row, tiles.tokens, np.cumsum(num_cuts * is_split) - num_cuts, num_cuts)
+    return Work(
+        items=_tensor(items, device),
+        joins=_tensor([column[is_split] for column in joins], device),
+        num_partials=int(is_part.sum()),
+    )
 
 
-def _slots(
-    batch: PagedBatch, rule: MaskRule, b: int, position: int, tokens: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Slots [begin, end) of sink tokens, and of the run behind them, that some query of a tile sees."""
-    size, pinned = batch.block_size, batch.num_pinned_blocks
-    shift = (pinned - batch.first_block_host[b]) * size
-    end = position + tokens
-    sinks_end = min(rule.num_sink_tokens, end)
-    low = min(max(sinks_end, rule.lower(position, batch.attend_from_host[b])), end)
-    pinned_end = pinned * size
-    begin_slot = low if low < pinned_end else max(low + shift, pinned_end)
-    end_slot = end if end <= pinned_end else end + shift
-    return (0, sinks_end), (begin_slot, max(begin_slot, end_slot))
+def _tiles(batch: PagedBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
+    """Each tile's slots: of sink tokens `[0, sinks_end)`, and of the run behind them that some query of it sees."""
+    count = np.array(batch.count_host, dtype=np.int64)
+    mine = (count >= tiling.least) & (count <= tiling.most)
+    per_sequence = np.where(mine, -(-count // tiling.tile_tokens), 0)
+    b = np.repeat(np.arange(len(count)), per_sequence)
+    done = (np.arange(len(b)) - (np.cumsum(per_sequence) - per_sequence)[b]) * tiling.tile_tokens
+    tokens = np.minimum(tiling.tile_tokens, count[b] - done)
+    position = np.array(batch.start_host, dtype=np.int64)[b] + done
+    end, pinned_end = position + tokens, batch.num_pinned_blocks * batch.block_size
+    shift = pinned_end - np.array(batch.first_block_host, dtype=np.int64)[b] * batch.block_size
+    sinks_end = np.minimum(rule.num_sink_tokens, end)
+    lower = rule.lowers(position, np.array(batch.attend_from_host, dtype=np.int64)[b])
+    low = np.minimum(np.maximum(sinks_end, lower), end)
+    begin_slot = np.where(low < pinned_end, low, np.maximum(low + shift, pinned_end))
+    end_slot = np.where(end <= pinned_end, end, end + shift)
+    return _Tiles(
+        sequence=b,
+        row=(np.cumsum(count) - count)[b] + done,
+        tokens=tokens,
+        position=position,
+        sinks_end=sinks_end,
+        begin_slot=begin_slot,
+        end_slot=np.maximum(begin_slot, end_slot),
+    )
 
 
-def _cut(run: tuple[int, int], split_keys: int) -> list[tuple[int, int]]:
-    """At multiples of `split_keys`, so that a sequence that grows keeps its cuts."""
-    begin, end = run
-    edges = [begin, *range((begin // split_keys + 1) * split_keys, end, split_keys), end]
-    return list(pairwise(edges))
+def _splits(tiles: _Tiles, split_keys: int) -> tuple[Integers, Integers, Integers, Integers]:
+    """Tile, number within the tile, first and last slot of each split.
+
+    Runs are cut at multiples of `split_keys`, so that a sequence that grows keeps its cuts; 0 leaves them whole.
+    """
+    if not split_keys:
+        of = np.arange(len(tiles.row))
+        return of, 0 * of, tiles.begin_slot, tiles.end_slot
+    first = tiles.begin_slot // split_keys
+    num_cuts = np.maximum(1, -(-tiles.end_slot // split_keys) - first)
+    of = np.repeat(np.arange(len(num_cuts)), num_cuts)
+    cut = np.arange(len(of)) - (np.cumsum(num_cuts) - num_cuts)[of]
+    edge = (first[of] + cut) * split_keys
+    begin = np.maximum(edge, tiles.begin_slot[of])
+    return of, cut, begin, np.minimum(edge + split_keys, tiles.end_slot[of])
 
 
-def _tensor(rows: list[Item] | list[tuple[int, int, int, int]], width: int, device: torch.device) -> torch.Tensor:
-    array: NDArray[np.int32] = np.array(rows, dtype=np.int32).reshape(-1, width)
-    return torch.from_numpy(array).to(device, non_blocking=True)
+def _tensor(columns: Sequence[Integers], device: torch.device) -> torch.Tensor:
+    """The columns side by side, int32."""
+    return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32)).to(device, non_blocking=True)

@@ -1,0 +1,108 @@
+"""A batch cut into programs, against the same written as loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.work import NO_PARTIAL, Tiling, Work, plan_work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What of a batch is looked at."""
+
+    block_size: int
+    num_pinned_blocks: int
+    first_block_host: list[int]
+    attend_from_host: list[int]
+    start_host: list[int]
+    count_host: list[int]
+
+
+def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
+    items, joins, num_partials, row = [], [], 0, 0
+    for b, count in enumerate(batch.count_host):
+        mine = tiling.least <= count <= tiling.most
+        for done in range(0, count if mine else 0, tiling.tile_tokens):
+            tokens = min(tiling.tile_tokens, count - done)
+            position = batch.start_host[b] + done
+            sinks_end, run = slots(batch, rule, b, position, tokens)
+            cuts = cut(run, tiling.split_keys) if tiling.split_keys else [run]
+            if len(cuts) > 1:
+                joins.append((row + done, tokens, num_partials, len(cuts)))
+            for begin, end in cuts:
+                partial = num_partials if len(cuts) > 1 else NO_PARTIAL
+                num_partials += len(cuts) > 1
+                items.append((row + done, tokens, position, b, 0, sinks_end, begin, end, partial))
+                sinks_end = 0  # the first split has them
+        row += count
+    return Work(
+        items=torch.tensor(items, dtype=torch.int32).view(-1, 9),
+        joins=torch.tensor(joins, dtype=torch.int32).view(-1, 4),
+        num_partials=num_partials,
+    )
+
+
+def slots(batch: Batch, rule: MaskRule, b: int, position: int, tokens: int) -> tuple[int, tuple[int, int]]:
+    size, pinned = batch.block_size, batch.num_pinned_blocks
+    shift = (pinned - batch.first_block_host[b]) * size
+    end = position + tokens
+    sinks_end = min(rule.num_sink_tokens, end)
+    low = min(max(sinks_end, rule.lower(position, batch.attend_from_host[b])), end)
+    pinned_end = pinned * size
+    begin_slot = low if low < pinned_end else max(low + shift, pinned_end)
+    end_slot = end if end <= pinned_end else end + shift
+    return sinks_end, (begin_slot, max(begin_slot, end_slot))
+
+
+def cut(run: tuple[int, int], split_keys: int) -> list[tuple[int, int]]:
+    begin, end = run
+    return list(pairwise([begin, *range((begin // split_keys + 1) * split_keys, end, split_keys), end]))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    num = draw(st.integers(0, 5))
+    size, pinned = draw(st.sampled_from([4, 16])), draw(st.integers(0, 2))
+
+    def numbers(high: int) -> list[int]:
+        return draw(st.lists(st.integers(0, high), min_size=num, max_size=num))
+
+    return Batch(
+        block_size=size,
+        num_pinned_blocks=pinned,
+        first_block_host=[pinned + one for one in numbers(6)],
+        attend_from_host=numbers(70),
+        start_host=numbers(200),
+        count_host=numbers(40),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    batch=batches(),
+    rule=st.builds(
+        MaskRule,
+        window=st.none() | st.integers(1, 60),
+        num_sink_tokens=st.integers(0, 9),
+        chunk=st.none() | st.integers(2, 50),
+    ),
+    tiling=st.builds(
+        Tiling,
+        least=st.integers(0, 5),
+        most=st.integers(1, 40),
+        tile_tokens=st.integers(1, 16),
+        split_keys=st.sampled_from([0, 16, 48, 64]),
+    ),
+)
+def test_the_same_as_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> None:
+    work, wanted = plan_work(batch, rule, tiling, torch.device("cpu")), by_loops(batch, rule, tiling)  # type: ignore[arg-type]
+    assert torch.equal(work.items, wanted.items)
+    assert torch.equal(work.joins, wanted.joins)
+    assert work.num_partials == wanted.num_partials
