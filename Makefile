@@ -20,7 +20,7 @@ serve: $(RUNTIME) ## Serve the demo model (ARGS='--port 9000')
 setup: $(DEV) ## Install everything, tests and checks included
 
 test: $(DEV) ## Run the tests (ARGS='-k sampling')
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(DEV) ## Run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
