@@ -24,8 +24,8 @@ def main() -> None:
         num_threads=1,
     )
     first = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, SHORT, use_tqdm=False)]
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)  # who reads it may interrupt at once
         while True:
             llm.generate(PROMPTS, LONG, use_tqdm=False)
     except KeyboardInterrupt:
