@@ -13,7 +13,6 @@ from transom_worker.execution.rank_launcher import Launcher
 from transom_worker.execution.rank_messages import Failed, RankSetup
 
 LAST_WORDS_S = 0.03  # a lost rank shows in several ways at once; whoever knows the cause may say so until then
-END_S = 0.5  # until which a rank that a peer misses may be seen to have ended
 
 
 class RankGroup:
@@ -106,16 +105,14 @@ class RankGroup:
 
     def _lost_by(self, found: tuple[int, Any] | None) -> RankLost:
         """The error for the last words of a rank, or for its end without any; others may know better than that a peer left."""
-        begin_s = time.monotonic()
+        until_s = time.monotonic() + LAST_WORDS_S
         words: tuple[int, Failed] | None = None
         while True:
             if found is not None and isinstance(found[1], Failed):
                 words = found
                 if found[1].error.kind != RankLost.__name__:
                     break
-            # who misses a peer is not to blame: a process that was killed is seen to have ended, if late on a busy machine
-            wait_s = END_S if words is not None and self._struck is None else LAST_WORDS_S
-            if (left_s := begin_s + wait_s - time.monotonic()) <= 0:
+            if (left_s := until_s - time.monotonic()) <= 0:
                 break
             found = self._channel.receive(left_s)
         if words is None or (self._struck and words[1].error.kind == RankLost.__name__):

@@ -40,6 +40,8 @@ class SharedMemory:
         self._rank, self._timeout_s = rank, timeout_s
         try:
             self._memory = RankMemory(path, size)
+        except FileNotFoundError:  # it is open in the first rank's process, as long as that lives
+            raise RankLost(f"Rank 0 died while the ranks met: its memory ({path}) is gone.") from None
         except (OSError, ValueError) as error:
             raise RankLost(f"Rank {rank} cannot open the memory that its group shares: {error}") from error
         self._integers = self._memory.integers
