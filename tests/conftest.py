@@ -17,6 +17,10 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # how fast an example runs is the machine's affair
+settings.load_profile("untimed")
 
 torch.set_num_threads(1)
 

@@ -100,9 +100,9 @@ class WorkerLink:
         """Begin to keep the stream open."""
         self._reader = self._tasks.spawn(self._keep_open())
 
-    async def close(self) -> None:
-        """End the stream for good."""
-        self.is_draining = self.is_closing = True
+    async def close(self, *, is_lost: bool = False) -> None:
+        """End the stream for good; `is_lost`: the worker is not there any more, so that nobody ends it on purpose."""
+        self.is_draining, self.is_closing = True, not is_lost
         await self._tasks.cancel()
 
     async def drain(self, drain_s: float) -> int:

@@ -16,6 +16,7 @@ from transom_cluster.worker_client import WorkerClient, WorkerDirectory, describ
 logger = logging.getLogger("transom.router")
 
 FOLLOW_AGAIN_S = 0.5
+LAST_WORD_S = 5.0  # a worker that drains answers at once; for one whose host is gone nobody does
 
 
 def describe_link(link: WorkerLink) -> dict[str, Any]:
@@ -89,8 +90,25 @@ class WorkerPool:
     async def _drain(self, link: WorkerLink) -> None:
         logger.info("Worker %s has disappeared (%d requests).", link.worker_id, len(link.in_flight))
         num_moved = await link.drain(self._drain_s)
-        self._metrics.drained(num_moved=num_moved)
-        await link.close()
+        has_drained = link.is_open and await _answers(link)
+        await link.close(is_lost=not has_drained)
+        if has_drained:
+            self._metrics.drained(num_moved=num_moved)
         del self._links[link.worker_id]
         if (client := self._present.get(link.worker_id)) is not None:  # it was missing for a moment only
             self._add(link.worker_id, client)
+
+
+async def _answers(link: WorkerLink) -> bool:
+    """Whether a worker that the directory no longer names is still there.
+
+    Directories hear of deaths as of departures, sometimes before the stream breaks. A worker that is asked to leave stays until its
+    routers have closed their streams, so whoever does not answer was lost, and all routers say the same of it.
+    """
+    try:
+        async with asyncio.timeout(LAST_WORD_S):
+            await link.client.info()
+    except Exception as error:
+        logger.warning("Worker %s left without a word: %r", link.worker_id, error)
+        return False
+    return link.is_open

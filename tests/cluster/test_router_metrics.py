@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api, until
+from transom_cluster import worker_pool
 from transom_cluster.metrics.router_metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
 from transom_cluster.router import Router
 from transom_worker.config import AutoscalingConfig
@@ -71,6 +74,40 @@ async def test_workers_join_and_are_lost_or_drained() -> None:
         assert changes(api) == [3, 1, 1]
         assert 'worker="w0"' not in api.router.metrics_text(False)
         assert 'worker="w1"' in api.router.metrics_text(False)
+
+
+@pytest.mark.parametrize("stream_breaks", ["first", "at last", "never"])
+async def test_a_crash_is_a_loss_whatever_the_router_hears_of_first(stream_breaks: str) -> None:
+    async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
+        api.worker.is_dead, api.worker.can_open = True, False
+        if stream_breaks == "first":
+            api.worker.die()
+            await until(lambda: changes(api) == [2, 1, 0])
+        api.directory.remove(api.worker)
+        await until(lambda: api.router.links["w0"].is_draining)
+        if stream_breaks == "at last":
+            api.worker.die()
+        await until(lambda: "w0" not in api.router.links)
+        assert changes(api) == [2, 1, 0]
+        assert value(api.router, "drains_total", outcome="finished") == 0
+
+
+async def test_a_worker_that_answers_nobody_when_it_leaves_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host is gone: calls to it do not fail, they hang."""
+    async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
+        monkeypatch.setattr(worker_pool, "LAST_WORD_S", 0.01)
+        monkeypatch.setattr(api.worker, "info", asyncio.Event().wait)
+        api.directory.remove(api.worker)
+        await until(lambda: "w0" not in api.router.links)
+        assert changes(api) == [2, 1, 0]
+
+
+async def test_a_worker_that_leaves_as_it_should_has_drained() -> None:
+    async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: "w0" not in api.router.links)
+        assert changes(api) == [2, 0, 1]
+        assert value(api.router, "drains_total", outcome="finished") == 1
 
 
 async def test_desired_workers_follow_the_loads_and_the_line() -> None:

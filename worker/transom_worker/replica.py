@@ -117,7 +117,8 @@ class WorkerReplica:
             self._thread.abort(mine)
 
     async def info(self) -> WorkerInfo:
-        """What routers and people ask about this worker."""
+        """What routers and people ask about this worker; raises when the step loop has ended, since it is lost then."""
+        self.check_health()
         info = self.engine.info
         return WorkerInfo(
             worker=self._worker,

@@ -95,12 +95,13 @@ class RouterMetrics:
         )
         self._drains = families.counter(
             "transom_router_drains",
-            "Workers that disappeared, by outcome: finished what ran there, or moved what had not ended in time.",
+            "Workers that drained, by outcome: finished what ran there, or moved what had not ended in time.",
             "outcome",
         )
         self._worker_changes = families.counter(
             "transom_router_worker_changes",
-            "Workers that joined (their stream opened), were lost (it broke) or drained (it was closed on purpose).",
+            "Workers that joined (their stream opened), were lost (it broke, or they were gone without a word) or drained (they "
+            "still answered when nothing ran there any more).",
             "change",
         )
         for family, values in (
@@ -116,7 +117,7 @@ class RouterMetrics:
         self._failovers.of(outcome).inc()
 
     def drained(self, *, num_moved: int) -> None:
-        """A worker that disappeared has nothing to do any more."""
+        """A worker that leaves has nothing to do any more."""
         self._drains.of("moved" if num_moved else "finished").inc()
 
     def worker_changed(self, change: WorkerChange) -> None:
