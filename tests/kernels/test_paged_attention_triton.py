@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import Case, Sequence, Shape, make_case
 
-from transom_kernels.paged_attention import gpu, tuning
+from transom_kernels.paged_attention import parts, tuning
 from transom_kernels.paged_attention.gpu import ByProducts, CompactTable, paged_attention_triton
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.work import Work, plan_work
+from transom_kernels.paged_attention.work import FIELDS, WorkPlan, plan_work
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SMALL = Shape(heads=6, kv_heads=2, size=16, block_size=8)
@@ -57,13 +58,16 @@ def test_work_in_a_larger_shape_is_the_same_work(monkeypatch: pytest.MonkeyPatch
     case = make_case([Sequence(start=70, count=1), Sequence(start=0, count=1), Sequence(start=40, count=2)], SMALL)
     right = check(case)
 
-    def plan_padded(*arguments: Any) -> Work:
-        work = plan_work(*arguments)
-        with pytest.raises(ValueError, match="do not fit a shape of 1, 9 and 9"):
-            work.padded(num_items=1, num_joins=9, num_partials=9)
-        return work.padded(num_items=len(work.items) + 3, num_joins=len(work.joins) + 2, num_partials=9)
+    def plan_longer(*arguments: Any) -> WorkPlan:
+        plan = plan_work(*arguments)
+        items = np.full((len(plan.items) + 3, FIELDS), 77, dtype=np.int32)
+        joins = np.full((len(plan.joins) + 2, 4), 77, dtype=np.int32)
+        with pytest.raises(ValueError, match="do not fit lists of 1 and"):
+            plan.write(items[:1], joins)
+        plan.write(items, joins)
+        return WorkPlan(items=items, joins=joins, num_partials=9)
 
-    monkeypatch.setattr(gpu, "plan_work", plan_padded)
+    monkeypatch.setattr(parts, "plan_work", plan_longer)
     case.batch.scratch.clear()
     assert check(case).equal(right)
 

@@ -6,9 +6,43 @@ Legend: B sequences, T query tokens, N table columns, P block size in tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class HostBatch(Protocol):
+    """What the host has to know of a `PagedBatch` to cut it into programs; see there."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens."""
+        ...
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Columns."""
+        ...
+
+    @property
+    def first_block_host(self) -> list[int]:
+        """[B]."""
+        ...
+
+    @property
+    def attend_from_host(self) -> list[int]:
+        """[B]."""
+        ...
+
+    @property
+    def start_host(self) -> list[int]:
+        """[B]."""
+        ...
+
+    @property
+    def count_host(self) -> list[int]:
+        """[B]."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,9 +13,10 @@ from transom_kernels.launch import INTERPRETED, next_power_of_two, split_width
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
+from transom_kernels.paged_attention.parts import Asked, Part, parts_of
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, KernelConfig, kernel_config, tilings
-from transom_kernels.paged_attention.work import Work, plan_work
+from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, KernelConfig, kernel_config
+from transom_kernels.paged_attention.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,14 @@ def paged_attention_triton(
         kv_scales=kv_scales,
         by_products=by_products or ByProducts(),
     )
-    for part in _parts(batch, rule, call.group, q, k_cache.element_size()):
+    asked = Asked(
+        rule=rule,
+        group=call.group,
+        key_size=q.shape[2],
+        element_bytes=q.element_size(),
+        cache_bytes=k_cache.element_size(),
+    )
+    for part in parts_of(batch, asked, q.device):
         _attend(part, call)
     return call.out
 
@@ -98,29 +106,7 @@ class _Call:
         return self.q.shape[1] // self.k_cache.shape[2]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Sequences that are cut alike."""
-
-    work: Work
-    most_tokens: int  # of a tile
-
-
-def _parts(batch: PagedBatch, rule: MaskRule, group: int, q: torch.Tensor, cache_bytes: int) -> list[_Part]:
-    """The batch's work under this rule, cut by the first layer that asks."""
-    held: dict[tuple[object, ...], list[_Part]] = batch.scratch.setdefault("paged_attention_gpu", {})
-    key = (rule, group, q.shape[2], q.element_size(), cache_bytes)
-    if key not in held:
-        cuts = tilings(group=group, key_size=q.shape[2], element_bytes=q.element_size(), cache_bytes=cache_bytes)
-        held[key] = [
-            _Part(plan_work(batch, rule, tiling, q.device), tiling.tile_tokens)
-            for tiling in cuts
-            if any(tiling.least <= count <= tiling.most for count in batch.count_host)
-        ]
-    return held[key]
-
-
-def _attend(part: _Part, call: _Call) -> None:
+def _attend(part: Part, call: _Call) -> None:
     """One launch over the tiles, and one that joins those that were cut."""
     kv_heads, value_size = call.k_cache.shape[2], call.v_cache.shape[3]
     rows = part.most_tokens * call.group

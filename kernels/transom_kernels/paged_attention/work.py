@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.batch import HostBatch
 from transom_kernels.paged_attention.rule import Integers, MaskRule
 
 FIELDS = 9  # of an item: row, tokens, position, sequence, first and last slot of sinks and of the run, partial result
@@ -40,24 +41,37 @@ class Work:
     joins: torch.Tensor  # [J, 4] int32: row, tokens, first partial, number of partials
     num_partials: int
 
-    def padded(self, *, num_items: int, num_joins: int, num_partials: int) -> Work:
-        """The same in a shape that steps can share, as a CUDA graph needs: what is added has no tokens and does nothing.
+
+@dataclass(slots=True, kw_only=True)
+class WorkPlan:
+    """`Work` while it is on the host."""
+
+    items: NDArray[np.int32]  # [W, FIELDS]
+    joins: NDArray[np.int32]  # [J, 4]
+    num_partials: int
+
+    def on(self, device: torch.device) -> Work:
+        """The same for the programs."""
+        return Work(
+            items=torch.from_numpy(self.items).to(device, non_blocking=True),
+            joins=torch.from_numpy(self.joins).to(device, non_blocking=True),
+            num_partials=self.num_partials,
+        )
+
+    def write(self, items: NDArray[np.int32], joins: NDArray[np.int32]) -> None:
+        """Fill lists that steps share, as a CUDA graph needs: what is left over in them has no tokens and does nothing.
 
         Raises:
-            ValueError: it is larger than that.
+            ValueError: they are too short.
         """
-        more = (num_items - len(self.items), num_joins - len(self.joins), num_partials - self.num_partials)
-        if min(more) < 0:
+        num_items, num_joins = len(self.items), len(self.joins)
+        if num_items > len(items) or num_joins > len(joins):
             raise ValueError(
-                f"{len(self.items)} items, {len(self.joins)} joins and {self.num_partials} partial results do not fit a shape of "
-                f"{num_items}, {num_joins} and {num_partials}."
+                f"{num_items} items and {num_joins} joins do not fit lists of {len(items)} and {len(joins)}."
             )
-        empty = self.items.new_tensor([[0] * (FIELDS - 1) + [NO_PARTIAL]]).expand(more[0], -1)
-        return Work(
-            items=torch.cat([self.items, empty]),
-            joins=torch.cat([self.joins, self.joins.new_zeros(more[1], 4)]),
-            num_partials=num_partials,
-        )
+        items[:num_items], joins[:num_joins] = self.items, self.joins
+        items[num_items:] = (*(0,) * (FIELDS - 1), NO_PARTIAL)
+        joins[num_joins:] = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +87,7 @@ class _Tiles:
     end_slot: Integers
 
 
-def plan_work(batch: PagedBatch, rule: MaskRule, tiling: Tiling, device: torch.device) -> Work:
+def plan_work(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> WorkPlan:
     """The programs of those sequences that the tiling is for: by sequence, tile and split."""
     tiles = _tiles(batch, rule, tiling)
     of, cut, begin, end = _splits(tiles, tiling.split_keys)
@@ -94,14 +108,14 @@ def plan_work(batch: PagedBatch, rule: MaskRule, tiling: Tiling, device: torch.d
         partial,
     )
     joins = (tiles.row, tiles.tokens, np.cumsum(num_cuts * is_split) - num_cuts, num_cuts)
-    return Work(
-        items=_tensor(items, device),
-        joins=_tensor([column[is_split] for column in joins], device),
+    return WorkPlan(
+        items=_side_by_side(items),
+        joins=_side_by_side([column[is_split] for column in joins]),
         num_partials=int(is_part.sum()),
     )
 
 
-def _tiles(batch: PagedBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
+def _tiles(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
     """Each tile's slots: of sink tokens `[0, sinks_end)`, and of the run behind them that some query of it sees."""
     count = np.array(batch.count_host, dtype=np.int64)
     mine = (count >= tiling.least) & (count <= tiling.most)
@@ -145,6 +159,5 @@ def _splits(tiles: _Tiles, split_keys: int) -> tuple[Integers, Integers, Integer
     return of, cut, begin, np.minimum(edge + split_keys, tiles.end_slot[of])
 
 
-def _tensor(columns: Sequence[Integers], device: torch.device) -> torch.Tensor:
-    """The columns side by side, int32."""
-    return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32)).to(device, non_blocking=True)
+def _side_by_side(columns: Sequence[Integers]) -> NDArray[np.int32]:
+    return np.stack(columns, axis=1).astype(np.int32)
