@@ -49,7 +49,7 @@ def measure_ceilings(device: torch.device, *, tiny: bool = False) -> Ceilings:
 def _copy_rate(timer: Timer, num_bytes: int, device: torch.device) -> float:
     source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / timer.time(lambda: target.copy_(source), captured=False).seconds
+    return 2 * num_bytes / timer.time(lambda: target.copy_(source), captured=False, writes=True).seconds
 
 
 def _matrix_rate(timer: Timer, size: int, device: torch.device) -> float:
@@ -60,32 +60,44 @@ def _matrix_rate(timer: Timer, size: int, device: torch.device) -> float:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Date, chip, driver, versions and commit: what every file of results begins with."""
+    commit = _said("git", "rev-parse", "--short", "HEAD")
+    has_git = bool(commit) and "TRANSOM_COMMIT" not in os.environ
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("TRANSOM_COMMIT") or _said("git", "rev-parse", "--short", "HEAD"),
-        "changed_since_commit": bool(_said("git", "status", "--porcelain", "--untracked-files=no")),
+        "commit": os.environ.get("TRANSOM_COMMIT") or commit,
+        "changed_since_commit": bool(_said("git", "status", "--porcelain", "--untracked-files=no"))
+        if has_git
+        else None,
         "device": _chip(device),
         "driver": _smi("driver_version"),
         "python": sys.version.split()[0],
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "cuda": torch.version.cuda,
+        "cores": os.cpu_count(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
     }
 
 
-def clocks(device: torch.device) -> dict[str, str]:
-    """Clocks, power and temperature as the driver says: taken before and after, since a hot or capped card measures less."""
+def clocks(device: torch.device) -> dict[str, float]:
+    """Clocks, power and temperature as the driver says, taken right after the work: a hot or capped card measures less. Empty where
+    its library is not installed; asking the driver's program instead would take longer than a case."""
     if device.type != "cuda":
         return {}
-    names = (
-        "clocks.sm",
-        "clocks.mem",
-        "power.draw",
-        "temperature.gpu",
-    )  # in one question: each takes a tenth of a second or more
-    found = dict(zip(names, _smi(",".join(names)).split(", "), strict=False))
-    return found | {
-        "clocks_throttle_reasons.active": _smi("clocks_throttle_reasons.active")
-    }  # not every driver knows it
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        card = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+        reasons = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", None)  # older ones say Throttle for Event
+        return {
+            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),
+            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_MEM),
+            "power_w": pynvml.nvmlDeviceGetPowerUsage(card) / 1e3,
+            "celsius": pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU),
+            "throttle_reasons": (reasons or pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)(card),
+        }
+    except Exception:  # absent, or a driver that does not tell: clocks are a remark, never a reason to lose a figure
+        return {}
 
 
 def _chip(device: torch.device) -> dict[str, Any]:

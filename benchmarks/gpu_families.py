@@ -1,16 +1,15 @@
 """Small random checkpoints of every family: the engine on a GPU, float32, against the engine on the CPU, token by token.
 
-    PYTHONPATH=kernels:worker python benchmarks/gpu_families.py [--only WORDS] [--device cuda] [--budget-s 420]
+    PYTHONPATH=kernels:worker python benchmarks/gpu_families.py [--only WORDS] [--device cuda] [--budget-s 420] [--at-once 6]
 
-Prompts run together in small chunks, then again from the cache, then again with lost windows. Tokens must be equal; a divergence is
-excused where the CPU's best two log-probabilities are closer than 1e-4. Writes families.json and families.md.
+Prompts run together in small chunks, then again from the cache, then again with lost windows; then without a cache twice, whose
+bits must be the same, and each alone. Tokens must be equal; a divergence is excused where the CPU's best two log-probabilities are
+closer than 1e-4. Writes families.json and families.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_jobs import run_jobs, serve
-from gpu_results import is_sound, markdown, tally, write
+from gpu_jobs import Script, arguments_of, run_script
+from gpu_results import Report, markdown, tally
+from gpu_targets import family_targets
 
 if TYPE_CHECKING:
     from engine_driver import Whole
@@ -29,44 +29,22 @@ sys.path.extend(
     str(folder) for folder in (TESTS, TESTS / "models") if str(folder) not in sys.path
 )  # whose checkpoints these are
 
-FAMILY_S = 90.0
-LOCAL = Path(__file__).parent / "results" / "local"
 ABOUT = "about"  # the first job
 NEAR_TIE = 1e-4
 TOLERANCE = 1e-3  # of log-probabilities
 SITUATIONS = ("cold", "hit", "repaired")
+TOGETHER, AGAIN, ALONE = "together", "again", "alone"  # without a cache
 V4 = "deepseek_v4"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, write and print."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parse(given)
-    if options.child:
-        serve(functools.partial(answer, options))
-        return 0
-    words = options.only.split()
-    jobs = [ABOUT, *(name for name in family_names() if all(word in name for word in words))]
-    found = []
-    command = [sys.executable, __file__, *given, "--child"]
-    for result in run_jobs(command, jobs, budget_s=options.budget_s, job_s=FAMILY_S):
-        found.append(result)
-        print(json.dumps({name: result.get(name) for name in ("job", "status", "error", "job_s")}), flush=True)
-    about = found[0].get("about", {}) | {"compared_device": options.device}
-    path = write(options.out, "families", about=about, results=found[1:], table=_table(found[1:]))
-    print(f"{tally(found[1:])}; {path}")
-    return 0 if is_sound(found) else 1
-
-
-def _parse(given: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="families whose name holds all of these words")
-    parser.add_argument("--tiny", action="store_true", help="two short prompts")
-    parser.add_argument("--budget-s", type=float, default=420.0)
-    parser.add_argument("--out", type=Path, default=LOCAL)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(given)
+    script = Script(
+        name="families", path=__file__, first=ABOUT, jobs=lambda options: family_names(), answer=answer, line=_line,
+        report=_report, job_s=120.0, budget_s=420.0,
+    )  # fmt: skip
+    return run_script(script, arguments_of(script, __doc__).parse_args(given), given)
 
 
 def family_names() -> list[str]:
@@ -89,23 +67,29 @@ def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # whatever this machine prefers
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make(job, Path(folder))
         cpu, other = (written(checkpoint, device, tiny=options.tiny) for device in ("cpu", options.device))
-    parts = {name: compare(cpu[name], other[name]) for name in SITUATIONS}
-    excused = sum(part.excused for part in parts.values())
+        other |= written_without_cache(checkpoint, options.device, tiny=options.tiny)
+    wanted = cpu | {TOGETHER: cpu["cold"], ALONE: cpu["cold"]}
+    parts = {name: compare(wanted[name], other[name]) for name in wanted}
     wrong = {name: part.wrong for name, part in parts.items() if part.wrong}
     worst = max(part.worst for part in parts.values())
     result = {
         "tokens": sum(part.tokens for part in parts.values()),
-        "excused": excused,
+        "excused": sum(part.excused for part in parts.values()),
         "worst_logprob_difference": worst,
+        "same_bits_twice": bits(other[TOGETHER]) == bits(other[AGAIN]),
+        "alone_wrong": len(parts[ALONE].wrong),
         "situations": list(parts),
     }
     if wrong:
         return result | {"status": "wrong", "error": "; ".join(f"{name}: {said[0]}" for name, said in wrong.items())}
     if worst > TOLERANCE:
         return result | {"status": "wrong", "error": f"log-probabilities differ by {worst:.2g}"}
+    if not result["same_bits_twice"]:
+        return result | {"status": "wrong", "error": "two runs differ"}
     return result | {"status": "passed"}
 
 
@@ -131,25 +115,49 @@ def make(name: str, folder: Path) -> Path:
 
 def written(checkpoint: Path, device: str, *, tiny: bool) -> dict[str, list[Whole]]:
     """What an engine on a device writes, in each situation."""
-    from checkpoints import LENGTHS, NUM_TOKENS, prompt
-    from engine_driver import make_engine, make_request, run
+    from engine_driver import run
     from lost_windows import lose_windows
 
-    lengths, count = ((5, 40), 6) if tiny else (LENGTHS, NUM_TOKENS)
-    engine = make_engine(
-        str(checkpoint), device=device, dtype="float32", block_size=8, max_model_len=768, max_num_batched_tokens=45,
-        max_num_seqs=8, num_threads=None,
-    )  # fmt: skip
-    found = {}
+    engine, found = _engine(checkpoint, device), {}
     for situation in SITUATIONS:
         if situation == "repaired":
             lose_windows(engine._scheduler.cache)
-        requests = [
-            make_request(f"{situation}{length}", prompt(length), max_tokens=count, logprobs=5) for length in lengths
-        ]
-        found[situation] = run(engine, requests)
+        found[situation] = run(engine, _requests(situation, tiny=tiny))
     engine.shutdown()
     return found
+
+
+def written_without_cache(checkpoint: Path, device: str, *, tiny: bool) -> dict[str, list[Whole]]:
+    """What it writes where nothing is kept of earlier prompts: all together, once more, and each alone."""
+    from engine_driver import run
+
+    engine = _engine(checkpoint, device, enable_prefix_caching=False)
+    found = {name: run(engine, _requests(name, tiny=tiny)) for name in (TOGETHER, AGAIN)}
+    found[ALONE] = [run(engine, [request])[0] for request in _requests(ALONE, tiny=tiny)]
+    engine.shutdown()
+    return found
+
+
+def _engine(checkpoint: Path, device: str, **settings: object) -> Any:
+    from engine_driver import make_engine
+
+    return make_engine(
+        str(checkpoint), device=device, dtype="float32", block_size=8, max_model_len=768, max_num_batched_tokens=45,
+        max_num_seqs=8, num_threads=None, **settings,
+    )  # fmt: skip
+
+
+def _requests(name: str, *, tiny: bool) -> list[Any]:
+    from checkpoints import LENGTHS, NUM_TOKENS, prompt
+    from engine_driver import make_request
+
+    lengths, count = ((5, 40), 6) if tiny else (LENGTHS, NUM_TOKENS)
+    return [make_request(f"{name}{length}", prompt(length), max_tokens=count, logprobs=5) for length in lengths]
+
+
+def bits(answers: list[Whole]) -> list[list[tuple[int, float]]]:
+    """Tokens and their log-probabilities, to be compared exactly."""
+    return [[(step.chosen.token_id, step.chosen.logprob) for step in answer.logprobs] for answer in answers]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,16 +189,26 @@ def compare(cpu: list[Whole], other: list[Whole]) -> Compared:
     return result
 
 
-def _table(results: Sequence[dict[str, Any]]) -> str:
+def _line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['status']:8} {result['job']:36} {result.get('job_s', 0):6.1f} s  {str(result.get('error', ''))[:160]}"
+    )
+
+
+def _report(options: argparse.Namespace, first: dict[str, Any], results: list[dict[str, Any]]) -> Report:
+    return Report(results=results, table=_table(results, options.device), targets=family_targets(results))
+
+
+def _table(results: Sequence[dict[str, Any]], device: str) -> str:
     rows = [
         [
-            result["job"], result["status"], result.get("tokens"), result.get("excused"),
+            result["job"], result["status"], result.get("tokens"), result.get("excused"), result.get("same_bits_twice"),
             result.get("worst_logprob_difference"), result.get("job_s"), str(result.get("error", ""))[:160],
         ]
         for result in results
     ]  # fmt: skip
-    columns = ("family", "status", "equal tokens", "near ties", "worst log-probability", "s", "error")
-    return f"{tally(results)}.\n\n" + markdown(columns, rows)
+    columns = ("family", "status", "equal tokens", "near ties", "same bits", "worst log-probability", "s", "error")
+    return f"{tally(results)}, on {device} beside the CPU.\n\n" + markdown(columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,130 +1,169 @@
-"""Jobs in a child process that is replaced when a job ends it or hangs: one wrong kernel costs its own figures and nobody else's.
+"""Jobs in child processes that are replaced when a job ends them or hangs: one wrong kernel costs its own figures alone.
 
-A script calls `serve` in the child and `run_jobs` in the parent. The child reads a job's name a line from its standard input and
-answers with a line of JSON; anything else that it prints goes to the parent's standard error.
+A script describes itself as a `Script` and calls `run_script`, which is both sides: the parent asks, prints and writes what is
+known after every answer; the child reads a job's name a line from its standard input and answers with a line of JSON. Anything
+else that a child prints goes to the parent's standard error.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import argparse
 import queue
-import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-Result = dict[str, Any]
+from gpu_child import Child, Result, answer_or_error, serve
+from gpu_results import Report, is_sound, tally, write
 
-MARK = "RESULT "
-LAST_LINES = 12  # of what a lost child said
+LOCAL = Path(__file__).parent / "results" / "local"
 START_S = 90.0  # for the imports of a child, on top of its first job
-FATAL = (
-    "illegal memory access",
-    "device-side assert",
-    "misaligned address",
-    "unspecified launch failure",
-    "CUDA error",
-)
 
 
-class Child:
-    """One process that answers jobs, and what it last said."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A part of the benchmark: what it asks for, and how that is answered, told and written."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self._answers: queue.Queue[Result | None] = queue.Queue()
-        self.said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        self.is_new = True
+    name: str  # of its results
+    path: str
+    first: str  # the job that is asked first: about the device
+    jobs: Callable[[argparse.Namespace], list[str]]  # the others
+    answer: Callable[[argparse.Namespace, str], Result]
+    line: Callable[[Result], str]  # of a result, for who watches
+    report: Callable[[argparse.Namespace, Result, list[Result]], Report]
+    job_s: float  # the most that one may take
+    budget_s: float
+    counts: Callable[[Result], bool] = lambda result: True  # whether a result that broke makes the whole unsound
 
-    def ask(self, job: str, limit_s: float) -> Result:
-        """The answer to a job; of a child that ended or took too long what is known of it."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(job + "\n")
-            self._process.stdin.flush()
-            answer = self._answers.get(timeout=limit_s)
-        except queue.Empty:
-            return {"status": "timed out", "error": f"no answer within {limit_s:.0f} s", "fatal": True}
-        except OSError:
-            answer = None
-        self.is_new = False
-        if answer is None:
-            code = self._process.wait()
-            return {"status": "crashed", "error": "\n".join(self.said[-LAST_LINES:]), "exit_code": code, "fatal": True}
+
+def arguments_of(script: Script, description: str | None) -> argparse.ArgumentParser:
+    """What every script can be told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="jobs whose name holds all of these words")
+    parser.add_argument("--tiny", action="store_true", help="sizes for the harness itself")
+    parser.add_argument(
+        "--budget-s", type=float, default=script.budget_s, help="jobs that it does not reach are skipped"
+    )
+    parser.add_argument("--at-once", type=int, default=1, help="child processes side by side; not for times")
+    parser.add_argument("--out", type=Path, default=LOCAL)
+    parser.add_argument("--list", action="store_true", help="names of the jobs")
+    parser.add_argument("--in-process", action="store_true", help="no child process; for debuggers and sanitizers")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def run_script(script: Script, options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Answer every job, write after each; 1 where something that counts was wrong or broke."""
+    if options.child:
+        serve(partial(script.answer, options))
+        return 0
+    words = options.only.split()
+    jobs = [script.first, *(job for job in script.jobs(options) if all(word in job for word in words))]
+    if options.list:
+        print("\n".join(jobs[1:]))
+        return 0
+    found: dict[str, Result] = {}
+    path = options.out / f"{script.name}.json"
+    for result in _results(script, options, jobs, given):
+        found[result["job"]] = result
+        if result["job"] != script.first or not is_sound([result]):
+            print(script.line(result), flush=True)
+        path = _write(script, options, [dict(found[job]) for job in jobs if job in found])
+    print(f"{tally([found[job] for job in jobs[1:]])}; {path}")
+    return 0 if is_sound([result for result in found.values() if script.counts(result)]) else 1
+
+
+def _results(
+    script: Script, options: argparse.Namespace, jobs: Sequence[str], given: Sequence[str]
+) -> Iterator[Result]:
+    if options.in_process:
+        for job in jobs:
+            answer = answer_or_error(partial(script.answer, options), job)
+            answer.pop("fatal", None)  # there is no other process to ask
+            yield {"job": job, **answer}
+        return
+    command = [sys.executable, script.path, *given, "--child"]
+    yield from run_jobs(command, jobs, budget_s=options.budget_s, job_s=script.job_s, at_once=options.at_once)
+
+
+def _write(script: Script, options: argparse.Namespace, found: list[Result]) -> Path:
+    first = found.pop(0) if found and found[0]["job"] == script.first else {}
+    about = first.get("about", {}) | {
+        name: first[name] for name in ("ceilings", "clocks", "error") if first.get(name) is not None
+    }
+    return write(options.out, script.name, about=about, report=script.report(options, first, found))
+
+
+def run_jobs(
+    command: Sequence[str], jobs: Sequence[str], *, budget_s: float, job_s: float, at_once: int = 1
+) -> Iterator[Result]:
+    """Each job's answer with its name as `job`, as they come: in order where one child answers all. What the budget does not
+    reach is `skipped`."""
+    waiting, answers = queue.SimpleQueue[str](), queue.SimpleQueue[Result]()
+    for job in jobs:
+        waiting.put(job)
+    desks = [Desk(command, end_s=time.monotonic() + budget_s, job_s=job_s) for _ in range(min(at_once, len(jobs)))]
+    for desk in desks:
+        threading.Thread(target=desk.work, args=(waiting, answers), daemon=True).start()
+    try:
+        for _ in jobs:
+            yield answers.get()
+    finally:
+        for desk in desks:
+            desk.close()
+
+
+class Desk:
+    """Asks one job after the other of one child at a time."""
+
+    def __init__(self, command: Sequence[str], *, end_s: float, job_s: float) -> None:
+        """Nothing is asked after `end_s` of the monotonic clock."""
+        self._command, self._end_s, self._job_s = command, end_s, job_s
+        self._child: Child | None = None
+
+    def work(self, waiting: queue.SimpleQueue[str], answers: queue.SimpleQueue[Result]) -> None:
+        """Until no job waits."""
+        with suppress(queue.Empty):
+            while True:
+                job, begin_s = waiting.get_nowait(), time.monotonic()
+                try:
+                    answer = self.answer(job)
+                except Exception as error:  # no child can be started, say
+                    answer = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+                answers.put({"job": job, **answer, "job_s": round(time.monotonic() - begin_s, 2)})
+
+    def answer(self, job: str) -> Result:
+        """A job's answer. One that breaks a child which others used before it is asked once more of a new child, since an earlier
+        job may have left the device broken."""
+        was_used = self._child is not None
+        answer = self._ask(job)
+        if answer.pop("fatal", False):
+            self.close()
+            if was_used and answer["status"] in ("failed", "crashed") and self._left_s > 1.0:
+                answer = self._ask(job) | {"asked_again": True}
+                if answer.pop("fatal", False):
+                    self.close()
         return answer
 
-    def end(self, *, now: bool = False) -> None:
-        """Close its input, and kill it `now` or if that does not end it; it has nothing to save."""
-        assert self._process.stdin is not None
-        if now:
-            self._process.kill()
-        try:
-            self._process.stdin.close()
-            self._process.wait(timeout=5.0)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                self._answers.put(json.loads(line.removeprefix(MARK)))
-            else:
-                self.said.append(line.rstrip())
-                print(line, end="", file=sys.stderr, flush=True)
-        self._answers.put(None)
-
-
-def run_jobs(command: Sequence[str], jobs: Sequence[str], *, budget_s: float, job_s: float) -> Iterator[Result]:
-    """Each job's answer, in order, with its name as `job`; jobs that the budget does not reach are `skipped`."""
-    begin_s, child = time.monotonic(), None
-    try:
-        for job in jobs:
-            left_s = budget_s - (time.monotonic() - begin_s)
-            if left_s <= 1.0:
-                yield {"job": job, "status": "skipped", "error": f"the budget of {budget_s:.0f} s was spent"}
-                continue
-            child = child or Child(command)
-            job_begin_s = time.monotonic()
-            answer = child.ask(job, min(left_s, job_s + (START_S if child.is_new else 0.0)))
-            if answer.pop("fatal", False):
-                child.end(now=True)
-                child = None
-            yield {"job": job, **answer, "job_s": round(time.monotonic() - job_begin_s, 2)}
-    finally:
+    def close(self) -> None:
+        """End the child; it has nothing to save."""
+        child, self._child = self._child, None
         if child is not None:
             child.end()
 
+    @property
+    def _left_s(self) -> float:
+        return self._end_s - time.monotonic()
 
-def serve(answer: Callable[[str], Result]) -> None:
-    """Answer every job on standard input; a failure is an answer, and one that broke the device ends this process."""
-    results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
-    for line in sys.stdin:
-        found = answer_or_error(answer, line.strip())
-        print(MARK + json.dumps(found), file=results, flush=True)
-        if found.get("fatal"):
-            break
-
-
-def answer_or_error(answer: Callable[[str], Result], job: str) -> Result:
-    """A job's answer, or what it failed of."""
-    try:
-        return answer(job)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        where = traceback.format_exc().splitlines()[-LAST_LINES:]
-        return {
-            "status": "failed",
-            "error": said[:2000],
-            "where": where,
-            "fatal": any(sign in said for sign in FATAL),
-        }
+    def _ask(self, job: str) -> Result:
+        if self._left_s <= 1.0:
+            return {"status": "skipped", "error": "the budget was spent"}
+        start_s = 0.0 if self._child is not None else START_S
+        self._child = self._child or Child(self._command)
+        return self._child.ask(job, min(self._left_s, self._job_s + start_s))

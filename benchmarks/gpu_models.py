@@ -1,4 +1,4 @@
-"""Whole models of 1 to 8 billion random parameters: prefill and decode beside transformers' continuous batching, and beside what
+"""Whole models of 4 to 8 billion random parameters: prefill and decode beside transformers' continuous batching, and beside what
 their kernels and the device's bandwidth allow.
 
     PYTHONPATH=kernels:worker python benchmarks/gpu_models.py [--only WORDS] [--budget-s 440] [--quick]
@@ -13,21 +13,20 @@ import functools
 import gc
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_jobs import run_jobs, serve
-from gpu_results import is_sound, markdown, tally, write
+from gpu_jobs import Script, arguments_of, run_script
+from gpu_results import Report, markdown, tally
+from gpu_targets import model_targets
 
 if TYPE_CHECKING:
     from transom_worker.models.architecture import Architecture
 
-JOB_S = 100.0
-LOCAL = Path(__file__).parent / "results" / "local"
 ABOUT = "about"  # the first job
-ENGINES = ("transom", "transformers")
-BATCHES, CONTEXT, PROMPT, STEPS = (1, 8, 64, 256), 1024, 8000, 32
+OURS, EAGER, RIVAL = "transom", "transom-eager", "transformers"  # EAGER: without CUDA graphs, where the engine has them
+BATCHES, CONTEXT, PROMPT, STEPS = (1, 8, 64, 256), 1024, 8000, 16
 TINY_BATCHES, TINY_CONTEXT, TINY_PROMPT, TINY_STEPS = (1, 3), 40, 50, 4
+LEFT_BEHIND_BYTES = 2 << 30  # by an engine that was closed; more, and the next one needs a process of its own
 
 _held: dict[tuple[str, str], Any] = {}  # one engine with its model
 
@@ -35,38 +34,13 @@ _held: dict[tuple[str, str], Any] = {}  # one engine with its model
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parse(given)
-    if options.child:
-        serve(functools.partial(answer, options))
-        return 0
-    words = options.only.split()
-    jobs = [ABOUT, *(job for job in job_names(options) if all(word in job for word in words))]
-    command, found = [sys.executable, __file__, *given, "--child"], []
-    for result in run_jobs(command, jobs, budget_s=options.budget_s, job_s=JOB_S):
-        found.append(result)
-        said = (
-            f"{result['tokens_per_s']:12,.0f} tokens/s"
-            if "tokens_per_s" in result
-            else str(result.get("error", ""))[:100]
-        )
-        print(f"{result['status']:8} {result['job']:36} {said}", flush=True)
-    first, results = found[0], found[1:]
-    about = first.get("about", {}) | {"ceilings": first.get("ceilings"), "clocks": first.get("clocks")}
-    path = write(options.out, "models", about=about, results=results, table=_table(first, results))
-    print(f"{tally(results)}; {path}")
-    return 0 if is_sound([result for result in found if "transformers" not in result["job"]]) else 1
-
-
-def _parse(given: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="jobs whose name holds all of these words")
+    script = Script(
+        name="models", path=__file__, first=ABOUT, jobs=job_names, answer=answer, line=_line, report=_report,
+        job_s=130.0, budget_s=440.0, counts=lambda result: RIVAL not in result["job"],
+    )  # fmt: skip
+    parser = arguments_of(script, __doc__)
     parser.add_argument("--quick", action="store_true", help="batches of 8 and 64")
-    parser.add_argument("--tiny", action="store_true", help="models that a CPU runs in seconds")
-    parser.add_argument("--budget-s", type=float, default=440.0)
-    parser.add_argument("--out", type=Path, default=LOCAL)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(given)
+    return run_script(script, parser.parse_args(given), given)
 
 
 def job_names(options: argparse.Namespace) -> list[str]:
@@ -74,8 +48,10 @@ def job_names(options: argparse.Namespace) -> list[str]:
     from gpu_geometries import GEOMETRIES
 
     batches = TINY_BATCHES if options.tiny else (8, 64) if options.quick else BATCHES
-    what = ["prefill", *(f"decode {batch}" for batch in batches)]
-    return [f"{name} {engine} {one}" for engine in ENGINES for name in GEOMETRIES for one in what]
+    decoding = [f"decode {batch}" for batch in batches]
+    parts = [(OURS, ["prefill", *decoding])] + ([(EAGER, decoding)] if _has_graphs() else [])
+    parts.append((RIVAL, ["prefill", *decoding]))
+    return [f"{name} {engine} {one}" for engine, what in parts for name in GEOMETRIES for one in what]
 
 
 def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
@@ -90,22 +66,36 @@ def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
         return {"status": "passed", "about": describe(device), "ceilings": ceilings.as_json(), "clocks": clocks(device)}
     name, engine_name, what, *rest = job.split()
     engine = _engine(name, engine_name, device, tiny=options.tiny)
+    if engine is None:
+        return {"status": "failed", "error": "the engine before this one left its memory behind", "fatal": True}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     context, prompt, steps = (TINY_CONTEXT, TINY_PROMPT, TINY_STEPS) if options.tiny else (CONTEXT, PROMPT, STEPS)
-    result: dict[str, Any] = {"status": "passed", "clocks": clocks(device)}
-    if what == "prefill":
-        result |= {"tokens": prompt} | engine.prefill(prompt)
-        result["tokens_per_s"] = prompt / result["seconds"]
-        if engine_name == "transom":
-            flops = _prompt_flops(engine.architecture, engine.weight_bytes, prompt)
-            result |= {"flops": flops, "share_of_matrix_rate": flops / result["seconds"] / ceilings.matrix_flops_per_s}
-        return result
-    batch = int(rest[0])
-    result |= {"batch": batch, "context": context} | engine.decode(batch, context, steps)
-    if engine_name == "transom":
-        num_bytes = step_bytes(engine.architecture, engine.weight_bytes, batch, context + steps // 2)
-        floor_s = num_bytes / ceilings.copy_bytes_per_s
-        result |= {"bytes": num_bytes, "floor_s": floor_s, "share_of_floor": floor_s / result["step_s"]}
-    return result
+    try:
+        if what == "prefill":
+            result = {"tokens": prompt} | engine.prefill(prompt)
+            result["tokens_per_s"] = prompt / result["seconds"]
+        else:
+            result = {"batch": int(rest[0]), "context": context} | engine.decode(int(rest[0]), context, steps)
+    except Exception:
+        _held.pop((name, engine_name)).close()  # what failed a step answers nothing any more
+        raise
+    if engine_name != RIVAL:
+        result |= _beside_ceilings(engine, ceilings, result)
+    if device.type == "cuda":
+        result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return {"status": "passed", "clocks": clocks(device)} | result
+
+
+def _beside_ceilings(engine: Any, ceilings: Any, result: dict[str, Any]) -> dict[str, Any]:
+    if "batch" not in result:
+        flops = _prompt_flops(engine.architecture, engine.weight_bytes, result["tokens"])
+        share = flops / result["seconds"] / ceilings.matrix_flops_per_s
+        return {"flops": flops, "share_of_matrix_rate": share}
+    middle = result["context"] + result["steps"] // 2
+    num_bytes = step_bytes(engine.architecture, engine.weight_bytes, result["batch"], middle)
+    floor_s = num_bytes / ceilings.copy_bytes_per_s
+    return {"bytes": num_bytes, "floor_s": floor_s, "share_of_floor": floor_s / result["step_s"]}
 
 
 @functools.lru_cache(maxsize=1)
@@ -119,22 +109,34 @@ def _ceilings(device_name: str, tiny: bool) -> Any:
     return found
 
 
+def _has_graphs() -> bool:
+    from transom_worker.settings import Settings
+
+    return "enforce_eager" in Settings.model_fields
+
+
 def _engine(name: str, engine_name: str, device: Any, *, tiny: bool) -> Any:
-    """The one that is held, or a new one in its place."""
-    from gpu_engines import Transformers, Transom
+    """The one that is held, or a new one in its place; None where the old one's memory did not come back."""
+    import torch
+
+    from gpu_engines import Transom
     from gpu_geometries import geometry
+    from gpu_rival import Transformers
 
     if (name, engine_name) not in _held:
         for engine in _held.values():
             engine.close()
         _held.clear()
         _free()
+        if device.type == "cuda" and torch.cuda.memory_allocated() > LEFT_BEHIND_BYTES:
+            return None
         config = geometry(name, tiny=tiny)
-        if engine_name == "transom":
-            longest, most = (200, 4) if tiny else (8192, max(BATCHES))
-            _held[name, engine_name] = Transom(config, device, longest=longest, most=most)
-        else:
+        if engine_name == RIVAL:
             _held[name, engine_name] = Transformers(config, device)
+        else:
+            longest, most = (200, 4) if tiny else (8192, max(BATCHES))
+            eagerly = {"enforce_eager": engine_name == EAGER} if _has_graphs() else {}
+            _held[name, engine_name] = Transom(config, device, longest=longest, most=most, settings=eagerly)
     return _held[name, engine_name]
 
 
@@ -187,29 +189,41 @@ def _used_share(architecture: Architecture, batch: int) -> float:
     return 1.0 if mixture is None else 1 - (1 - mixture.num_chosen / mixture.num_experts) ** batch
 
 
+def _line(result: dict[str, Any]) -> str:
+    said = (
+        f"{result['tokens_per_s']:12,.0f} tokens/s" if "tokens_per_s" in result else str(result.get("error", ""))[:100]
+    )
+    return f"{result['status']:8} {result['job']:36} {said}"
+
+
+def _report(options: argparse.Namespace, first: dict[str, Any], results: list[dict[str, Any]]) -> Report:
+    return Report(results=results, table=_table(first, results), targets=model_targets(results))
+
+
 def _table(first: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     ceilings = first.get("ceilings") or {}
     head = f"Copies {ceilings.get('copy_bytes_per_s', 0) / 1e9:,.0f} GB/s. {tally(results)}."
-    rivals = {result["job"]: result.get("tokens_per_s") for result in results}
+    rates = {result["job"]: result.get("tokens_per_s") for result in results}
     rows = []
     for result in results:
-        rival = rivals.get(result["job"].replace("transom", "transformers")) if "transom " in result["job"] else None
-        ours, step_s = result.get("tokens_per_s"), result.get("step_s")
+        name, engine, what = result["job"].split(" ", 2)
+        ours, rival = result.get("tokens_per_s"), rates.get(f"{name} {RIVAL} {what}") if engine != RIVAL else None
         rows.append([
-            result["job"], result["status"], ours, _over(ours, rival), step_s and 1e3 * step_s,
-            result.get("kernels_s") and 1e3 * result["kernels_s"], result.get("launches"),
-            result.get("floor_s") and 1e3 * result["floor_s"], result.get("share_of_floor"), result.get("share_of_matrix_rate"),
-            result.get("attention"), str(result.get("error", ""))[:120],
+            result["job"], result["status"], ours, ours / rival if ours and rival else None,
+            100 * result["spread"] if "spread" in result else None, _times(1e3, result.get("step_s")),
+            _times(1e3, result.get("kernels_s")), result.get("launches"), _times(1e3, result.get("floor_s")),
+            result.get("share_of_floor"), result.get("share_of_matrix_rate"), _times(2**-30, result.get("kv_pool_bytes")),
+            _times(2**-30, result.get("peak_bytes")), result.get("attention"), str(result.get("error", ""))[:120],
         ])  # fmt: skip
     columns = (
-        "job", "status", "tokens/s", "over transformers", "step ms", "kernels ms", "launches", "floor ms", "of the floor",
-        "of matrix rate", "attention", "error",
+        "job", "status", "tokens/s", "over transformers", "spread %", "step ms", "kernels ms", "launches", "floor ms",
+        "of the floor", "of matrix rate", "KV pool GiB", "peak GiB", "attention", "error",
     )  # fmt: skip
     return head + "\n\n" + markdown(columns, rows)
 
 
-def _over(ours: float | None, theirs: float | None) -> float | None:
-    return ours / theirs if ours and theirs else None
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
 
 
 if __name__ == "__main__":

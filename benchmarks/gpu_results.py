@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,36 @@ SCHEMA = 1
 Result = Mapping[str, Any]
 
 
-def write(folder: Path, name: str, *, about: Mapping[str, Any], results: Sequence[Result], table: str) -> Path:
-    """`name`.json and `name`.md in the folder; the path of the first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a part has to say: its results, where these leave the promises, and a table for readers."""
+
+    results: Sequence[Result]
+    table: str
+    targets: Sequence[Result] = ()
+
+
+def write(folder: Path, name: str, *, about: Mapping[str, Any], report: Report) -> Path:
+    """`name`.json and `name`.md in the folder, whole or not at all; the path of the first."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    whole = {"schema": SCHEMA, "part": name, **about, "results": list(results)}
-    path.write_text(json.dumps(whole, indent=1, default=str) + "\n")
-    path.with_suffix(".md").write_text(f"# {name}\n\n{_facts(about)}\n\n{table}\n")
+    whole = {"schema": SCHEMA, "part": name, **about, "targets": list(report.targets), "results": list(report.results)}
+    parts = (f"# {name}", _facts(about), _target_table(report.targets), report.table)
+    _replace(path, json.dumps(whole, indent=1, default=str) + "\n")
+    _replace(path.with_suffix(".md"), "\n\n".join(part for part in parts if part) + "\n")
     return path
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader, or who ends this process, never meets half of it."""
+    beside = path.with_name(f".{path.name}")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def _target_table(targets: Sequence[Result]) -> str:
+    names = ("target", "wanted", "figure", "status", "cases", "at")
+    return markdown(names, [[row[name] for name in names] for row in targets]) if targets else ""
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

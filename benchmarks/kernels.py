@@ -15,60 +15,33 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_jobs import answer_or_error, run_jobs, serve
-from gpu_results import is_sound, markdown, tally, write
+from gpu_jobs import Script, arguments_of, run_script
+from gpu_results import Report, markdown, tally
+from gpu_targets import FLATNESS, kernel_targets
 
 if TYPE_CHECKING:
     from kernel_cases.case import Case
 
-CASE_S = 75.0  # of one case, its compilation included
-LOCAL = Path(__file__).parent / "results" / "local"
 CEILINGS = "ceilings"  # the first job
-FLATNESS = 1.10  # a window's time at a long context over that at a short one, at most
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parse(given)
+    script = Script(
+        name="kernels", path=__file__, first=CEILINGS, jobs=lambda options: list(_all_cases(options)), answer=_answer,
+        line=_line, report=_report, job_s=75.0, budget_s=420.0,
+    )  # fmt: skip
+    parser = arguments_of(script, __doc__)
+    parser.add_argument("--quick", action="store_true", help="a few sizes of each operator")
+    parser.add_argument("--check", action="store_true", help="correctness alone, no times")
+    options = parser.parse_args(given)
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
     warnings.filterwarnings("ignore", message=".*deterministic.*")
-    if options.child:
-        serve(functools.partial(_answer, options))
-        return 0
-    names = _chosen(options)
-    if options.list:
-        print("\n".join(names))
-        return 0
-    jobs = [CEILINGS, *names]
-    if options.in_process:
-        found = [{"job": job, **answer_or_error(functools.partial(_answer, options), job)} for job in jobs]
-    else:
-        command = [sys.executable, __file__, *given, "--child"]
-        found = []
-        for result in run_jobs(command, jobs, budget_s=options.budget_s, job_s=CASE_S):
-            found.append(result)
-            print(_line(result), flush=True)
-    return _report(options, found)
-
-
-def _parse(given: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a few sizes of each operator")
-    parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter")
-    parser.add_argument("--check", action="store_true", help="correctness alone, no times")
-    parser.add_argument("--only", default="", help="cases whose name holds all of these words")
-    parser.add_argument("--budget-s", type=float, default=420.0, help="cases that it does not reach are skipped")
-    parser.add_argument("--out", type=Path, default=LOCAL)
-    parser.add_argument("--list", action="store_true", help="names of the cases")
-    parser.add_argument("--in-process", action="store_true", help="no child process; for debuggers and sanitizers")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(given)
+    return run_script(script, options, given)
 
 
 def _all_cases(options: argparse.Namespace) -> dict[str, Case]:
@@ -78,11 +51,6 @@ def _all_cases(options: argparse.Namespace) -> dict[str, Case]:
     scale = Scale("tiny" if options.tiny else "quick" if options.quick else "full")
     parts = (attention, rows, cache_writes, sampling, experts, latent)
     return {case.name: case for part in parts for case in part.cases(scale)}
-
-
-def _chosen(options: argparse.Namespace) -> list[str]:
-    words = options.only.split()
-    return [name for name in _all_cases(options) if all(word in name for word in words)]
 
 
 def _answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
@@ -96,7 +64,8 @@ def _answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
     ceilings, timer, cases = _session(options.device, options.tiny or options.check, _key(options))
     if job == CEILINGS:
         return {"status": "passed", "ceilings": ceilings.as_json(), "about": describe(device), "clocks": clocks(device)}
-    return measure(cases[job], device, ceilings, timer, only_check=options.check) | {"clocks": clocks(device)}
+    result = measure(cases[job], device, ceilings, timer, only_check=options.check) | {"clocks": clocks(device)}
+    return result | {"fatal": True} if timer.is_spoilt else result
 
 
 def _key(options: argparse.Namespace) -> tuple[bool, bool]:
@@ -116,15 +85,10 @@ def _session(device_name: str, tiny: bool, key: tuple[bool, bool]) -> tuple[Any,
     return measure_ceilings(device, tiny=tiny), Timer(device), cases
 
 
-def _report(options: argparse.Namespace, found: list[dict[str, Any]]) -> int:
-    first, results = found[0], found[1:]
+def _report(options: argparse.Namespace, first: dict[str, Any], results: list[dict[str, Any]]) -> Report:
     _compare_lengths(results, _all_cases(options))
-    about = first.get("about", {}) | {
-        name: first.get(name) for name in ("ceilings", "clocks", "error") if name in first
-    }
-    path = write(options.out, "kernels", about=about, results=results, table=_table(first, results))
-    print(f"{tally(results)}; {path}")
-    return 0 if is_sound(found) else 1
+    targets = () if options.check or options.device == "cpu" else kernel_targets(results)
+    return Report(results=results, table=_table(first, results), targets=targets)
 
 
 def _compare_lengths(results: list[dict[str, Any]], cases: dict[str, Case]) -> None:

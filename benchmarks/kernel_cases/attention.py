@@ -12,7 +12,7 @@ import torch
 
 from kernel_cases.case import Case, Check, Prepared, Scale, Target, Tensors
 from kernel_cases.paged import BLOCK, Heads, Paged, expected_rows, make_paged, one_sequence, poison_tails, some_rows
-from kernel_cases.rivals import Runs, decode_rivals, prefill_rivals
+from kernel_cases.rivals import Rivals, decode_rivals, prefill_rivals
 from transom_kernels.paged_attention.gpu import paged_attention_triton
 from transom_kernels.paged_attention.rule import MaskRule
 
@@ -142,7 +142,7 @@ def _prepare(
     has_sinks: bool,
     device: torch.device,
     *,
-    rivals: Callable[[Paged], Runs] | None = None,
+    rivals: Callable[[Paged], Rivals] | None = None,
 ) -> Prepared:
     paged = make_paged(heads, starts, counts, device, window=window)
     sinks = torch.randn(heads.query, device=device) if has_sinks else None

@@ -68,7 +68,7 @@ class Prepared:
     alone: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]] | None = (
         None  # pairs that batch-invariance makes equal
     )
-    rivals: dict[str, Callable[[], object]] = field(default_factory=dict)
+    rivals: dict[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)  # made when it is their turn
     reset: Callable[[], None] | None = None
     traps: Callable[[], Callable[[], None]] | None = None  # poisons what must not be read; what it returns undoes that
 

@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from gpu_child import device_error
 from gpu_device import Ceilings
 from gpu_timing import Timer
 from kernel_cases.case import Case, Prepared, Tensors
+
+WRITES_MUCH = 0.25  # of what a case moves
 
 
 def measure(
     case: Case, device: torch.device, ceilings: Ceilings, timer: Timer, *, only_check: bool = False
 ) -> dict[str, Any]:
     """`status` is passed, missed (a target), wrong, or skipped; see docs/gpu.md for the other fields."""
+    _free(device)
     try:
         prepared = case.prepare(device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         return {"status": "skipped", "error": str(error)[:300]}
     result = _correct(case, prepared)
-    if result["status"] == "wrong" or only_check:
-        return result
-    return result | _timed(case, prepared, ceilings, timer)
+    if result["status"] != "wrong" and not only_check:
+        result |= _timed(case, prepared, ceilings, timer)
+    return result | _peak(device)
+
+
+def _free(device: torch.device) -> None:
+    """What the case before held, so that this one's memory is its own."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: torch.device) -> dict[str, int]:
+    return {"peak_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}
 
 
 def _correct(case: Case, prepared: Prepared) -> dict[str, Any]:
@@ -60,7 +77,7 @@ def _run_anew(prepared: Prepared) -> Tensors:
 
 
 def _timed(case: Case, prepared: Prepared, ceilings: Ceilings, timer: Timer) -> dict[str, Any]:
-    timing = timer.time(prepared.timed or prepared.run)
+    timing = timer.time(prepared.timed or prepared.run, writes=_writes_much(prepared))
     of_bandwidth = prepared.num_bytes / timing.seconds / ceilings.copy_bytes_per_s
     of_matrix = prepared.flops / timing.seconds / ceilings.matrix_flops_per_s
     result: dict[str, Any] = {
@@ -75,8 +92,10 @@ def _timed(case: Case, prepared: Prepared, ceilings: Ceilings, timer: Timer) -> 
         "share_of_bandwidth": of_bandwidth,
         "share_of_matrix_rate": of_matrix,
         "share_of_floor": ceilings.floor_s(prepared.num_bytes, prepared.flops) / timing.seconds,
-        "rivals": {name: _rival(run, timer, timing.seconds) for name, run in prepared.rivals.items()},
+        "rivals": {name: _rival(make, timer, timing.seconds) for name, make in prepared.rivals.items()},
     }
+    if timer.is_spoilt or device_error() is not None:  # of a rival, say: what was found before stands
+        result["fatal"] = True
     result["status"] = "passed"
     if timing.launch == "cpu":
         return result  # the time of an interpreter is held against nothing
@@ -97,13 +116,22 @@ def _timed(case: Case, prepared: Prepared, ceilings: Ceilings, timer: Timer) -> 
     return result
 
 
-def _rival(run: Any, timer: Timer, ours_s: float) -> dict[str, Any]:
+def _writes_much(prepared: Prepared) -> bool:
+    return sum(part.nbytes for part in prepared.run()) >= WRITES_MUCH * prepared.num_bytes
+
+
+def _rival(make: Any, timer: Timer, ours_s: float) -> dict[str, Any]:
     """Another implementation on the same shapes; one that is absent or refuses says so."""
     try:
-        timing = timer.time(run)
+        timing = timer.time(make())
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
-    return {"time_us": 1e6 * timing.seconds, "launch": timing.launch, "speedup": timing.seconds / ours_s}
+    return {
+        "time_us": 1e6 * timing.seconds,
+        "spread": timing.spread,
+        "launch": timing.launch,
+        "speedup": timing.seconds / ours_s,
+    }
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

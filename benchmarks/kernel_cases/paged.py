@@ -13,9 +13,9 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 
 BLOCK = 16  # tokens of a cache block, as served by default
-SPARE_BYTES = 12 << 30  # for partial results, references and rivals
-
-_held: list[torch.Tensor] = []  # one slab
+SPARE_BYTES = (
+    8 << 30
+)  # for partial results, references in float64 and rivals' copies, none of which is of the largest slabs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,23 +140,19 @@ def _expected_row(paged: Paged, row: int, window: int | None, sink_logits: torch
 
 
 def _slab(elements: int, device: torch.device) -> torch.Tensor:
-    """Random numbers; the last slab is kept, since cases of one size follow each other.
+    """Random numbers.
 
     Raises:
-        MemoryError: the device has no room for it and for as much again as rivals and partial results take.
+        MemoryError: the device has no room for it and for what a case needs besides.
     """
-    if _held and len(_held[0]) >= elements and _held[0].device == device:
-        return _held[0]
-    _held.clear()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         wanted, free = 2 * elements + SPARE_BYTES, torch.cuda.mem_get_info()[0]
         if wanted > free:
             raise MemoryError(f"needs {wanted / 2**30:.0f} GiB of device memory, {free / 2**30:.0f} are free")
-    _held.append(torch.empty(elements, dtype=torch.bfloat16, device=device))
-    for part in _held[0].split(1 << 30):
+    slab = torch.empty(elements, dtype=torch.bfloat16, device=device)
+    for part in slab.split(1 << 30):
         part.normal_()
-    return _held[0]
+    return slab
 
 
 def _caches(heads: Heads, num_blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,11 +1,10 @@
-"""Other implementations on the same shapes. None of them is needed: one that cannot be imported is no rival.
+"""Other implementations on the same shapes. None of them is needed: one that cannot be imported says so, and that is all.
 
 Those that know no pages get contiguous keys and values, which is an advantage: gathering is left out of their time.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -14,54 +13,48 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_cases.paged import BLOCK, Paged, dense
 
-Runs = dict[str, Callable[[], object]]
+Run = Callable[[], object]
+Rivals = dict[str, Callable[[], Run]]  # each makes its inputs when it is its turn, and lets go of them after it
 
 
-def decode_rivals(paged: Paged) -> Runs:
+def decode_rivals(paged: Paged) -> Rivals:
     """FlexAttention and torch's own attention for one query a sequence, and FlashInfer over the same pages."""
+    return {
+        "sdpa": lambda: _sdpa(paged),
+        "flex": lambda: _flex(paged),
+        "flashinfer": lambda: _flashinfer_decode(paged),
+    }
+
+
+def prefill_rivals(paged: Paged, *, with_flex: bool) -> Rivals:
+    """torch's flash backend, FlexAttention (which compiles for seconds), and FlashInfer."""
+    rivals: Rivals = {"flash": lambda: _flash(paged), "flashinfer": lambda: _flashinfer_prefill(paged)}
+    return rivals | ({"flex": lambda: _flex(paged)} if with_flex else {})
+
+
+def _sdpa(paged: Paged) -> Run:
     q, k, v = dense(paged)
-    runs: Runs = {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), "flex": _flex(q, k, v)}
-    if importlib.util.find_spec("flashinfer"):
-        runs["flashinfer"] = _flashinfer_decode(paged)
-    return runs
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def prefill_rivals(paged: Paged, *, with_flex: bool) -> Runs:
-    """torch's flash backend, FlexAttention (which compiles for seconds), and FlashInfer where it can be imported."""
+def _flash(paged: Paged) -> Run:
     q, k, v = dense(paged)
     group = q.shape[1] // k.shape[1]
-    all_k, all_v = (
-        k.repeat_interleave(group, 1),
-        v.repeat_interleave(group, 1),
-    )  # not every version's flash groups heads
-
-    def flash() -> object:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, all_k, all_v, is_causal=True)
-
-    runs: Runs = {"flash": flash}
-    if with_flex:
-        runs["flex"] = _flex(q, k, v)
-    if importlib.util.find_spec("flashinfer"):
-        runs["flashinfer"] = _flashinfer_prefill(q, k, v)
-    return runs
-
-
-def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-    """Compiled on its first call, which is not timed; the block mask is made once, as a server would."""
-    made: list[Callable[[], object]] = []
+    all_k, all_v = (part.repeat_interleave(group, 1) for part in (k, v))  # not every version's flash groups heads
 
     def run() -> object:
-        if not made:
-            made.append(_make_flex(q, k, v))
-        return made[0]()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, all_k, all_v, is_causal=True)
 
     return run
 
 
-def _make_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
+def _flex(paged: Paged) -> Run:
+    """Compiled on its first call, which is not timed; the block mask is made once, as a server would."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # else, after a handful of shapes, it would fall back to an eager one without a word
+    q, k, v = dense(paged)
     compiled = torch.compile(flex_attention, dynamic=False)
     if q.shape[2] == 1:
         return lambda: compiled(q, k, v, enable_gqa=True)
@@ -69,7 +62,7 @@ def _make_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[]
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-def _flashinfer_decode(paged: Paged) -> Callable[[], object]:
+def _flashinfer_decode(paged: Paged) -> Run:
     import flashinfer
 
     device, batch = paged.q.device, paged.batch
@@ -90,8 +83,8 @@ def _flashinfer_decode(paged: Paged) -> Callable[[], object]:
     return lambda: wrapper.run(paged.q, caches)
 
 
-def _flashinfer_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
+def _flashinfer_prefill(paged: Paged) -> Run:
     import flashinfer
 
-    rows, keys, values = (part[0].transpose(0, 1).contiguous() for part in (q, k, v))
+    rows, keys, values = (part[0].transpose(0, 1).contiguous() for part in dense(paged))
     return lambda: flashinfer.single_prefill_with_kv_cache(rows, keys, values, causal=True)

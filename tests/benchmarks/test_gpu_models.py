@@ -52,6 +52,9 @@ def test_both_engines_have_the_same_model(name: str) -> None:
 def test_a_decode_figure() -> None:
     found = gpu_models.answer(TINY, "gpt_oss transom decode 3")
     assert found["tokens_per_s"] == pytest.approx(3 / found["step_s"])
+    assert found["steps"] == 3 * gpu_models.TINY_STEPS
+    assert found["spread"] >= 0
+    assert found["kv_pool_bytes"] > 0
     assert found["kernels_s"] > 0
     assert found["launches"] > 10
     assert found["share_of_floor"] == pytest.approx(found["floor_s"] / found["step_s"])
@@ -111,7 +114,9 @@ def test_divergences_are_excused_at_near_ties_alone() -> None:
 def test_a_family_beside_itself(name: str) -> None:
     found = gpu_families.answer(TINY, name)
     assert found["status"] == "passed"
-    assert found["tokens"] == 3 * 2 * 6
+    assert found["tokens"] == 5 * 2 * 6
+    assert found["same_bits_twice"]
+    assert found["alone_wrong"] == 0
 
 
 def test_families_through_a_child_process(tmp_path: Path) -> None:
@@ -127,7 +132,7 @@ def test_results_fit_their_schema(tmp_path: Path) -> None:
     found = gpu_models.answer(TINY, gpu_models.ABOUT)
     results = [{"job": "llama transom decode 1", **gpu_models.answer(TINY, "llama transom decode 1")}]
     about = found["about"] | {"ceilings": found["ceilings"], "clocks": found["clocks"]}
-    path = write(tmp_path, "models", about=about, results=results, table=gpu_models._table(found, results))
+    path = write(tmp_path, "models", about=about, report=gpu_models._report(TINY, found, results))
     schema = Path(gpu_models.__file__).parent / "results" / "gpu.schema.json"
     jsonschema.validate(json.loads(path.read_text()), json.loads(schema.read_text()))
     assert "| llama transom decode 1 | passed |" in path.with_suffix(".md").read_text()

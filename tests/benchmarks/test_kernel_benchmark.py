@@ -100,10 +100,11 @@ def test_rivals_compute_the_same(monkeypatch: pytest.MonkeyPatch, starts: list[i
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     paged = make_paged(TINY, starts, counts, CPU)
     found = decode_rivals(paged) if len(counts) > 1 else prefill_rivals(paged, with_flex=True)
+    found.pop("flashinfer")  # made only where it is installed
     wanted = expected_rows(paged, list(range(sum(counts))), window=None, sink_logits=None)
     assert len(found) == 2
-    for run in found.values():
-        got = run().transpose(1, 2).flatten(0, 1)
+    for make in found.values():
+        got = make()().transpose(1, 2).flatten(0, 1)
         torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=3e-2)
 
 
@@ -160,10 +161,10 @@ def test_a_sequence_must_not_notice_its_batch_where_that_is_promised() -> None:
 def test_a_missed_target_and_a_faster_rival_show(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Timer.time
     monkeypatch.setattr(
-        Timer, "time", lambda self, work: replace(real(self, work), launch="graph", seconds=1.0 if work() else 0.1)
+        Timer, "time", lambda self, work, **_: replace(real(self, work), launch="graph", seconds=1.0 if work() else 0.1)
     )
     target = Target(least=0.85, of="bandwidth")
-    slow = prepared_of(torch.ones(4), torch.ones(4), rivals={"flex": lambda: None, "absent": lambda: 1 / 0})
+    slow = prepared_of(torch.ones(4), torch.ones(4), rivals={"flex": lambda: lambda: None, "absent": lambda: 1 / 0})
     found = status_of(case_of(slow, target=target))
     assert found["status"] == "missed"
     assert found["rivals"]["flex"]["speedup"] == pytest.approx(0.1)
