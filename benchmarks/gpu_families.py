@@ -10,6 +10,7 @@ closer than 1e-4. Writes families.json and families.md.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -70,8 +71,10 @@ def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # whatever this machine prefers
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make(job, Path(folder))
-        cpu, other = (written(checkpoint, device, tiny=options.tiny) for device in ("cpu", options.device))
-        other |= written_without_cache(checkpoint, options.device, tiny=options.tiny)
+        threads = max(1, (os.cpu_count() or 1) // options.at_once)
+        how = {"tiny": options.tiny, "num_threads": threads}
+        cpu, other = (written(checkpoint, device, **how) for device in ("cpu", options.device))
+        other |= written_without_cache(checkpoint, options.device, **how)
     wanted = cpu | {TOGETHER: cpu["cold"], ALONE: cpu["cold"]}
     parts = {name: compare(wanted[name], other[name]) for name in wanted}
     wrong = {name: part.wrong for name, part in parts.items() if part.wrong}
@@ -113,12 +116,12 @@ def make(name: str, folder: Path) -> Path:
     return folder / "packed"
 
 
-def written(checkpoint: Path, device: str, *, tiny: bool) -> dict[str, list[Whole]]:
+def written(checkpoint: Path, device: str, *, tiny: bool, num_threads: int) -> dict[str, list[Whole]]:
     """What an engine on a device writes, in each situation."""
     from engine_driver import run
     from lost_windows import lose_windows
 
-    engine, found = _engine(checkpoint, device), {}
+    engine, found = _engine(checkpoint, device, num_threads=num_threads), {}
     for situation in SITUATIONS:
         if situation == "repaired":
             lose_windows(engine._scheduler.cache)
@@ -127,11 +130,11 @@ def written(checkpoint: Path, device: str, *, tiny: bool) -> dict[str, list[Whol
     return found
 
 
-def written_without_cache(checkpoint: Path, device: str, *, tiny: bool) -> dict[str, list[Whole]]:
+def written_without_cache(checkpoint: Path, device: str, *, tiny: bool, num_threads: int) -> dict[str, list[Whole]]:
     """What it writes where nothing is kept of earlier prompts: all together, once more, and each alone."""
     from engine_driver import run
 
-    engine = _engine(checkpoint, device, enable_prefix_caching=False)
+    engine = _engine(checkpoint, device, num_threads=num_threads, enable_prefix_caching=False)
     found = {name: run(engine, _requests(name, tiny=tiny)) for name in (TOGETHER, AGAIN)}
     found[ALONE] = [run(engine, [request])[0] for request in _requests(ALONE, tiny=tiny)]
     engine.shutdown()
@@ -143,7 +146,7 @@ def _engine(checkpoint: Path, device: str, **settings: object) -> Any:
 
     return make_engine(
         str(checkpoint), device=device, dtype="float32", block_size=8, max_model_len=768, max_num_batched_tokens=45,
-        max_num_seqs=8, num_threads=None, **settings,
+        max_num_seqs=8, **settings,
     )  # fmt: skip
 
 

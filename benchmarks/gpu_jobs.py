@@ -69,12 +69,15 @@ def run_script(script: Script, options: argparse.Namespace, given: Sequence[str]
         print("\n".join(jobs[1:]))
         return 0
     found: dict[str, Result] = {}
-    path = options.out / f"{script.name}.json"
+    path, report = options.out / f"{script.name}.json", Report(results=(), table="")
     for result in _results(script, options, jobs, given):
         found[result["job"]] = result
         if result["job"] != script.first or not is_sound([result]):
             print(script.line(result), flush=True)
-        path = _write(script, options, [dict(found[job]) for job in jobs if job in found])
+        path, report = _write(script, options, [dict(found[job]) for job in jobs if job in found])
+    for row in report.targets:
+        figure = "" if row["figure"] is None else f"{row['figure']:.3g}"
+        print(f"{row['status']:13} {figure:>8} {row['wanted']:14} {row['target']} ({row['cases']} cases; {row['at']})")
     print(f"{tally([found[job] for job in jobs[1:]])}; {path}")
     return 0 if is_sound([result for result in found.values() if script.counts(result)]) else 1
 
@@ -92,12 +95,13 @@ def _results(
     yield from run_jobs(command, jobs, budget_s=options.budget_s, job_s=script.job_s, at_once=options.at_once)
 
 
-def _write(script: Script, options: argparse.Namespace, found: list[Result]) -> Path:
+def _write(script: Script, options: argparse.Namespace, found: list[Result]) -> tuple[Path, Report]:
     first = found.pop(0) if found and found[0]["job"] == script.first else {}
     about = first.get("about", {}) | {
         name: first[name] for name in ("ceilings", "clocks", "error") if first.get(name) is not None
     }
-    return write(options.out, script.name, about=about, report=script.report(options, first, found))
+    report = script.report(options, first, found)
+    return write(options.out, script.name, about=about, report=report), report
 
 
 def run_jobs(

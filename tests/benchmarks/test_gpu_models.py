@@ -22,7 +22,7 @@ from transom_worker.contract import Logprob, TokenLogprobs
 from transom_worker.models.architecture import read_architecture
 
 CPU = torch.device("cpu")
-TINY = argparse.Namespace(device="cpu", tiny=True, quick=False)
+TINY = argparse.Namespace(device="cpu", tiny=True, quick=False, at_once=2)
 
 
 def test_random_weights_are_a_function_of_name_and_shape() -> None:
