@@ -29,8 +29,9 @@ VARIABLES = {  # name: how its values are found
     "router": f'label_values({VERSION}{{model=~"$model",router!=""}}, router)',
     "group": 'label_values(transom_kv_blocks{model=~"$model",worker=~"$worker"}, group)',
 }
+FIRING = 'ALERTS{alertstate="firing",alertname=~"Transom.*"}'
 ANNOTATIONS = {  # name: (colour, query, labels that become tags)
-    "Alerts": ("red", 'ALERTS{alertstate="firing",alertname=~"Transom.*"}', "alertname,severity,model,worker"),
+    "Alerts": ("red", FIRING, "alertname,severity,model,worker"),
     "Workers lost": (
         "orange",
         f'increase(transom_router_worker_changes_total{{{ROUTER},change="lost"}}[$__rate_interval]) > 0',

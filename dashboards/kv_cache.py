@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dashboards import kv_reuse, kv_shortage
 from dashboards.board import Board, Section
-from dashboards.panels import BLOCK_STATES, About, grid, high_is_bad, lines, low_is_bad, number
-from dashboards.queries import GROUP, WORKER, Query, or_zero, rate, ratio, total
+from dashboards.colors import BLOCK_STATES, PAGE_STATES
+from dashboards.panels import About, grid, high_is_bad, lines, low_is_bad, number
+from dashboards.queries import GROUP, WORKER, Query, each_of, or_zero, rate, ratio, total
 
 UID = "transom-kv-cache"
 PAGES = total("transom_kv_pages", WORKER)
@@ -125,6 +126,7 @@ NOW = Section(
 
 
 POOL_BYTES = total("transom_kv_pool_bytes", WORKER)
+ACTIVE_BYTES = total("transom_kv_bytes", f'{GROUP},state="active"', "group")
 POOL = Section(
     title="Pool",
     panels=[
@@ -144,34 +146,31 @@ POOL = Section(
             "bytes",
             stack=True,
             unstacked=["pool"],
-            colors=BLOCK_STATES,
+            shades=BLOCK_STATES,
             width=12,
         ),
         lines(
             About(
-                title="Bytes by worker and state",
-                shows="The same by worker.",
-                act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements.",
+                title="Cached bytes by worker",
+                shows="What could be hit at each worker; *Worker* below has the other states.",
+                act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements. One falls "
+                "to zero: it was started again.",
             ),
-            [Query(expr=total("transom_kv_bytes", GROUP, "worker", "state"), legend="{{worker}} {{state}}")],
+            [Query(expr=total("transom_kv_bytes", f'{GROUP},state="cached"', "worker"), legend="{{worker}}")],
             "bytes",
             stack=True,
-            colors=BLOCK_STATES,
             width=12,
         ),
         lines(
             About(
-                title="In use by group and worker",
-                shows="Bytes of active blocks over the whole pool. The sum of a worker's groups is how full it is.",
+                title="In use by group",
+                shows="Bytes of active blocks over all pools; the sum is how full they are.",
                 act="One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
             ),
-            [
-                Query(
-                    expr=total("transom_kv_utilization_ratio", GROUP, "worker", "group"),
-                    legend="{{worker}} {{group}}",
-                )
-            ],
+            [Query(expr=each_of(ACTIVE_BYTES, POOL_BYTES), legend="{{group}}")],
             "percentunit",
+            stack=True,
+            maximum=1,
         ),
         lines(
             About(
@@ -182,7 +181,7 @@ POOL = Section(
             [Query(expr=total("transom_kv_blocks", GROUP, "group", "state"), legend="{{group}} {{state}}")],
             "short",
             stack=True,
-            colors=BLOCK_STATES,
+            shades=BLOCK_STATES,
         ),
         lines(
             About(
@@ -203,12 +202,13 @@ POOL = Section(
             [Query(expr=total("transom_kv_pages", WORKER, "state"), legend="{{state}}")],
             "short",
             stack=True,
+            colors=PAGE_STATES,
         ),
         lines(
             About(
                 title="Fragmentation and waste",
                 shows="Fragmentation: bytes in empty blocks over leased ones. Waste: share of a page "
-                "that no block covers, by geometry. "
+                "that no block covers, by geometry, of the worst worker. "
                 "Dashed: 20 % and 40 %.",
                 act="Waste does not change while a worker runs: another `--block-size` does. "
                 "Fragmentation: watch compaction.",
@@ -218,7 +218,7 @@ POOL = Section(
                     expr=f"max by (worker) (transom_kv_fragmentation_ratio{{{WORKER}}})",
                     legend="{{worker}} fragmentation",
                 ),
-                Query(expr=f"max by (worker) (transom_kv_waste_ratio{{{WORKER}}})", legend="{{worker}} waste"),
+                Query(expr=f"max (transom_kv_waste_ratio{{{WORKER}}})", legend="waste"),
             ],
             "percentunit",
             limits=high_is_bad(0.2, 0.4),
@@ -226,19 +226,19 @@ POOL = Section(
         lines(
             About(
                 title="Headroom in requests",
-                shows="How many requests of a length could start now, all workers together. Cached blocks count "
-                "as room. Dashed: 1 and 4.",
+                shows="How many requests of so many tokens could start now, all workers together; `max` is the longest that the "
+                "model takes. Cached blocks count as room. Dashed: 1 and 4.",
                 act="At zero for a length, such requests wait or preempt others: add workers or memory.",
             ),
-            [Query(expr=total("transom_kv_headroom_requests", WORKER, "length"), legend="{{length}} tokens")],
+            [Query(expr=total("transom_kv_headroom_requests", WORKER, "length"), legend="{{length}}")],
             "short",
             limits=low_is_bad(1, 4),
         ),
         grid(
             About(
                 title="In use, worker by worker",
-                shows="A row for each worker; the brighter, the more of its pool running requests use.",
-                act="One bright row among dark ones: see *Router*, placements. All bright: add workers or memory.",
+                shows="A row for each worker; a cell's colour is the share of its pool that running requests use.",
+                act="One row near 100 % and others not: see *Router*, placements. All: add workers or memory.",
             ),
             Query(expr=USED_BY_WORKER, legend="{{worker}}"),
             "percentunit",
@@ -246,8 +246,8 @@ POOL = Section(
         grid(
             About(
                 title="In use, group by group",
-                shows="A row for each worker's groups; the brighter, the more of the pool its active blocks take.",
-                act="A window group as bright as the full one: windows are wide for the prompts; `transom plan` has figures.",
+                shows="A row for each worker's groups; a cell's colour is the share of the pool that its active blocks take.",
+                act="A window group with as much as the full one: windows are wide for the prompts; `transom plan` has figures.",
             ),
             Query(expr=total("transom_kv_utilization_ratio", GROUP, "worker", "group"), legend="{{worker}} {{group}}"),
             "percentunit",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dashboards.board import Section
-from dashboards.panels import OUTCOMES, About, heat, lines
+from dashboards.colors import OUTCOMES
+from dashboards.panels import About, heat, lines
 from dashboards.queries import GROUP, WORKER, Query, buckets, mean, quantile, rate, ratio, total
 
 PREFIX = "transom_prefix_tokens_total"
@@ -18,7 +19,7 @@ HITS = Section(
             About(
                 title="Prompt tokens by outcome",
                 shows="Every prompt token, a second: hit, repaired, or missed with its reason. They add "
-                "up to all prompt tokens.",
+                "up to all prompt tokens. Red and orange: more memory would have hit.",
                 act="`never_seen` is new text. `full_evicted`, `window_evicted`: too little memory. "
                 "`below_alignment`, `last_token`: "
                 "normal in small amounts. `policy`: a client or setting turned the cache off.",
@@ -115,13 +116,13 @@ EVICTION = Section(
         lines(
             About(
                 title="Evicted blocks by reason",
-                shows="Blocks evicted, a second, by group and reason.",
+                shows="Blocks evicted, a second, by who wanted their memory.",
                 act="Compare with *Missed for want of memory*: evictions that nobody misses cost nothing.",
             ),
             [
                 Query(
-                    expr=rate("transom_kv_evicted_blocks_total", GROUP, "group", "reason"),
-                    legend="{{group}} {{reason}}",
+                    expr=rate("transom_kv_evicted_blocks_total", GROUP, "reason"),
+                    legend="{{reason}}",
                 )
             ],
             "ops",
@@ -168,22 +169,30 @@ CHECKPOINTS = Section(
             [Query(expr=total("transom_kv_checkpoints", WORKER, "kind"), legend="{{kind}}")],
             "short",
             stack=True,
-            width=12,
         ),
         lines(
             About(
                 title="What becomes of checkpoints",
-                shows="Placed, hit, given up whole, or only their windows given up, a second, by kind.",
-                act="Given up as fast as placed, with few hits: memory is short, or that kind does not pay.",
+                shows="Placed, hit, given up whole, or only their windows given up, a second.",
+                act="Given up as fast as placed, with few hits: memory is short.",
+            ),
+            [Query(expr=rate("transom_kv_checkpoint_changes_total", WORKER, "change"), legend="{{change}}")],
+            "ops",
+        ),
+        lines(
+            About(
+                title="Hits of checkpoints by kind",
+                shows="Requests that went on from a checkpoint, a second, by what it was placed for.",
+                act="A kind with many checkpoints and no hits does not pay: clients do not come back there.",
             ),
             [
                 Query(
-                    expr=rate("transom_kv_checkpoint_changes_total", WORKER, "kind", "change"),
-                    legend="{{kind}} {{change}}",
+                    expr=rate("transom_kv_checkpoint_changes_total", f'{WORKER},change="hit"', "kind"),
+                    legend="{{kind}}",
                 )
             ],
             "ops",
-            width=12,
+            stack=True,
         ),
     ],
 )

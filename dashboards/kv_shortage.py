@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dashboards.board import Section
-from dashboards.panels import BLOCK_STATES, OUTCOMES, About, high_is_bad, lines
+from dashboards.colors import BLOCK_STATES, OUTCOMES, PHASES
+from dashboards.panels import About, high_is_bad, lines
 from dashboards.queries import GROUP, WORKER, Query, each_of, rate, ratio, total
 
 COMPUTED = rate("transom_computed_tokens_total", WORKER)
@@ -40,6 +41,7 @@ SHORTAGE = Section(
             ],
             "percentunit",
             limits=high_is_bad(0.05, 0.2),
+            colors=PHASES,
         ),
         lines(
             About(
@@ -99,7 +101,7 @@ EACH_WORKER = Section(
             "bytes",
             stack=True,
             unstacked=["pool"],
-            colors=BLOCK_STATES,
+            shades=BLOCK_STATES,
             width=16,
         ),
         lines(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dashboards import kv_cache, router, service_levels
-from dashboards.board import Board, Section, to_board
+from dashboards.board import FIRING, Board, Section, to_board
+from dashboards.colors import ENDPOINTS, ENDS, STATUSES
+from dashboards.colors import ERRORS as ERROR_COLORS
 from dashboards.panels import About, high_is_bad, lines, low_is_bad, number
 from dashboards.queries import (
     API,
@@ -41,6 +43,16 @@ NOW = Section(
     panels=[
         number(
             About(
+                title="Alerts",
+                shows="Alerts that fire now, for all models. Orange from 1, red from 3.",
+                act="Prometheus' page of alerts names them, as the red marks on every panel do; each has a runbook.",
+            ),
+            Query(expr=or_zero(f"count({FIRING})")),
+            "short",
+            limits=high_is_bad(1, 3),
+        ),
+        number(
+            About(
                 title="Requests",
                 shows="Requests to `/v1` that ended, a second.",
                 act="None though clients say that they send some: look at *Workers open*, then at "
@@ -52,8 +64,8 @@ NOW = Section(
         number(
             About(
                 title="Errors",
-                shows="Share of requests answered with 5xx. Orange from 0.1 %, the objective; red from 1 %. Answers that "
-                "broke off while they streamed began with 200: *How requests ended* has them as `error`.",
+                shows="Share of requests that ended with 5xx, answers that broke off while they streamed among them. Orange from "
+                "0.1 %, the objective; red from 1 %.",
                 act="Split by status below, then read the router's log for the requests' ids.",
             ),
             Query(expr=ratio(f"({ERRORS})", REQUESTS)),
@@ -82,15 +94,6 @@ NOW = Section(
             Query(expr=quantile(0.95, "transom_router_inter_token_seconds", ROUTER)),
             "s",
             limits=INTER_TOKEN_LIMITS,
-        ),
-        number(
-            About(
-                title="Tokens out",
-                shows="Tokens of answers, a second, as clients are billed.",
-                act="Low while requests wait: see *Workers*, step time.",
-            ),
-            Query(expr=rate("transom_router_output_tokens_total", ROUTER)),
-            "short",
         ),
         number(
             About(
@@ -138,13 +141,15 @@ TRAFFIC = Section(
         lines(
             About(
                 title="Requests by status",
-                shows="Requests to `/v1` by HTTP status, a second; 499 means that the client left first.",
+                shows="Requests to `/v1` by HTTP status, a second; 499 means that the client left first. A stream that broke "
+                "off counts as its error, though it began with 200.",
                 act="5xx: the router's log names the request. 429: a client is over its limit. 503: "
                 "there is no worker.",
             ),
             [Query(expr=rate("transom_router_requests_total", f"{ROUTER},{API}", "status"), legend="{{status}}")],
             "reqps",
             stack=True,
+            shades=STATUSES,
         ),
         lines(
             About(
@@ -155,6 +160,7 @@ TRAFFIC = Section(
             [Query(expr=rate("transom_router_requests_total", ROUTER, "endpoint"), legend="{{endpoint}}")],
             "reqps",
             stack=True,
+            colors=ENDPOINTS,
         ),
         lines(
             About(
@@ -172,6 +178,7 @@ TRAFFIC = Section(
             ],
             "percentunit",
             limits=ERROR_LIMITS,
+            colors=ERROR_COLORS,
         ),
         lines(
             About(
@@ -183,13 +190,15 @@ TRAFFIC = Section(
             [Query(expr=rate("transom_requests_total", WORKER, "finish_reason"), legend="{{finish_reason}}")],
             "reqps",
             stack=True,
+            colors=ENDS,
             width=12,
         ),
         lines(
             About(
                 title="Tokens in and out",
                 shows="Prompt and answer tokens a second, as billed over HTTP.",
-                act="Many more in than out make the hit rate of *KV cache* what costs depend on.",
+                act="Out low while requests wait: see *Workers*, step time. Many more in than out make the hit rate of "
+                "*KV cache* what costs depend on.",
             ),
             [
                 Query(expr=rate("transom_router_prompt_tokens_total", ROUTER), legend="prompt"),

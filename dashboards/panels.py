@@ -71,10 +71,7 @@ class Limits:
         return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
-# Series of one kind have one colour on every panel, in shades where there are several; told apart by the colour-blind, too.
-BLOCK_STATES = {"active": "blue", "cached": "yellow", "empty": "#808080"}
-OUTCOMES = {"hit": "blue", "repaired": "yellow", "missed": "red"}
-NO_LIMITS = Limits(base="green", steps=())
+NO_LIMITS = Limits(base="text", steps=())  # neither good nor bad: no colour
 
 
 def high_is_bad(orange: float, red: float) -> Limits:
@@ -98,10 +95,11 @@ def lines(
     width: int = 8,
     unstacked: Sequence[str] = (),
     colors: Mapping[str, str] = {},
+    shades: Mapping[str, str] = {},
 ) -> timeseries.Panel:
     """Values over time. Stacked ones are areas; series named in `unstacked` stay dashed lines over them.
 
-    `colors` are those of series whose names have a word.
+    `colors` are those of series whose names have these words; `shades` where several series have the same word.
     """
     panel = _common(timeseries.Panel(), about, queries, unit, limits).span(width).height(8)
     panel.line_width(1).fill_opacity(60 if stack else 8).show_points(shapes.VisibilityMode.NEVER).min(0)
@@ -115,9 +113,10 @@ def lines(
         panel.axis_soft_max(LEAST_TOPS[unit])
     if limits.steps:
         panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(shapes.GraphTresholdsStyleMode.DASHED))
-    for word, color in colors.items():
-        shades = DynamicConfigValue(id_val="color", value={"mode": "shades", "fixedColor": color})
-        panel.override_by_regexp(f"/(^| ){word}( |$)/", [shades])
+    for mode, named in (("fixed", colors), ("shades", shades)):
+        for words, color in named.items():
+            value = DynamicConfigValue(id_val="color", value={"mode": mode, "fixedColor": color})
+            panel.override_by_regexp(f"/(^| ){words}( |$)/", [value])
     for name in unstacked:
         panel.override_by_name(name, _as_line())
     return panel
@@ -151,7 +150,8 @@ def grid(about: About, query: Query, unit: str, *, width: int = 12) -> heatmap.P
     """A row of cells for each series, coloured by its value, a share from 0 to 1."""
     panel = _common(heatmap.Panel(), about, [query], unit, NO_LIMITS).span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_value(shapes.VisibilityMode.NEVER)
-    panel.color(_heat_colors(exponent=1).min(0).max(1)).cell_values(heatmap.CellValues().unit(unit))
+    panel.color(_heat_colors().min(0).max(1)).cell_values(heatmap.CellValues().unit(unit))
+    panel.filter_values(heatmap.FilterValueRange().le(-1))  # zeros are cells too: idle is not absent
     return panel.y_axis(heatmap.YAxisConfig().axis_placement(shapes.AxisPlacement.LEFT))
 
 
@@ -161,15 +161,15 @@ def heat(about: About, expr: str, unit: str, *, cells: str = "short", width: int
     panel = _common(heatmap.Panel(), about, [query], cells, NO_LIMITS, PromQueryFormat.HEATMAP).span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_y_histogram()
     panel.show_value(shapes.VisibilityMode.NEVER).exemplars_color("rgba(255,0,255,0.7)")
-    panel.color(_heat_colors(exponent=0.5))
+    panel.color(_heat_colors())
     panel.filter_values(heatmap.FilterValueRange().le(1e-9)).cell_values(heatmap.CellValues().unit(cells))
     return panel.y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(shapes.AxisPlacement.LEFT))
 
 
-def rows(about: About, expr: str, columns: Sequence[str], *, width: int = 24) -> table.Panel:
+def rows(about: About, expr: str, columns: Sequence[str], *, width: int = 24, height: int = 6) -> table.Panel:
     """A table of labels, a row a series."""
     query = Query(expr=expr, instant=True)
-    panel = _common(table.Panel(), about, [query], "none", NO_LIMITS, PromQueryFormat.TABLE).span(width).height(6)
+    panel = _common(table.Panel(), about, [query], "none", NO_LIMITS, PromQueryFormat.TABLE).span(width).height(height)
     order = {
         "excludeByName": dict.fromkeys(HIDDEN_COLUMNS, True),
         "indexByName": {name: place for place, name in enumerate(columns)},
@@ -196,9 +196,9 @@ def _common(
     return panel
 
 
-def _heat_colors(*, exponent: float) -> heatmap.HeatmapColorOptions:
-    colors = heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
-    return colors.scale(heatmaps.HeatmapColorScale.EXPONENTIAL).exponent(exponent)
+def _heat_colors() -> heatmap.HeatmapColorOptions:
+    """Grafana turns the scheme around in its light theme, so no panel's words may say which end is bright."""
+    return heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
 
 
 def _target(query: Query, letter: str, form: PromQueryFormat) -> prometheus.Dataquery:
@@ -213,8 +213,9 @@ def _idle() -> SpecialValueMap:
 
 
 def _legend() -> common.VizLegendOptions:
+    """Names alone: a last value would stand there for workers that are gone, too."""
     legend = common.VizLegendOptions().show_legend(True).display_mode(shapes.LegendDisplayMode.LIST)
-    return legend.placement(shapes.LegendPlacement.BOTTOM).calcs(["lastNotNull"])
+    return legend.placement(shapes.LegendPlacement.BOTTOM).calcs([])
 
 
 def _as_line() -> list[DynamicConfigValue]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dashboards.board import Section
+from dashboards.colors import DRAINS, FAILOVERS, WORKER_CHANGES, WORKER_STATES
 from dashboards.panels import About, lines, rows
 from dashboards.queries import PLACED, ROUTER, Query, quantile, rate, seen, total
 from dashboards.worker_machines import info
@@ -60,6 +61,7 @@ FLEET = Section(
             "short",
             stack=True,
             unstacked=["wanted"],
+            colors=WORKER_STATES,
         ),
         lines(
             About(
@@ -75,6 +77,7 @@ FLEET = Section(
                 )
             ],
             "short",
+            colors=WORKER_CHANGES,
         ),
         lines(
             About(
@@ -84,6 +87,7 @@ FLEET = Section(
             ),
             [Query(expr=rate("transom_router_drains_total", ROUTER, "outcome"), legend="{{outcome}}")],
             "ops",
+            colors=DRAINS,
         ),
         lines(
             About(
@@ -94,6 +98,7 @@ FLEET = Section(
             ),
             [Query(expr=rate("transom_router_failovers_total", ROUTER, "outcome"), legend="{{outcome}}")],
             "reqps",
+            colors=FAILOVERS,
             width=12,
         ),
         lines(
@@ -170,6 +175,7 @@ ROUTERS = Section(
             info("transom_build_info", f'{ROUTER},router!=""', COLUMNS),
             COLUMNS,
             width=8,
+            height=8,
         ),
     ],
 )

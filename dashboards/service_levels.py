@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dashboards import kv_cache, workers
 from dashboards.board import Section, to_board
-from dashboards.panels import About, high_is_bad, lines
-from dashboards.queries import API, ROUTER, WORKER, Query, or_zero, quantile, quantiles, rate, seen, total
+from dashboards.colors import REQUESTS, WORKER_STATES
+from dashboards.panels import About, heat, high_is_bad, lines
+from dashboards.queries import API, ROUTER, WORKER, Query, buckets, or_zero, quantile, quantiles, rate, seen, total
 
 FIRST_TOKEN_LIMITS = high_is_bad(1, 2)  # two seconds: the default of --first-token-objective-s
 INTER_TOKEN_LIMITS = high_is_bad(0.1, 0.25)  # ten tokens a second are read at ease; four are waited for
@@ -78,6 +79,25 @@ LATENCY = Section(
             "s",
             width=12,
         ),
+        heat(
+            About(
+                title="Time to first token, spread",
+                shows="Requests by how long their first token took.",
+                act="Two bands: some wait and others do not, as with one slow worker or one client's long prompts; see "
+                "*Workers*, queue and prefill by worker.",
+            ),
+            buckets("transom_router_first_token_seconds", ROUTER),
+            "s",
+        ),
+        heat(
+            About(
+                title="Time of whole requests, spread",
+                shows="Requests to `/v1` by how long they took.",
+                act="A row on top that stays: requests hang or have very long answers; `/debug/requests` lists what runs.",
+            ),
+            buckets("transom_router_request_seconds", f"{ROUTER},{API}"),
+            "s",
+        ),
     ],
 )
 
@@ -99,6 +119,7 @@ SATURATION = Section(
             ],
             "short",
             stack=True,
+            colors=REQUESTS,
         ),
         lines(
             About(
@@ -120,6 +141,7 @@ SATURATION = Section(
             [Query(expr=seen("transom_router_workers", ROUTER, "state"), legend="{{state}}")],
             "short",
             stack=True,
+            colors=WORKER_STATES,
         ),
         lines(
             About(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dashboards.board import Section
+from dashboards.colors import MEMORY
 from dashboards.panels import About, bars, high_is_bad, lines, rows
 from dashboards.queries import WORKER, Query, rate, ratio, total
 
@@ -36,40 +37,24 @@ RANKS = Section(
     panels=[
         lines(
             About(
-                title="Memory by rank",
-                shows="Bytes of weights, KV cache and everything else.",
-                act="`other` grows for hours: a leak, worth a report. Ranks differ: heads do not "
-                "divide evenly, `transom plan` says how.",
+                title="Memory by kind",
+                shows="Bytes of weights, KV cache and everything else, all ranks together.",
+                act="`other` grows for hours: a leak, worth a report.",
             ),
-            [
-                Query(
-                    expr=total("transom_rank_memory_bytes", WORKER, *BY, "kind"),
-                    legend="{{worker}}/{{rank}} {{kind}}",
-                )
-            ],
+            [Query(expr=total("transom_rank_memory_bytes", WORKER, "kind"), legend="{{kind}}")],
             "bytes",
             stack=True,
+            colors=MEMORY,
         ),
         lines(
             About(
-                title="Busy share by rank",
-                shows="Share of time in steps.",
-                act="Low while requests wait: the engine does not feed the ranks; see *Step time by part*, schedule.",
+                title="Memory by rank",
+                shows="All bytes of a rank: device memory, or its process' on CPUs. *Memory by kind* says what for.",
+                act="One grows for hours: a leak, worth a report. Ranks differ: heads do not "
+                "divide evenly, `transom plan` says how.",
             ),
-            [Query(expr=BUSY, legend="{{worker}}/{{rank}}")],
-            "percentunit",
-            maximum=1,
-        ),
-        lines(
-            About(
-                title="Forward share of busy time",
-                shows="Share of a rank's busy time in forward passes; the rest is preparing, copying, "
-                "sampling and waiting for others.",
-                act="One rank lower than the others of its worker: it waits for them, or they for it; compare hosts.",
-            ),
-            [Query(expr=ratio(FORWARD, BUSY, *BY), legend="{{worker}}/{{rank}}")],
-            "percentunit",
-            maximum=1,
+            [Query(expr=total("transom_rank_memory_bytes", WORKER, *BY), legend="{{worker}}/{{rank}}")],
+            "bytes",
         ),
         lines(
             About(
@@ -86,6 +71,29 @@ RANKS = Section(
             "short",
             limits=high_is_bad(1, 3),
         ),
+        lines(
+            About(
+                title="Busy share by rank",
+                shows="Share of time in steps.",
+                act="Low while requests wait: the engine does not feed the ranks; see *Step time by part*, schedule.",
+            ),
+            [Query(expr=BUSY, legend="{{worker}}/{{rank}}")],
+            "percentunit",
+            maximum=1,
+            width=12,
+        ),
+        lines(
+            About(
+                title="Forward share of busy time",
+                shows="Share of a rank's busy time in forward passes; the rest is preparing, copying, "
+                "sampling and waiting for others.",
+                act="One rank lower than the others of its worker: it waits for them, or they for it; compare hosts.",
+            ),
+            [Query(expr=ratio(FORWARD, BUSY, *BY), legend="{{worker}}/{{rank}}")],
+            "percentunit",
+            maximum=1,
+            width=12,
+        ),
         rows(
             About(
                 title="Where ranks run",
@@ -94,7 +102,6 @@ RANKS = Section(
             ),
             info("transom_rank_info", WORKER, RANK_COLUMNS),
             RANK_COLUMNS,
-            width=16,
         ),
     ],
 )
@@ -189,7 +196,13 @@ PROCESSES = Section(
                 act="Long: weights come over the network; put them on a local disk. It decides how "
                 "fast autoscaling helps.",
             ),
-            [Query(expr=f"max by (worker) (transom_worker_start_seconds{{{WORKER}}})", legend="{{worker}}")],
+            [
+                Query(
+                    expr=f"max by (worker) (transom_worker_start_seconds{{{WORKER}}})",
+                    legend="{{worker}}",
+                    instant=True,
+                )
+            ],
             "s",
             limits=high_is_bad(60, 300),
         ),

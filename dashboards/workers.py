@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dashboards import worker_machines
+from dashboards import hosts, worker_machines
 from dashboards.board import Board, Section
+from dashboards.colors import PARTS as PART_COLORS
+from dashboards.colors import PHASES
 from dashboards.panels import About, heat, high_is_bad, lines, number
 from dashboards.queries import WORKER, Query, buckets, each_of, increase, mean, quantile, quantiles, rate, total
 
@@ -24,6 +26,7 @@ def build() -> Board:
             BATCHES,
             REQUESTS,
             worker_machines.RANKS,
+            hosts.HOSTS,
             worker_machines.LOADS,
             worker_machines.PROCESSES,
         ),
@@ -117,6 +120,7 @@ STEPS = Section(
             "s",
             stack=True,
             unstacked=["wait"],
+            colors=PART_COLORS,
         ),
         lines(
             About(
@@ -153,6 +157,7 @@ BATCHES = Section(
             [Query(expr=each_of(rate("transom_step_rows_total", WORKER, "kind"), STEP_RATE), legend="{{kind}}")],
             "short",
             stack=True,
+            colors=PHASES,
         ),
         lines(
             About(
@@ -164,6 +169,7 @@ BATCHES = Section(
             [Query(expr=rate("transom_computed_tokens_total", WORKER, "phase"), legend="{{phase}}")],
             "short",
             stack=True,
+            colors=PHASES,
         ),
         lines(
             About(
@@ -206,16 +212,25 @@ REQUESTS = Section(
     panels=[
         lines(
             About(
-                title="Requests by worker",
-                shows="In the batch, and in the queue.",
-                act="One queue grows alone: its worker is slow or gets one prefix's traffic; see *Router*.",
+                title="Requests running by worker",
+                shows="How many requests each worker's batch has.",
+                act="One worker has few while others queue: it is new, or closed to requests; see *Router*.",
             ),
-            [
-                Query(expr=total("transom_requests_running", WORKER, "worker"), legend="{{worker}} running"),
-                Query(expr=total("transom_requests_waiting", WORKER, "worker"), legend="{{worker}} waiting"),
-            ],
+            [Query(expr=total("transom_requests_running", WORKER, "worker"), legend="{{worker}}")],
             "short",
             stack=True,
+            width=12,
+        ),
+        lines(
+            About(
+                title="Requests waiting by worker",
+                shows="How many requests each worker's queue has.",
+                act="One queue grows alone: its worker is slow or gets one prefix's traffic; see *Router*.",
+            ),
+            [Query(expr=total("transom_requests_waiting", WORKER, "worker"), legend="{{worker}}")],
+            "short",
+            stack=True,
+            width=12,
         ),
         lines(
             About(
@@ -228,6 +243,7 @@ REQUESTS = Section(
                 for name, metric in TIMES
             ],
             "s",
+            width=12,
         ),
         lines(
             About(
@@ -238,6 +254,7 @@ REQUESTS = Section(
             [Query(expr=quantile(0.95, "transom_inter_token_seconds", WORKER, "worker"), legend="{{worker}}")],
             "s",
             limits=high_is_bad(0.1, 0.25),
+            width=12,
         ),
     ],
 )

@@ -10,6 +10,7 @@ import yaml
 from dashboard_files import all_queries, dashboards, variables
 from declared_series import declared
 from promql import OF_A_HISTOGRAM, Named, kept_labels, named, parse
+from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/monitoring/alerts.yml"
@@ -17,6 +18,7 @@ PROMETHEUS_OWN = {  # what Prometheus makes itself
     "up": {"job", "instance"},
     "ALERTS": {"alertname", "alertstate", "severity", "model", "worker"},
 }
+RAYS_OWN = {f"ray_{name}": {"instance", *gauge.view.columns} for name, gauge in METRICS_GAUGES.items()}  # its agents'
 NOT_ON_A_DASHBOARD: dict[str, str] = {}  # metric: why
 
 
@@ -43,7 +45,7 @@ def base(metric: str, series: dict[str, set[str]]) -> str:
 
 
 def problems(one: Named, series: dict[str, set[str]]) -> list[str]:
-    known = {**series, **RECORDED, **PROMETHEUS_OWN}
+    known = {**series, **RECORDED, **PROMETHEUS_OWN, **RAYS_OWN}
     name = base(one.metric, series)
     if name not in known:
         return [f"{one.metric} is no metric"]

@@ -43,7 +43,10 @@ SHOWN = (
     'transom_requests_total{finish_reason="length"}',
 )
 # Panels that may be empty, each with its reason.
-MAY_BE_EMPTY: dict[tuple[str, str], str] = {}
+MAY_BE_EMPTY = {
+    ("transom-workers", title): "Ray's agents are another job"
+    for title in ("CPU of hosts", "Memory of hosts", "Busy GPUs", "Memory of GPUs")
+}
 
 
 @dataclass(frozen=True, slots=True)
