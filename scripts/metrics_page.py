@@ -39,7 +39,15 @@ OF_WORKERS: Sequence[Section] = (
 OF_ROUTERS: Sequence[Section] = (
     (
         "Requests over HTTP",
-        ("router_request", "router_first", "router_inter", "router_open", "router_prompt", "router_output"),
+        (
+            "router_request",
+            "router_first",
+            "router_inter",
+            "router_broken",
+            "router_open",
+            "router_prompt",
+            "router_output",
+        ),
     ),
     (
         "Where requests go",
@@ -86,6 +94,7 @@ def router_families() -> list[Metric]:
             desired_workers=1,
         )
     )
+    metrics.may_end("/v1/completions", (200,))
     metrics.routing.joined("kv", "w")
     metrics.routing.mirrored("w", num_blocks=0, version=0)
     return list(metrics.registry.collect())

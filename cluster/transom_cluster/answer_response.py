@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,15 @@ from starlette.types import Receive, Scope, Send
 from transom_cluster.answer import Answer
 from transom_cluster.answer_meter import AnswerMeter
 from transom_cluster.client_presence import while_client_stays
+from transom_cluster.failures import traceback_lines
 from transom_cluster.lives.request_lives import RequestLife
-from transom_cluster.openai.errors import wire_error, wire_error_of
+from transom_cluster.openai.errors import WireError, wire_error, wire_error_of
 from transom_cluster.openai.writers import Writer, data_line
+from transom_cluster.request_outcome import broke_off
 from transom_cluster.router import Router
 from transom_worker.contract import OutputEvent, Request
+
+logger = logging.getLogger("transom.router")
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -56,7 +61,7 @@ class AnswerResponse(Response):
         async with self._router.answer(self._requests, self._life) as answer:
             self._meter.begun()
             if self._stream:
-                await self._send_stream(answer, send)
+                await self._send_stream(answer, scope, send)
             else:
                 body = await self._collect(answer)
                 await JSONResponse(body)(scope, receive, send)
@@ -72,7 +77,7 @@ class AnswerResponse(Response):
             if answer.num_unfinished == 0:
                 return self._writer.body(events)
 
-    async def _send_stream(self, answer: Answer, send: Send) -> None:
+    async def _send_stream(self, answer: Answer, scope: Scope, send: Send) -> None:
         first = await answer.next()
         for _, event in first:
             if event.error is not None:
@@ -80,19 +85,21 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         self._router.metrics.open_streams.inc()
         try:
-            await self._send_chunks(answer, first, send)
+            await self._send_chunks(answer, first, scope, send)
         finally:
             self._router.metrics.open_streams.dec()
 
-    async def _send_chunks(self, answer: Answer, events: list[tuple[int, OutputEvent]], send: Send) -> None:
+    async def _send_chunks(
+        self, answer: Answer, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
+    ) -> None:
         """Everything that has come since the last send goes out as one message."""
         while True:
-            try:
-                text, failed = self._chunks(events)
-                ended = failed or answer.num_unfinished == 0
-            except Exception as error:  # the status is long sent: say it in the stream
-                text, failed, ended = data_line(wire_error(error).body), True, True
-            if ended and not failed:
+            text, error = self._chunks(events)
+            ended = error is not None or answer.num_unfinished == 0
+            if error is not None:  # the status is long sent: it is said in the stream
+                text += data_line(error.body)
+                broke_off(scope, error)
+            elif ended:
                 text += self._writer.stream_end()
             if text:
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": not ended})
@@ -100,15 +107,23 @@ class AnswerResponse(Response):
                 return
             events = await answer.next()
 
-    def _chunks(self, events: list[tuple[int, OutputEvent]]) -> tuple[str, bool]:
-        """Server-sent events, and whether they end in an error."""
-        parts = []
+    def _chunks(self, events: list[tuple[int, OutputEvent]]) -> tuple[str, WireError | None]:
+        """Server-sent events, and the error that ends them."""
+        parts: list[str] = []
         for index, event in events:
             if event.error is not None:
-                parts.append(data_line(wire_error_of(event.error).body))
-                return "".join(parts), True
-            parts.append(self._writer.chunk(index, self._shown(index, event)))
-        return "".join(parts), False
+                return "".join(parts), wire_error_of(event.error)
+            try:
+                parts.append(self._writer.chunk(index, self._shown(index, event)))
+            except Exception as bug:
+                self._log(bug)
+                return "".join(parts), wire_error(bug)
+        return "".join(parts), None
+
+    def _log(self, bug: Exception) -> None:
+        request_id, shows_messages = self._requests[0].request_id, self._router.config.log_prompts
+        details = "".join(traceback_lines(bug, with_messages=shows_messages))
+        logger.error("The stream of %s broke off.\n%s", request_id, details, extra={"request_id": request_id})
 
     def _shown(self, index: int, event: OutputEvent) -> OutputEvent:
         self._meter.came(index, event)

@@ -16,6 +16,7 @@ from transom_cluster import __version__, server_routes
 from transom_cluster.api_keys import ApiKeys
 from transom_cluster.blockmap import routes as blockmap_routes
 from transom_cluster.client_limits import ClientLimits
+from transom_cluster.known_answers import known_answers
 from transom_cluster.lives import routes as lives_routes
 from transom_cluster.lives.follow import FollowRequests
 from transom_cluster.metrics import routes as metrics_routes
@@ -59,6 +60,8 @@ def build_api(router: Router) -> FastAPI:
     for routes in (server_routes, metrics_routes, lives_routes, blockmap_routes):
         routes.add_to(api, router)
     complete_document(api.openapi(), wants_key=keys.are_wanted, open_paths=OPEN_PATHS)
+    for endpoint, statuses in known_answers(api.routes, api.openapi(), router.config).items():
+        router.metrics.may_end(endpoint, statuses)
     return api
 
 

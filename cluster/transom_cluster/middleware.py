@@ -13,16 +13,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transom_cluster.api_keys import ONLY_CLIENT, ApiKeys
 from transom_cluster.client_limits import ClientLimits
 from transom_cluster.failures import traceback_lines
+from transom_cluster.known_answers import OTHER
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.openai.errors import WireError, body_too_large, headers_too_large, wire_error, wrong_api_key
+from transom_cluster.request_outcome import Outcome, broke_off
 from transom_worker.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
 
 OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})  # kubelets send no keys; the page holds no data
 OPEN_FOLDER = "/blocks/assets/"  # the page's own files
-OTHER = "other"  # whatever path somebody may think of
-CLIENT_LEFT = 499
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
 
@@ -40,19 +40,20 @@ class CountRequests:
             return
         start_s = time.perf_counter()
         scope.setdefault("state", {})["arrival_s"] = time.time()
-        status = CLIENT_LEFT
+        outcome = Outcome(scope)
 
         async def counted_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            outcome.begins(message)
             await send(message)
+            outcome.is_sent(message)
 
         try:
             await self._app(scope, receive, counted_send)
         finally:
-            request_id, elapsed_s = scope["state"].get("request_id", ""), time.perf_counter() - start_s
-            self._metrics.finished(_endpoint(scope), status, elapsed_s, request_id=request_id)
+            endpoint, elapsed_s = _endpoint(scope), time.perf_counter() - start_s
+            self._metrics.finished(endpoint, outcome.status, elapsed_s, request_id=scope["state"].get("request_id", ""))
+            if outcome.break_reason is not None:
+                self._metrics.broke_off(endpoint, outcome.break_reason)
 
 
 def _endpoint(scope: Scope) -> str:
@@ -93,7 +94,9 @@ class AnswerBugs:
                 raise
             details = "".join(traceback_lines(error, with_messages=self._show_messages))
             logger.error("%s %s failed.\n%s", scope["method"], scope["path"], details)
-            if not has_begun:
+            if has_begun:
+                broke_off(scope, wire_error(error))
+            else:
                 await send_error(wire_error(error), send)
 
 

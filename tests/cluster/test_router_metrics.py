@@ -40,7 +40,6 @@ def test_every_series_has_model_and_router_and_fixed_values_are_there_from_the_s
             assert not sample.name.endswith("_created")
     assert value(router, "dropped_scrapes_total", target="router") == 0
     assert value(router, "dropped_scrapes_total", target="worker") == 0
-    assert value(router, "requests_total", endpoint="/v1/completions", status="200") == 0
     assert value(router, "request_seconds_count", endpoint="/v1/chat/completions") == 0
     assert value(router, "workers", state="open") == 0
     assert value(router, "placement_seconds_count") == 0

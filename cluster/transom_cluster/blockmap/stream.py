@@ -13,6 +13,7 @@ from transom_cluster.background import BackgroundTasks
 from transom_cluster.blockmap.feed import Feed, sse_json
 from transom_cluster.blockmap.outbox import Outbox
 from transom_cluster.client_presence import while_client_stays
+from transom_cluster.request_outcome import is_endless
 from transom_cluster.router import Router
 
 LOOK_S = 0.25  # for workers that came or went, and for the router's end
@@ -39,6 +40,7 @@ class BlockStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, and leave nothing behind."""
+        is_endless(scope)
         try:
             await while_client_stays(self._send_all(send), receive)
         finally:

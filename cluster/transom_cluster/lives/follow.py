@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.lives.request_lives import RequestLife
 from transom_cluster.openai.document import BODIES
+from transom_cluster.request_outcome import CLIENT_LEFT
 from transom_cluster.tracing import RouterTracing, answered
 from transom_worker.logs import about_request, following_requests
 
 logger = logging.getLogger("transom.access")
 
-CLIENT_LEFT = 499
 FIRST_ERROR = 400
 ID_HEADER = "x-request-id"
 MAX_ID_CHARS = 128

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from prometheus_client import Histogram, generate_latest
@@ -10,6 +10,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 
 from transom_cluster.metrics.families import RouterFamilies
 from transom_cluster.metrics.state import RouterState, StateCollector
+from transom_cluster.request_outcome import BREAK_REASONS
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_worker.metrics.own_labels import OwnLabels
 
@@ -26,7 +27,6 @@ INTER_TOKEN_BUCKETS_S = (
     *(5.0, 10.0, 30.0),  # an answer goes on elsewhere, or waits for room
 )
 MAIN_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-MAIN_STATUSES = (200, 500, 503)
 MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; what is longer is left out
 
 WorkerChange = Literal["joined", "lost", "drained"]
@@ -48,7 +48,8 @@ class RouterMetrics:
     def _add_requests(self, families: RouterFamilies) -> None:
         self._requests = families.counter(
             "transom_router_requests",
-            "HTTP requests by endpoint and status (499: the client left).",
+            "HTTP requests by endpoint and by how they ended: the status that was sent, the error's own where an answer broke off "
+            "after it had begun with 200, or 499 where the client left before the last byte.",
             "endpoint",
             "status",
         )
@@ -58,10 +59,17 @@ class RouterMetrics:
             REQUEST_BUCKETS_S,
             "endpoint",
         )
+        self._broken_answers = families.counter(
+            "transom_router_broken_answers",
+            "Answers that ended after their first byte and before their last, by endpoint and reason: the code of the error that "
+            "the stream ended with, or client_left.",
+            "endpoint",
+            "reason",
+        )
         for endpoint in MAIN_ENDPOINTS:
             self._request_s.of(endpoint)
-            for status in MAIN_STATUSES:
-                self._requests.of(endpoint, str(status))
+            for reason in BREAK_REASONS:
+                self._broken_answers.of(endpoint, reason)
         self.open_streams = families.gauge("transom_router_open_streams", "Streamed answers that are being sent.").of()
         self._dropped_scrapes = families.counter(
             "transom_router_dropped_scrapes",
@@ -136,6 +144,15 @@ class RouterMetrics:
         """An HTTP request has ended; `request_id` is that of its first choice, where it has one."""
         self._requests.of(endpoint, str(status)).inc()
         _observe(self._request_s.of(endpoint), elapsed_s, request_id)
+
+    def may_end(self, endpoint: str, statuses: Iterable[int]) -> None:
+        """Requests at an endpoint may end so: the counts are there from now on, that the first one shows in rates."""
+        for status in statuses:
+            self._requests.of(endpoint, str(status))
+
+    def broke_off(self, endpoint: str, reason: str) -> None:
+        """An answer that had begun is not whole; `reason`: one of `BREAK_REASONS`."""
+        self._broken_answers.of(endpoint, reason).inc()
 
     def first_token(self, elapsed_s: float, request_id: str) -> None:
         """The first token of a choice is about to be sent."""

@@ -31,6 +31,8 @@ _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.StepFailed: (500, "server_error", "step_failed"),
     Exception: (500, "server_error", "internal_error"),
 }
+STREAM_CODES = tuple(code for status, _, code in _STATUS.values() if code and (status == 408 or status >= 500))
+"""Codes of what may end an answer that has begun; what is wrong with a request shows before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
