@@ -110,15 +110,15 @@ def attention_cases() -> Iterator[Compilation]:
 def small_cases() -> Iterator[Compilation]:
     for width in (576, 2880, 4096, 8192):
         block = next_power_of_two(width)
-        yield Compilation(
-            name=f"norm_rows {width}", kernel=norm_rows,
-            types={"eps": "fp32", **dict.fromkeys(("x", "residual", "weight", "out", "sums"), "*bf16")},
-            constants={"N": width, "HAS_RESIDUAL": True, "BLOCK_N": block}, num_warps=warps_for(block),
-        )  # fmt: skip
+        yield norm_of(width)
         yield Compilation(
             name=f"round_rows {width}", kernel=round_rows, types={"x": "*bf16", "values": f"*{FP8}", "scales": "*fp32"},
             constants={"N": width, "LARGEST": 448.0, "TO_INTEGER": False, "BLOCK_N": block}, num_warps=warps_for(block),
         )  # fmt: skip
+    yield norm_of(4096, " alone", HAS_RESIDUAL=False)
+    for width in (1152, 5376):
+        yield norm_of(width, " between norms", weights="fp32", HAS_INNER=True)
+    yield norm_of(5120, " behind a norm", weights="fp32", HAS_INNER=True, HAS_WEIGHT=False)
     yield Compilation(
         name="norm_heads", kernel=norm_heads, types={"x": "*bf16", "weight": "*bf16", "eps": "fp32"},
         constants={"H": 40, "D": 128, "HAS_WEIGHT": True, "BLOCK_H": 16, "BLOCK_D": 128},
@@ -145,6 +145,17 @@ def small_cases() -> Iterator[Compilation]:
         constants={"BLOCK_W": WORDS}, num_warps=8,
     )  # fmt: skip
     yield from prepare_cases()
+
+
+def norm_of(width: int, what: str = "", *, weights: str = "bf16", **flags: bool) -> Compilation:
+    block = next_power_of_two(width)
+    return Compilation(
+        name=f"norm_rows {width}{what}", kernel=norm_rows,
+        types={"eps": "fp32", "factor": "fp32", **dict.fromkeys(("x", "residual", "out", "sums"), "*bf16"),
+               **dict.fromkeys(("inner", "weight"), f"*{weights}")},
+        constants={"N": width, **({"HAS_INNER": False, "HAS_RESIDUAL": True, "HAS_WEIGHT": True} | flags), "BLOCK_N": block},
+        num_warps=warps_for(block),
+    )  # fmt: skip
 
 
 def prepare_cases() -> Iterator[Compilation]:

@@ -142,6 +142,23 @@ def test_rms_norm(dtype, rows):
     torch.testing.assert_close(out, rms_norm_reference(total, weight, 1e-5), atol=LIMIT[dtype], rtol=LIMIT[dtype])
 
 
+def test_rms_norm_of_sums():
+    x, residual, inner, weight = (torch.randn(*dims).bfloat16() for dims in ((5, 33), (5, 33), (33,), (33,)))
+    normed = rms_norm(x, inner, 1e-5)[0]
+    out, total = rms_norm(x, weight, 1e-5, residual, inner=inner)
+    assert total.equal(residual + normed)
+    assert out.equal(rms_norm(total, weight, 1e-5)[0])
+    same, total = rms_norm(x, None, 1e-5, residual, inner=inner, factor=0.3)
+    assert same.equal((residual + normed) * 0.3)
+    assert total.equal(same)
+
+
+@pytest.mark.parametrize("parts", [{"weight": None}, {"inner": torch.ones(4)}, {"factor": 2.0}], ids=str)
+def test_rms_norm_needs_a_residual_for_parts_of_a_sum(parts):
+    with pytest.raises(ValueError, match="give a residual"):
+        rms_norm(torch.zeros(2, 4), **({"weight": torch.ones(4), "eps": 1e-5} | parts))
+
+
 def test_rms_norm_of_zeros_and_wrong_width():
     assert rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-5)[0].eq(0).all()
     with pytest.raises(ValueError, match="does not fit"):

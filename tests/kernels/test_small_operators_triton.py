@@ -53,6 +53,27 @@ def test_rms_norm(dtype: torch.dtype, rows: int, width: int, with_residual: bool
     torch.testing.assert_close(out.float(), wanted.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
 
 
+@pytest.mark.parametrize("weights", [torch.float32, None], ids=["wide weights", "weights as rows"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 7), (2, 1000)])
+@pytest.mark.parametrize("with_inner", [False, True])
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_rms_norm_of_sums(
+    dtype: torch.dtype, weights: torch.dtype | None, rows: int, width: int, with_inner: bool, with_weight: bool
+) -> None:
+    x, residual = torch.randn(rows, width + 3).to(dtype)[:, :width], torch.randn(rows, width + 5).to(dtype)[:, :width]
+    inner, weight = (torch.rand(width).add(0.5).to(weights or dtype) for _ in range(2))
+    out, sums = rms_norm_triton(
+        x, weight if with_weight else None, 1e-5, residual, inner=inner if with_inner else None, factor=0.75
+    )
+    total = (residual + (rms_norm_reference(x, inner, 1e-5) if with_inner else x)) * 0.75
+    if not with_inner and dtype is not torch.bfloat16:  # which the interpreter cuts off
+        assert sums.equal(total)  # as if the sum had been a step of its own
+    torch.testing.assert_close(sums.float(), total.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
+    wanted = rms_norm_reference(sums, weight, 1e-5) if with_weight else sums
+    torch.testing.assert_close(out.float(), wanted.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("heads", "width"), [(1, 8), (5, 10), (40, 64)])
 def test_head_norm(weighted: bool, heads: int, width: int) -> None:

@@ -11,18 +11,25 @@ HEAD_ELEMENTS = 2048  # of a program
 
 
 def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    inner: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `op.rms_norm`."""
     width = x.shape[1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    sums = x if residual is None else torch.empty_like(out)
+    sums = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = sums if weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = next_power_of_two(width)
     if len(x):
         norm_rows[(len(x),)](
-            x, x if residual is None else residual, weight, out, sums,
-            x.stride(0), 0 if residual is None else residual.stride(0), eps,
-            N=width, HAS_RESIDUAL=residual is not None, BLOCK_N=block, num_warps=warps_for(block),
+            x, x if residual is None else residual, x if inner is None else inner, x if weight is None else weight, out, sums,
+            x.stride(0), 0 if residual is None else residual.stride(0), factor, eps,
+            N=width, HAS_INNER=inner is not None, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+            BLOCK_N=block, num_warps=warps_for(block),
         )  # fmt: skip
     return out, sums
 

@@ -10,32 +10,47 @@ import triton.language as tl
 
 
 @triton.jit
+def _normalised(values, weight, n, inside, eps, N: tl.constexpr):
+    scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
+    return values * scale * tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def norm_rows(
     x,  # [T, N]
     residual,  # [T, N], or unused
+    inner,  # [N], or unused
     weight,  # [N], or unused
-    out,  # [T, N]
+    out,  # [T, N], or unused
     sums,  # [T, N], or unused
     x_stride,
     residual_stride,
+    factor,
     eps,
     N: tl.constexpr,
+    HAS_INNER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One row; with a residual the sum is written as well, rounded once, and what was rounded is normalised."""
+    """One row, normalised by `inner`; the residual added and the sum multiplied; the sum written, and normalised by `weight`.
+
+    What a step of its own would write is rounded as if it had.
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     inside = n < N
     values = tl.load(x + row * x_stride + n, mask=inside, other=0.0).to(tl.float32)
+    if HAS_INNER:
+        values = _normalised(values, inner, n, inside, eps, N).to(sums.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + row * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
-        rounded = values.to(sums.dtype.element_ty)
+        rounded = (values.to(sums.dtype.element_ty).to(tl.float32) * factor).to(sums.dtype.element_ty)
         tl.store(sums + row * N + n, rounded, mask=inside)
         values = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
-    weights = tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * N + n, (values * scale * weights).to(out.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        normed = _normalised(values, weight, n, inside, eps, N)
+        tl.store(out + row * N + n, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -14,32 +14,58 @@ _FEW_ROWS = 64  # below it torch's composite has fewer calls; above it fewer pas
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    inner: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise `x` [T, N], or `x + residual` if given, by `weight` [N].
+    """Normalise `x` [T, N] by `weight` [N]; with a residual [T, N] their sum, which is returned beside it.
 
-    A float32 weight over rows of fewer bits is multiplied in float32, and the product rounded once.
-    Returns the normalised rows and the sum that was normalised (`x` itself without a residual).
+    The sum is `(residual + x) * factor`, or `(residual + rms_norm(x, inner)) * factor`; without a weight it is returned as it
+    is, twice. A float32 weight over rows of fewer bits is multiplied in float32, and the product rounded once. Without a
+    residual `x` itself is the sum, and may have more dimensions.
 
     Raises:
-        ValueError: widths that do not fit.
+        ValueError: widths that do not fit, or parts of a sum without a residual.
     """
-    if weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
-        other = None if residual is None else tuple(residual.shape)
-        raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)} or residual {other}.")
-    if uses_triton(x) and x.stride(-1) == 1 and (x.dim() == 2 or residual is None):
+    _check(x, weight, residual, inner, factor)
+    if uses_triton(x) and x.stride(-1) == 1 and (residual is None or (x.dim() == 2 and residual.stride(-1) == 1)):
         from transom_kernels.rms_norm.gpu import rms_norm_triton
 
         if x.dim() == 2:
-            return rms_norm_triton(x, weight, eps, residual)
+            return rms_norm_triton(x, weight, eps, residual, inner=inner, factor=factor)
         return rms_norm_triton(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
     if residual is not None:
-        x = x + residual
+        x = residual + (x if inner is None else _normalised(x, inner, eps))
+        x = x if factor == 1.0 else x * factor
+    return x if weight is None else _normalised(x, weight, eps), x
+
+
+def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if weight.dtype != x.dtype:
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype), x
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     if x.shape[0] < _FEW_ROWS or x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps), x
+        return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return wide.mul_(scale).to(x.dtype).mul_(weight), x
+    return wide.mul_(scale).to(x.dtype).mul_(weight)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    inner: torch.Tensor | None,
+    factor: float,
+) -> None:
+    wrong = [part for part in (weight, inner) if part is not None and part.shape != x.shape[-1:]]
+    if wrong or (residual is not None and residual.shape != x.shape):
+        other = None if residual is None else tuple(residual.shape)
+        shapes = [tuple(part.shape) for part in wrong]
+        raise ValueError(f"x {tuple(x.shape)} does not fit weights {shapes} or residual {other}.")
+    if residual is None and (weight is None or inner is not None or factor != 1.0):
+        raise ValueError("weight None, inner and factor are for sums: give a residual.")

@@ -28,12 +28,16 @@ class RmsNorm:
     """Root-mean-square normalisation with a learned weight."""
 
     def __init__(self, weight_N: torch.Tensor, eps: float) -> None:
-        self._weight_N, self._eps = weight_N, eps
+        self.weight_N, self.eps = weight_N, eps
         self.weight_bytes = weight_N.nbytes
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
-        return rms_norm(x_TN, self._weight_N, self._eps)[0]
+        return rms_norm(x_TN, self.weight_N, self.eps)[0]
+
+    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
+        """`residual + norm(x)`, [T, N]."""
+        return rms_norm(x_TN, None, self.eps, residual_TN, inner=self.weight_N)[1]
 
 
 class LayerNorm:

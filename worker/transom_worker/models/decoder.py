@@ -12,13 +12,16 @@ import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.layers.norm import Norm
+from transom_worker.layers.norm import Norm, RmsNorm
+from transom_worker.layers.residual import Residual
 from transom_worker.layers.rope import RotaryTables
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.loading import Loader
-from transom_worker.models.parts import make_attention, make_norm, make_rotary
+from transom_worker.models.parts import make_attention, make_norm, make_rms_norm, make_rotary
 from transom_worker.models.rope import Rope
 from transom_worker.models.style import Style
+
+_AttentionArguments = tuple[torch.Tensor, RotaryTables | None, LayerCache, PagedBatch, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,10 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [R, V] in float32 over `vocab`; writes the batch's keys and values into its caches."""
         x_TN = self._embedding(batch.token_ids)
-        rotations = self._rotations(batch, x_TN.dtype)
+        rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
         for index in range(len(self._layers)):
-            x_TN = self._layer(index, x_TN, rotations, batch)
-        return self._head(self._norm(x_TN))
+            self._layer(index, residual, rotations, batch)
+        return self._head(residual.read(self._norm))
 
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """What layers need to know of the tokens' positions."""
@@ -64,12 +67,12 @@ class Decoder:
         scale = self._style.query_scale
         return Rotations(tables, None if scale is None else scale(batch.positions).to(dtype)[:, None, None])
 
-    def _layer(self, index: int, x_TN: torch.Tensor, rotations: Rotations, batch: ForwardBatch) -> torch.Tensor:
-        """Layer `index`: [T, N], after the last layer only the rows whose logits are wanted."""
+    def _layer(self, index: int, residual: Residual, rotations: Rotations, batch: ForwardBatch) -> None:
+        """Layer `index`; after the last one the residual has only the rows whose logits are wanted."""
         rope, source = self.architecture.ropes[index], self.architecture.layers[index].reads_cache_of
         cache = index if source is None else source
-        return self._layers[index](
-            x_TN,
+        self._layers[index](
+            residual,
             None if rope is None else rotations.tables[rope],
             batch.caches[cache],
             batch.groups[batch.group_of_layer[cache]],
@@ -85,44 +88,45 @@ class DecoderLayer:
         def norm(name: str) -> Norm | None:
             return make_norm(name, architecture, style, load) if name else None
 
+        def sum_norm(name: str) -> RmsNorm | None:
+            return make_rms_norm(name, architecture, style, load) if name else None
+
+        self._before_attention, self._before_mlp = norm(style.norm_before_attention), norm(style.norm_before_mlp)
+        self._after_attention, self._after_mlp = sum_norm(style.norm_after_attention), sum_norm(style.norm_after_mlp)
+        norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         self._side_by_side, self._parallel = style.side_by_side, load.parallel
         load = load.partial() if style.side_by_side else load
         self._attention = make_attention(architecture, index, style, load.under("self_attn."))
         self._feed_forward = style.feed_forward(architecture, index, load)
-        self._before_attention, self._after_attention = (
-            norm(style.norm_before_attention),
-            norm(style.norm_after_attention),
-        )
-        self._before_mlp, self._after_mlp = norm(style.norm_before_mlp), norm(style.norm_after_mlp)
-        norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         parts = (self._attention, self._feed_forward, *norms)
         self.weight_bytes = sum(part.weight_bytes for part in parts if part is not None)
 
     def __call__(
         self,
-        x_TN: torch.Tensor,
+        residual: Residual,
         tables: RotaryTables | None,
         cache: LayerCache,
         batch: PagedBatch,
         *,
         query_scale_T11: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[T, N], or only `rows` of it where nobody reads the others."""
-        seen_TN = x_TN if self._before_attention is None else self._before_attention(x_TN)
-        if self._side_by_side:  # on the first rank with the residual, so that one sum over the ranks brings everything
-            attend = partial(self._attention.add_to, x_TN) if self._parallel.is_first else self._attention
-            x_TN = attend(seen_TN, tables, cache, batch, query_scale_T11)
-        elif self._after_attention is None:
-            x_TN = self._attention.add_to(x_TN, seen_TN, tables, cache, batch, query_scale_T11)
-        else:
-            x_TN = x_TN + self._after_attention(self._attention(seen_TN, tables, cache, batch, query_scale_T11))
-        if rows is not None:
-            x_TN = x_TN.index_select(0, rows)
+    ) -> None:
+        """Adds to the residual [T, N], and keeps only `rows` of it where nobody reads the others."""
+        seen_TN = residual.read(self._before_attention)
+        attention = (seen_TN, tables, cache, batch, query_scale_T11)
         if self._side_by_side:
-            seen_TN = seen_TN if rows is None else seen_TN.index_select(0, rows)
-            return self._parallel.comm.all_reduce_(self._feed_forward.add_to(x_TN, seen_TN))
-        seen_TN = x_TN if self._before_mlp is None else self._before_mlp(x_TN)
-        if self._after_mlp is None:
-            return self._feed_forward.add_to(x_TN, seen_TN)
-        return x_TN + self._after_mlp(self._feed_forward(seen_TN))
+            self._add_both(residual, attention, rows)
+            return
+        residual.add_output(self._attention, self._after_attention, *attention)
+        if rows is not None:
+            residual.select(rows)
+        residual.add_output(self._feed_forward, self._after_mlp, residual.read(self._before_mlp))
+
+    def _add_both(self, residual: Residual, attention: _AttentionArguments, rows: torch.Tensor | None) -> None:
+        """Attention and feed-forward layer read the same rows; one sum over the ranks brings both, and the residual with them."""
+        seen_TN, before_TN = attention[0], residual.read()
+        attend = partial(self._attention.add_to, before_TN) if self._parallel.is_first else self._attention
+        x_TN = attend(*attention)
+        if rows is not None:
+            x_TN, seen_TN = x_TN.index_select(0, rows), seen_TN.index_select(0, rows)
+        residual.replace(self._parallel.comm.all_reduce_(self._feed_forward.add_to(x_TN, seen_TN)))

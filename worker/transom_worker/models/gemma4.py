@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.layers.residual import Residual
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.gemma4_experts import DenseAndExperts
@@ -49,15 +50,14 @@ class Gemma4(Decoder):
         """See `Decoder`."""
         x_TN = self._embedding(batch.token_ids)
         own_TLP = self._embeddings(batch.token_ids, x_TN) if self._embeddings else None
-        rotations = self._rotations(batch, x_TN.dtype)
+        rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
         for index, scale in enumerate(self._scales):
-            x_TN = self._layer(index, x_TN, rotations, batch)
+            self._layer(index, residual, rotations, batch)
             if own_TLP is not None:
-                own_TP = own_TLP[:, index]
-                rows_TP = own_TP if len(own_TP) == len(x_TN) else own_TP.index_select(0, batch.logit_rows)
-                x_TN = self._additions[index].add_to(x_TN, rows_TP)
-            x_TN = x_TN * scale
-        return self._head(self._norm(x_TN))
+                own_TP, is_last = own_TLP[:, index], index == len(self._scales) - 1
+                self._additions[index].add_to(residual, own_TP.index_select(0, batch.logit_rows) if is_last else own_TP)
+            residual.scale(scale)
+        return self._head(residual.read(self._norm))
 
 
 class LayerEmbeddings:
@@ -90,7 +90,7 @@ class LayerAddition:
         self._norm = load.norm("post_per_layer_input_norm", architecture.rms_norm_eps, size=hidden, wide=True)
         self.weight_bytes = sum(part.weight_bytes for part in (self._gate, self._back, self._norm))
 
-    def add_to(self, x_TN: torch.Tensor, own_TP: torch.Tensor) -> torch.Tensor:
-        """`x` and the addition, [T, N]."""
-        gated_TP = F.gelu(self._gate(x_TN), approximate="tanh") * own_TP
-        return x_TN + self._norm(self._back(gated_TP))
+    def add_to(self, residual: Residual, own_TP: torch.Tensor) -> None:
+        """Adds it; `own` is the layer's embedding of each token."""
+        gated_TP = F.gelu(self._gate(residual.read()), approximate="tanh") * own_TP
+        residual.add(self._back(gated_TP), self._norm)

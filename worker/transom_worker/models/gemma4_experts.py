@@ -46,7 +46,7 @@ class DenseAndExperts:
         dense_TN = self._mlp(self._before_mlp(x_TN))
         routed_TN = self._experts(self._before_experts(x_TN), self._routes(x_TN))
         dense_TN, routed_TN = all_reduce_both(self._comm, dense_TN, routed_TN)
-        return self._after_mlp(dense_TN) + self._after_experts(routed_TN)
+        return self._after_mlp.add_to(self._after_experts(routed_TN), dense_TN)
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """`residual + self(x)`, [T, N]."""

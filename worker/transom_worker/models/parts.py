@@ -9,7 +9,7 @@ import torch
 
 from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
 from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm, SharedAllHeadsNorm
+from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm, RmsNorm, SharedAllHeadsNorm
 from transom_worker.layers.rope import RotaryEmbedding
 from transom_worker.models.architecture import Architecture, LayerAttention
 from transom_worker.models.frequencies import frequencies
@@ -83,11 +83,15 @@ def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
 
 def make_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> Norm:
     """A norm over rows, of the family's kind."""
-    size = architecture.hidden_size
     if style.norm_takes_mean:
-        return LayerNorm(load.tensor(f"{name}.weight", shape=(size,)), architecture.rms_norm_eps)
-    plus_one, wide = style.norm_plus_one, style.norm_wide
-    return load.norm(name, architecture.rms_norm_eps, size=size, plus_one=plus_one, wide=wide)
+        return LayerNorm(load.tensor(f"{name}.weight", shape=(architecture.hidden_size,)), architecture.rms_norm_eps)
+    return make_rms_norm(name, architecture, style, load)
+
+
+def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> RmsNorm:
+    """A norm over rows that takes no mean."""
+    size, eps = architecture.hidden_size, architecture.rms_norm_eps
+    return load.norm(name, eps, size=size, plus_one=style.norm_plus_one, wide=style.norm_wide)
 
 
 def _head_norm(
