@@ -56,8 +56,8 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def objects(labels: dict[str, str], sidecar_label: str, runbooks: str) -> list[dict[str, Any]]:
-    """PodMonitors, the PrometheusRule, and a ConfigMap for each dashboard."""
-    monitors = list(yaml.safe_load_all((HERE / "pod_monitors.yaml").read_text()))
+    """The monitors, the PrometheusRule, and a ConfigMap for each dashboard."""
+    monitors = list(yaml.safe_load_all((HERE / "monitors.yaml").read_text()))
     for monitor in monitors:
         monitor["metadata"]["labels"] = {**monitor["metadata"]["labels"], **labels}
     return [*monitors, rule({**NAME_LABEL, **labels}, runbooks), *dashboards({**NAME_LABEL, sidecar_label: "1"})]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jsonschema
@@ -12,9 +14,14 @@ import kubernetes_validate
 import pytest
 import yaml
 from deploy_files import CRDS, DEPLOY, document
+from kuberay_services import services
 from strict_schema import strict
 
-FILES = {"PodMonitor": "podmonitors.yaml", "PrometheusRule": "prometheusrules.yaml"}
+FILES = {
+    "PodMonitor": "podmonitors.yaml",
+    "ServiceMonitor": "servicemonitors.yaml",
+    "PrometheusRule": "prometheusrules.yaml",
+}
 BYTES_OF_A_CONFIG_MAP = 1 << 20
 
 
@@ -42,13 +49,14 @@ def problems(one: dict[str, Any]) -> list[str]:
 
 def test_schemas_take_everything(found: list[dict[str, Any]]) -> None:
     assert [problem for one in found for problem in problems(one)] == []
-    assert [one["kind"] for one in found] == ["PodMonitor"] * 2 + ["PrometheusRule"] + ["ConfigMap"] * 4
+    assert [one["kind"] for one in found] == ["ServiceMonitor", "PodMonitor", "PrometheusRule"] + ["ConfigMap"] * 4
 
 
 def test_misspelt_keys_are_caught(found: list[dict[str, Any]]) -> None:
-    monitor = json.loads(json.dumps(found[0]))
-    monitor["spec"]["podMetricsEndpoints"][0]["intervall"] = "5s"
-    assert any("intervall" in problem for problem in problems(monitor))
+    for one, endpoints in zip(found[:2], ("endpoints", "podMetricsEndpoints"), strict=True):
+        monitor = json.loads(json.dumps(one))
+        monitor["spec"][endpoints][0]["intervall"] = "5s"
+        assert any("intervall" in problem for problem in problems(monitor))
 
 
 def test_everything_is_labelled_for_whoever_looks_for_it(found: list[dict[str, Any]]) -> None:
@@ -75,16 +83,45 @@ def test_rules_and_dashboards_are_those_of_the_files(found: list[dict[str, Any]]
         assert len(text.encode()) < BYTES_OF_A_CONFIG_MAP
 
 
-def test_monitors_name_ports_and_labels_that_the_pods_have(found: list[dict[str, Any]]) -> None:
-    service = document(DEPLOY / "kuberay/rayservice.yaml")
-    cluster = service["spec"]["rayClusterConfig"]
+def is_selected(labels: Mapping[str, str], selector: dict[str, Any]) -> bool:
+    """Whether a ServiceMonitor takes a service with these labels."""
+    exists = [one["key"] for one in selector["matchExpressions"] if one["operator"] == "Exists"]
+    assert len(exists) == len(selector["matchExpressions"])
+    return selector["matchLabels"].items() <= labels.items() and set(exists) <= set(labels)
+
+
+@pytest.mark.parametrize("clusters", [("transom-a1b2c",), ("transom-a1b2c", "transom-x8y9z")], ids=["one", "upgrade"])
+def test_every_head_is_scraped_through_one_service(found: list[dict[str, Any]], clusters: tuple[str, ...]) -> None:
+    monitor = found[0]["spec"]
+    (endpoint,) = monitor["endpoints"]
+    keep = endpoint["relabelings"][0]
+    label = keep["sourceLabels"][0].removeprefix("__meta_kubernetes_service_label_")
+    made = services(document(DEPLOY / "kuberay/rayservice.yaml"), clusters)
+    taken = [one for one in made if is_selected(one.labels, monitor["selector"])]
+    kept = [one for one in taken if re.fullmatch(keep["regex"], {_meta(k): v for k, v in one.labels.items()}[label])]
+    assert [pod for one in kept for pod in one.pods] == [(cluster, "head") for cluster in clusters]
+    assert all(endpoint["port"] in one.ports for one in kept)
+    assert sum(("transom-a1b2c", "head") in one.pods for one in made) == 3  # what makes the choice necessary
+
+
+def test_other_clusters_are_left_alone(found: list[dict[str, Any]]) -> None:
+    keeps = [found[0]["spec"]["endpoints"][0], found[1]["spec"]["podMetricsEndpoints"][0]]
+    for regex in (one["relabelings"][0]["regex"] for one in keeps):
+        assert re.fullmatch(regex, "transom-a1b2c")
+        assert not re.fullmatch(regex, "another-a1b2c")
+
+
+def test_rays_pages_are_those_of_all_pods(found: list[dict[str, Any]]) -> None:
+    cluster = document(DEPLOY / "kuberay/rayservice.yaml")["spec"]["rayClusterConfig"]
     specs = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
     ports = [{port["name"] for port in spec["containers"][0]["ports"]} for spec in specs]
-    (of_routers,), (of_ray,) = (one["spec"]["podMetricsEndpoints"] for one in found[:2])
-    assert of_routers["port"] in ports[0]
-    assert all(of_ray["port"] in names for names in ports)
-    for endpoint in (of_routers, of_ray):
-        assert endpoint["relabelings"][0]["regex"] == f"{service['metadata']['name']}-.+"
+    (endpoint,) = found[1]["spec"]["podMetricsEndpoints"]
+    assert all(endpoint["port"] in names for names in ports)
+
+
+def _meta(label: str) -> str:
+    """A label's name as Prometheus' discovery writes it."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", label)
 
 
 def test_without_flags_nothing_is_added() -> None:
