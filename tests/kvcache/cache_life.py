@@ -82,7 +82,6 @@ class CacheLife:
         boundaries: Sequence[tuple[int, CheckpointKind]] = (),
         *,
         reads_cache: bool = True,
-        publishes: bool = True,
     ) -> bool:
         """Search, begin, and admit if there is room for a first token."""
         chain: list[bytes] = []
@@ -90,7 +89,7 @@ class CacheLife:
         tags = prefix_tags(token_ids)
         self._remember(chain, tags)
         hit = self._find(chain, len(token_ids)) if reads_cache and self.cache.enable_prefix_caching else None
-        blocks = self.cache.begin(chain, ROOT, hit=hit, publishes=publishes)
+        blocks = self.cache.begin(chain, ROOT, hit=hit)
         tables = [RankTable(spec.num_pinned_blocks) for spec in self.specs]
         life = Life(token_ids, tags, blocks, tables, scheduled=blocks.processed)
         self.lives.append(life)
@@ -99,7 +98,7 @@ class CacheLife:
             self.cache.release(blocks, kind=None)
             return False
         self.num_prompt_tokens += len(token_ids)
-        self.cache.count_outcome(hit, chain, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids))
+        self.cache.outcomes.count(hit, chain, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids))
         after_hit = hit.num_units if hit else 0
         self.cache.plan_checkpoints(blocks, [(units, kind) for units, kind in boundaries if units > after_hit])
         self.num_repairs += blocks.replay_until > 0
@@ -169,27 +168,6 @@ class CacheLife:
         if life is not None:
             self.begin(life.token_ids)
 
-    def fork(self, index: int, more: Sequence[int]) -> None:
-        """Go on in another way from all that a sequence processed."""
-        idle = [life for life in self._idle() if life.blocks.processed >= max(1, life.blocks.replay_until)]
-        if not idle:
-            return
-        parent = idle[index % len(idle)]
-        processed = parent.blocks.processed
-        try:
-            blocks = self.cache.fork(parent.blocks, processed)
-        except ValueError:
-            self.num_refused += 1
-        else:
-            token_ids = [*parent.token_ids[:processed], *more]
-            chain: list[bytes] = []
-            extend_chain(chain, ROOT, token_ids, BLOCK)
-            tags = prefix_tags(token_ids)
-            self._remember(chain, tags)
-            tables = [RankTable(spec.num_pinned_blocks) for spec in self.specs]
-            self.lives.append(Life(token_ids, tags, blocks, tables, scheduled=processed))
-        self._check()
-
     def drop_cached(self) -> None:
         self.cache.drop_cached()
         assert all(group.cached_blocks == 0 for group in self.cache.stats().groups)
@@ -206,7 +184,7 @@ class CacheLife:
         self.drop_cached()
         stats = self.cache.stats()
         assert stats.free_pages == stats.num_pages
-        assert stats.num_checkpoints == 0
+        assert not any(stats.checkpoints.standing.values())
         assert stats.fragmentation == 0.0
 
     # The model
@@ -293,7 +271,7 @@ class CacheLife:
         assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
         for group in stats.groups:
             assert sum(group.residency.counts) == sum(group.evicted_blocks.values())
-        if not self.cache._copies and not self.steps:  # else contents are still on their way
+        if not self.cache._compaction._copies and not self.steps:  # else contents are still on their way
             for group, found in enumerate(self.cache.index.groups):
                 for digest, block in found.items():
                     assert self.slab.block(group, block) == self.truth[group, digest]

@@ -37,7 +37,6 @@ class CacheMachine(RuleBasedStateMachine):
         own=st.lists(st.integers(0, 1), max_size=9),
         boundaries=st.dictionaries(st.integers(1, 19), st.sampled_from(list(CheckpointKind)), max_size=3),
         reads_cache=st.integers(0, 9),
-        publishes=st.integers(0, 9),
     )
     def begin(
         self,
@@ -46,11 +45,10 @@ class CacheMachine(RuleBasedStateMachine):
         own: list[int],
         boundaries: dict[int, CheckpointKind],
         reads_cache: int,
-        publishes: int,
     ) -> None:
         tokens = prompt(prefix, shared, own)
         places = sorted((units, kind) for units, kind in boundaries.items() if units <= len(tokens) // BLOCK)
-        self.life.begin(tokens, places, reads_cache=reads_cache > 0, publishes=publishes > 0)
+        self.life.begin(tokens, places, reads_cache=reads_cache > 0)
 
     @rule(wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=4))
     def plan(self, wanted: list[tuple[int, int]]) -> None:
@@ -77,10 +75,6 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 9))
     def preempt(self, index: int) -> None:
         self.life.preempt(index)
-
-    @rule(index=st.integers(0, 9), more=st.lists(st.integers(0, 9), max_size=20))
-    def fork(self, index: int, more: list[int]) -> None:
-        self.life.fork(index, more)
 
     @rule(often=st.integers(0, 9))
     def drop_cached(self, often: int) -> None:
@@ -112,7 +106,7 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
         places = sorted(rng.sample(range(1, 19), rng.randrange(4)))
         boundaries = [(units, rng.choice(list(CheckpointKind))) for units in places if units * BLOCK < len(tokens)]
         boundaries += [((len(tokens) - 1) // BLOCK, CheckpointKind.PROMPT)] if not boundaries else []
-        life.begin(tokens, boundaries, reads_cache=rng.random() < 0.95, publishes=rng.random() < 0.95)
+        life.begin(tokens, boundaries, reads_cache=rng.random() < 0.95)
 
     for _ in range(num_operations):
         life.now_s += rng.random()
@@ -125,9 +119,7 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
             life.release(rng.randrange(9), rng.choice(KINDS))
         elif draw < 0.47:
             life.preempt(rng.randrange(9))
-        elif draw < 0.5:
-            life.fork(rng.randrange(9), [rng.randrange(9) for _ in range(rng.randrange(20))])
-        elif draw < 0.502:
+        elif draw < 0.472:
             life.drop_cached()
         elif life.lives and len(life.steps) < 3 and draw < 0.76:
             life.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])

@@ -1,4 +1,4 @@
-"""`KvCache` on its own: hits, left-behind blocks, eviction order, elastic pages, forks, and random lives of sequences."""
+"""`KvCache` on its own: hits, left-behind blocks, eviction order, elastic pages, and random lives of sequences."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_another_group_gets_the_page_that_goes_first() -> None:
 
 
 def test_blocks_of_a_sequence_are_consecutive_while_there_is_room() -> None:
-    cache = cache_of("full", "window", num_pages=400)
-    started = [cache.begin([], ROOT, publishes=False) for _ in range(4)]
+    cache = cache_of("full", "window", num_pages=400, caching=False)
+    started = [cache.begin([], ROOT) for _ in range(4)]
     for end in range(1, 90):  # all grow together
         for blocks in started:
             assert cache.extend(blocks, end)
@@ -99,34 +99,6 @@ def test_blocks_of_a_sequence_are_consecutive_while_there_is_room() -> None:
     )
     assert breaks <= borders
     assert all(ids == sorted(ids) for ids in full)
-
-
-def test_a_fork_shares_whole_blocks_and_copies_the_one_both_would_write() -> None:
-    cache = cache_of("full", "sinks_window")
-    tokens = list(range(30))
-    parent, _ = run(cache, tokens, release=False)
-    child = cache.fork(parent, 30)
-    check_cache(cache, [parent, child])
-    copies = cache.take_copies()
-    assert [(c.group, c.source, c.target) for c in copies] == [
-        (g, parent.tables[g].last, child.tables[g].last) for g in range(2)
-    ]
-    assert all(parent.tables[g].at(6) == child.tables[g].at(6) for g in range(2))
-    assert cache.take_copies() == []
-    cache.extend(child, 33)
-    cache.advance(child, [*tokens, 1, 2, 3], 33)
-    check_cache(cache, [parent, child])
-    cache.release(parent)
-    cache.release(child)
-    check_cache(cache, [])
-
-
-def test_a_fork_without_room_changes_nothing() -> None:
-    cache = cache_of("full", num_pages=2)
-    parent, _ = run(cache, list(range(30)), release=False)
-    with pytest.raises(ValueError, match="no room"):
-        cache.fork(parent, 30)
-    check_cache(cache, [parent])
 
 
 def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +122,10 @@ def test_other_block_sizes_are_refused() -> None:
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
 def test_alone_a_sequence_of_capacity_length_always_fits(mix: tuple[str, ...]) -> None:
     for num_pages in range(1, 14):
-        cache = cache_of(*mix, num_pages=num_pages)
-        capacity = cache.capacity_tokens(150)
-        assert cache.worst_case_pages(capacity) <= num_pages
-        blocks = cache.begin([], ROOT, publishes=False)
+        cache = cache_of(*mix, num_pages=num_pages, caching=False)
+        capacity = cache.capacity.longest_tokens(150)
+        assert cache.capacity.worst_case_pages(capacity) <= num_pages
+        blocks = cache.begin([], ROOT)
         for end in range(1, capacity):  # the last token is never computed
             assert cache.extend(blocks, end)
             cache.advance(blocks, [], end)

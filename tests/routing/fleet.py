@@ -54,7 +54,7 @@ class Worker:
     """One worker; its updates and searches since its start."""
 
     def __init__(self, worker_id: str, mix: Sequence[str], rng: random.Random) -> None:
-        least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).worst_case_pages(MAX_MODEL_LEN)
+        least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(MAX_MODEL_LEN)
         self.driver = Driver(
             layout(mix, num_pages=least + rng.choice([0, 1, 2, 6])),
             max_model_len=MAX_MODEL_LEN,

@@ -8,7 +8,7 @@ from scheduler_driver import Driver, layout, request
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling import step_budget
-from transom_worker.scheduling.scheduler import PRIORITY_AGING_S
+from transom_worker.scheduling.queue import PRIORITY_AGING_S
 
 
 def test_a_low_priority_waits_no_longer_than_its_age() -> None:

@@ -16,7 +16,7 @@ from transom_worker.kvcache.manager import KvCache
 
 def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_requests: int = 14) -> Driver:
     rng = random.Random(seed)
-    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).worst_case_pages(80)
+    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
     driver = Driver(
         layout(mix, num_pages=max(1, least + rng.choice([-1, 0, 0, 0, 1, 2, 30]))),
         steps_in_flight=steps_in_flight,

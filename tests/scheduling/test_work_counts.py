@@ -78,14 +78,14 @@ def test_as_many_fit_as_are_let_in() -> None:
     driver = Driver(layout(["full", "window"], num_pages=9), max_num_seqs=64, max_num_batched_tokens=1024)
     cache = driver.scheduler.cache
     for num_tokens in (2, BLOCK, 40, 96):
-        most = cache.num_that_fit(num_tokens)
+        most = cache.capacity.num_that_fit(num_tokens)
         needs = [retention.peak_blocks(num_tokens - 1) for retention in cache.retentions]
         assert cache._allocator.pages_needed([most * need for need in needs]) is not None
         assert cache._allocator.pages_needed([(most + 1) * need for need in needs]) is None
-    empty = cache.num_that_fit(BLOCK)
+    empty = cache.capacity.num_that_fit(BLOCK)
     driver.add(request("a", range(30), 2))
     driver.schedule()
-    assert 0 < cache.num_that_fit(BLOCK) < empty
+    assert 0 < cache.capacity.num_that_fit(BLOCK) < empty
     driver.run()
-    assert cache.num_that_fit(BLOCK) == empty  # what is cached can be evicted
+    assert cache.capacity.num_that_fit(BLOCK) == empty  # what is cached can be evicted
     driver.check_idle()

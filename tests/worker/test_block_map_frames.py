@@ -123,7 +123,7 @@ def check_sequence(seen: Map, sequence: object) -> None:
 
 def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int) -> Watch:
     rng = random.Random(seed)
-    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).worst_case_pages(80)
+    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
     driver = Driver(
         layout(mix, num_pages=least + rng.choice([0, 1, 2, 12])),
         steps_in_flight=steps_in_flight,

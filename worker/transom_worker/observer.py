@@ -99,4 +99,4 @@ def _headroom(scheduler: Scheduler) -> dict[str, int]:
     """Requests that could start now, by their length."""
     longest = scheduler.max_model_len
     lengths = {str(length): length for length in HEADROOM_LENGTHS if length <= longest} | {"max": longest}
-    return {name: scheduler.cache.num_that_fit(length) for name, length in lengths.items()}
+    return {name: scheduler.cache.capacity.num_that_fit(length) for name, length in lengths.items()}

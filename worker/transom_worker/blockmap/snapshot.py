@@ -70,17 +70,17 @@ class Snapshots:
 
     def begin(self) -> None:
         """Somebody watches from now on."""
-        self._scheduler.cache.begin_pictures()
+        self._scheduler.cache.pictures.begin()
         self._events.begin()
 
     def copy(self, group: int) -> GroupCopy:
         """All blocks of one group; what changes until the next `take` is told there."""
-        return self._scheduler.cache.copy_group(group)
+        return self._scheduler.cache.pictures.copy(group)
 
     def take(self) -> Snapshot:
         """The state now."""
         scheduler = self._scheduler
-        cache = scheduler.cache.picture()
+        cache = scheduler.cache.pictures.take()
         if cache.num_compacted != self._num_compacted:
             self._ends, self._num_compacted = {}, cache.num_compacted
         sequences = [self._sequence(sequence) for sequence in scheduler.holders()]
@@ -100,7 +100,7 @@ class Snapshots:
 
     def end(self) -> None:
         """Nobody watches any more."""
-        self._scheduler.cache.end_pictures()
+        self._scheduler.cache.pictures.end()
         self._events.end()
 
     def _sequence(self, sequence: Sequence) -> SequenceSnapshot:

@@ -34,6 +34,10 @@ class BlockTimes:
         """By block, when its last reference went; 0 where none ever did. A copy."""
         return self._since_s.copy()
 
+    def age_s(self, block: int) -> float:
+        """How long ago its last reference went."""
+        return self._clock() - self._since_s[block]
+
     def evicted(self, blocks: Sequence[int]) -> None:
         """These were cached until now."""
         now_s = self._clock()

@@ -119,6 +119,10 @@ class Catalog:
         """By block, on the cache's clock, when its last reference went; 0 where none ever did. A copy."""
         return self._times[group].since_s()
 
+    def cached_age_s(self, group: int, block: int) -> float:
+        """How long ago a block's last reference went."""
+        return self._times[group].age_s(block)
+
     def num_evicted(self) -> list[dict[str, int]]:
         """By group, blocks evicted since start by reason."""
         return [dict(evicted) for evicted in self._evicted]

@@ -25,7 +25,7 @@ class BlockCopy(NamedTuple):
 
 
 class Compaction:
-    """Moves active blocks together. `running` are the sequences whose tables follow; each move is added to `copies`."""
+    """Moves active blocks together. `running` are the sequences whose tables follow; ranks follow by block copies."""
 
     def __init__(
         self,
@@ -33,14 +33,13 @@ class Compaction:
         pools: Sequence[GroupPool],
         catalog: Catalog,
         running: Mapping[int, SequenceBlocks],
-        copies: list[BlockCopy],
     ) -> None:
         self.num_moved = 0  # blocks, since start
         self._arena = arena
         self._pools = pools
         self._catalog = catalog
         self._running = running
-        self._copies = copies
+        self._copies: list[BlockCopy] = []
 
     def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
         """(group, page) pairs whose clearing lets each group take `num_blocks` more; empty if that cannot help."""
@@ -53,6 +52,11 @@ class Compaction:
             for block in self._arena.blocks(page, group):
                 if self._pools[group].refs[block]:
                     self._move(group, block, leaving)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The moves since the last call, in order: the next plan must carry them."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def _move(self, group: int, source: int, leaving: set[int]) -> None:
         pool = self._pools[group]

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 
 _FORMAT = b"transom-kv-1"

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from transom_worker.errors import ConfigError
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 
 BLOCK_ALIGNMENT_BYTES = 256
@@ -110,3 +111,16 @@ class ArenaLayout:
 def blocks_inside(page_bytes: int, stride_bytes: int) -> int:
     """Blocks that lie wholly inside any page: placements are multiples of the two sizes' common divisor."""
     return max(0, page_bytes - stride_bytes + math.gcd(page_bytes, stride_bytes)) // stride_bytes
+
+
+def check_units(layout: ArenaLayout, unit: int) -> None:
+    """Whether blocks and the units in which prefixes are hashed fit into each other; ConfigError if not."""
+    for group in layout.groups:
+        spec = group.spec
+        allowed = max(unit, spec.ratio) if spec.keeps_everything else unit
+        if spec.block_size != allowed or (spec.ratio and unit % spec.ratio and spec.ratio % unit):
+            entry = f" and entries of {spec.ratio}" if spec.ratio else ""
+            raise ConfigError(
+                f"KV group {spec.name} has blocks of {spec.block_size} tokens{entry}, and prefixes are hashed in units of "
+                f"{unit}; give --block-size a power of two, so that units and entries fit into each other."
+            )

@@ -7,26 +7,24 @@ those outside `live` freed) and `release`d. Blocks are freed by processed tokens
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache import outcome
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
+from transom_worker.kvcache.capacity import Capacity
 from transom_worker.kvcache.catalog import Catalog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import BlockCopy, Compaction
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
-from transom_worker.kvcache.headroom import num_that_fit
 from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.picture import CachePicture, GroupCopy, copy_group, take_group_pictures
+from transom_worker.kvcache.layout import ArenaLayout, check_units
+from transom_worker.kvcache.outcome import OutcomeCounts
+from transom_worker.kvcache.picture import Pictures
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.sequence import BlockTable, SequenceBlocks
+from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
@@ -50,11 +48,10 @@ class KvCache:
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_blocks(layout, block_size)
+        check_units(layout, block_size)
         self.layout = layout
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._clock = clock
         self.window_repair = window_repair
         self.retentions = tuple(Retention(group.spec) for group in layout.groups)
         self.arena = Arena(layout)
@@ -74,13 +71,13 @@ class KvCache:
         )
         self._allocator = BlockAllocator(self.arena, self.pools, self._catalog.evict, self._checkpoints.give_up_one)
         self._running: dict[int, SequenceBlocks] = {}  # by id()
-        self._publishing = Publishing(self._catalog, self._checkpoints, self.retentions, block_size=block_size)
-        self._copies: list[BlockCopy] = []
-        self._compaction = Compaction(self.arena, self.pools, self._catalog, self._running, self._copies)
-        self._outcome: Counter[str] = Counter()
-        self._outcome_requests: Counter[str] = Counter()
-        self._num_repairs = 0
-        self._repair_tokens = 0
+        self._publishing = Publishing(
+            self._catalog, self._checkpoints, self.retentions, block_size=block_size, is_on=enable_prefix_caching
+        )
+        self._compaction = Compaction(self.arena, self.pools, self._catalog, self._running)
+        self.capacity = Capacity(self.retentions, self.arena, self._allocator)
+        self.outcomes = OutcomeCounts(self.index, block_size=block_size)
+        self.pictures = Pictures(self.arena, self.pools, self._catalog, self._compaction, self.outcomes, clock=clock)
 
     # Searching
 
@@ -89,47 +86,22 @@ class KvCache:
         limit = hit_limit(num_tokens, self.block_size)
         return find_hit(self.retentions, self.index.groups, chain, limit, window_repair=self.window_repair)
 
-    def count_outcome(
-        self, hit: Hit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
-    ) -> dict[str, int]:
-        """Count a request's prompt tokens once, at its first admission; returns them by outcome. `hit` None: it reads no cache by
-        policy."""
-        tokens = {outcome.POLICY: num_prompt_tokens}
-        if hit is not None:
-            tokens = outcome.classify(
-                hit,
-                chain,
-                self.index,
-                num_tokens=num_tokens,
-                num_prompt_tokens=num_prompt_tokens,
-                block_size=self.block_size,
-            )
-        self._outcome.update(tokens)
-        self._outcome_requests[outcome.of_request(tokens)] += 1
-        return tokens
-
     # A sequence's life
 
-    def begin(
-        self, chain: list[bytes], root: bytes, *, hit: Hit | None = None, publishes: bool = True
-    ) -> SequenceBlocks:
+    def begin(self, chain: list[bytes], root: bytes, *, hit: Hit | None = None) -> SequenceBlocks:
         """Start a sequence on the cached blocks of a hit (None: on nothing).
 
         Where the hit needs a repair, the sliding groups begin empty at `hit.start`, their sink blocks apart.
         """
-        units, start = (hit.num_units, hit.start) if hit else (0, 0)
-        blocks = self._blank(chain, root, start, publishes)
-        blocks.num_published = units
-        if start < units * self.block_size:
-            blocks.replay_from, blocks.replay_until = start, units * self.block_size
+        blocks = SequenceBlocks.at(hit, chain, root, self.retentions, unit=self.block_size)
         for group, table in enumerate(blocks.tables):
             found = self.index.groups[group]
-            shared = [found[digest] for digest in self._shared_digests(group, table, blocks, units)]
+            digests = blocks.shared_digests(group, self.retentions[group], unit=self.block_size)
+            shared = [found[digest] for digest in digests]
             self._catalog.ref(group, shared)
             table.append(shared)
-        blocks.capacity_tokens = start
-        blocks.hit = hit
-        blocks.base = self._checkpoints.lock(chain, units)
+        blocks.base = self._checkpoints.lock(chain, blocks.num_published)
+        self._running[id(blocks)] = blocks
         return blocks
 
     def plan_checkpoints(
@@ -140,52 +112,8 @@ class KvCache:
         Where chains were seen to part, a checkpoint is added. From a new request the cache learns what clients come back to.
         """
         if blocks.replay_until:
-            self._num_repairs += 1
-            self._repair_tokens += blocks.replay_until - blocks.replay_from
-        if not blocks.publishes:
-            return
-        planned: dict[int, CheckpointKind] = {}
-        hit = blocks.hit
-        if hit is not None:
-            self._checkpoints.admitted(blocks.base, hit.num_units)
-            if is_new:
-                blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
-            elif blocks.base is not None:
-                blocks.turns = blocks.base.turns
-            parted = hit.full_reach > hit.num_units or blocks.replay_until > 0
-            if parted and any(retention.keeps_everything for retention in self.retentions):
-                planned[hit.full_reach] = CheckpointKind.FORK
-        planned.update(boundaries)
-        blocks.planned = sorted(planned.items())
-
-    def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
-        """Start a sequence on a running one's first `num_tokens` tokens, which must be all that the parent processed.
-
-        Whole blocks are shared; the last one, if part-filled, is copied, since both will write it (see `take_copies`).
-
-        Raises:
-            ValueError: no room for that block in some group.
-        """
-        units = num_tokens // self.block_size
-        child = self._blank(parent.chain[:units], parent.root, num_tokens, parent.publishes)
-        child.num_published = units
-        child.capacity_tokens = units * self.block_size
-        for group, table in enumerate(child.tables):
-            whole = num_tokens // self.retentions[group].block_size
-            shared = [parent.tables[group].at(block) for block in self._live_blocks(table, whole)]
-            table.append([block for block in shared if block is not None])
-            self._catalog.ref(group, [*table.pinned, *table.run])
-        if not self.extend(child, num_tokens):
-            self.release(child, kind=None)
-            raise ValueError("no room for the copy of a part-filled block; free some first")
-        for group, table in enumerate(child.tables):
-            size = self.retentions[group].block_size
-            if num_tokens % size:
-                source, target = parent.tables[group].at(num_tokens // size), table.at(num_tokens // size)
-                assert source is not None
-                assert target is not None
-                self._copies.append(BlockCopy(group, source, target))
-        return child
+            self.outcomes.count_repair(blocks.replay_until - blocks.replay_from)
+        self._publishing.plan(blocks, boundaries, is_new=is_new)
 
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Give every group blocks for positions below `end`; False, and nothing changed, if memory is short.
@@ -240,10 +168,8 @@ class KvCache:
     def release(self, blocks: SequenceBlocks, *, kind: CheckpointKind | None = CheckpointKind.GENERATION) -> None:
         """Drop all references; `kind` keeps a checkpoint at the last whole unit processed, None keeps none."""
         self.num_releases += 1
-        units = blocks.processed // self.block_size
-        complete = blocks.publishes and blocks.processed >= blocks.replay_until and units <= blocks.num_published
-        if kind is not None and units and complete:
-            self._publishing.place(blocks, units, kind)
+        if kind is not None:
+            self._publishing.place_last(blocks, kind)
         for group, table in enumerate(blocks.tables):
             self._catalog.unref(group, [*reversed(table.run), *reversed(table.pinned)])
             table.pinned, table.run = [], []
@@ -251,37 +177,6 @@ class KvCache:
             self._checkpoints.unlock(blocks.base)
             blocks.base = None
         del self._running[id(blocks)]
-
-    # Bounds
-
-    def worst_case_pages(self, num_tokens: int) -> int:
-        """Pages that a sequence of `num_tokens` tokens, its last one sampled but never computed, needs at its peak."""
-        computed = num_tokens - 1  # the last token's successor is never asked for
-        if computed <= 0:
-            return 0
-        return sum(
-            -(-retention.peak_blocks(computed) // per_page)
-            for retention, per_page in zip(self.retentions, self.arena.blocks_per_page, strict=True)
-        )
-
-    def capacity_tokens(self, limit: int) -> int:
-        """Longest sequence, up to `limit` tokens, that fits the pool alone."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.worst_case_pages(middle) <= self.arena.num_pages:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def num_that_fit(self, num_tokens: int) -> int:
-        """Sequences of `num_tokens` tokens that could run from now on beside those that do, all at their peak at once.
-
-        Cached blocks count as free; none is shared.
-        """
-        peaks = [retention.peak_blocks(max(1, num_tokens - 1)) for retention in self.retentions]
-        return num_that_fit(peaks, self.arena, self._allocator)
 
     # Reports
 
@@ -315,9 +210,7 @@ class KvCache:
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies that the next plan must carry."""
-        copies = self._copies.copy()
-        self._copies.clear()
-        return copies
+        return self._compaction.take_copies()
 
     def stats(self) -> CacheStats:
         """Pages and blocks by state, evictions and outcomes since start."""
@@ -326,32 +219,13 @@ class KvCache:
             free_pages=self.arena.num_free,
             page_bytes=self.layout.page_bytes,
             groups=self._catalog.stats(),
-            outcome_tokens=dict(self._outcome),
+            outcome_tokens=dict(self.outcomes.tokens),
             waste=self.arena.waste,
-            outcome_requests=dict(self._outcome_requests),
-            num_repairs=self._num_repairs,
-            repair_tokens=self._repair_tokens,
+            outcome_requests=dict(self.outcomes.requests),
+            num_repairs=self.outcomes.num_repairs,
+            repair_tokens=self.outcomes.repair_tokens,
             checkpoints=self._checkpoints.counts.stats(),
             num_compacted_blocks=self._compaction.num_moved,
-        )
-
-    def begin_pictures(self) -> None:
-        """Somebody looks at blocks: note for `picture` what changes from now on. Then `copy_group` each group once."""
-        self._catalog.note_touched(True)
-
-    def copy_group(self, group: int) -> GroupCopy:
-        """All blocks of a group."""
-        return copy_group(self.pools[group], self._catalog, now_s=self._clock())
-
-    def picture(self) -> CachePicture:
-        """A cheap copy of counts and owners, and of the blocks that changed since the one before."""
-        return CachePicture(
-            owners=self.arena.owner.copy(),
-            free_pages=self.arena.num_free,
-            num_compacted=self._compaction.num_moved,
-            num_repairs=self._num_repairs,
-            outcome_tokens=dict(self._outcome),
-            groups=take_group_pictures(self.pools, self._catalog),
         )
 
     def checkpoints_of(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
@@ -360,56 +234,12 @@ class KvCache:
 
     def cached_age_s(self, group: int, block: int) -> float:
         """How long a cached block has not been referenced."""
-        return self._clock() - self._catalog.cached_since_s(group)[block]
-
-    def end_pictures(self) -> None:
-        """Nobody looks at blocks any more: note nothing for the next picture."""
-        self._catalog.note_touched(False)
+        return self._catalog.cached_age_s(group, block)
 
     # Inside
-
-    def _blank(self, chain: list[bytes], root: bytes, num_tokens: int, publishes: bool) -> SequenceBlocks:
-        blocks = SequenceBlocks(
-            tables=[
-                BlockTable(num_pinned=r.num_pinned, first_block=r.first_live_block(num_tokens)) for r in self.retentions
-            ],
-            chain=chain,
-            root=root,
-            publishes=publishes and self.enable_prefix_caching,
-            processed=num_tokens,
-            changed=True,
-        )
-        self._running[id(blocks)] = blocks
-        return blocks
-
-    def _shared_digests(self, group: int, table: BlockTable, blocks: SequenceBlocks, units: int) -> list[bytes]:
-        """Digests of the blocks that a sequence starts with; sets where a replay's empty tables begin."""
-        retention, chain = self.retentions[group], blocks.chain
-        if retention.keeps_everything:
-            step = retention.block_size // self.block_size
-            return chain[step - 1 : units : step]
-        if blocks.replay_until:
-            table.first_block = max(retention.num_pinned, blocks.replay_from // retention.block_size)
-            return chain[: min(retention.num_pinned, units)]
-        return [chain[block] for block in self._live_blocks(table, units)]
-
-    def _live_blocks(self, table: BlockTable, end: int) -> list[int]:
-        return [*range(min(table.num_pinned, end)), *range(table.first_block, end)]
 
     def _drop_cached(self, reason: str) -> None:
         while self._checkpoints.give_up_one():
             pass
         for pool in self.pools:
             self._catalog.evict(pool.group, list(pool.loose), reason)
-
-
-def _check_blocks(layout: ArenaLayout, unit: int) -> None:
-    for group in layout.groups:
-        spec = group.spec
-        allowed = max(unit, spec.ratio) if spec.keeps_everything else unit
-        if spec.block_size != allowed or (spec.ratio and unit % spec.ratio and spec.ratio % unit):
-            entry = f" and entries of {spec.ratio}" if spec.ratio else ""
-            raise ConfigError(
-                f"KV group {spec.name} has blocks of {spec.block_size} tokens{entry}, and prefixes are hashed in units of "
-                f"{unit}; give --block-size a power of two, so that units and entries fit into each other."
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from transom_worker.kvcache.hit import Hit
@@ -16,6 +17,42 @@ WINDOW_EVICTED = "missed_window_evicted"
 BELOW_ALIGNMENT = "missed_below_alignment"
 LAST_TOKEN = "missed_last_token"
 POLICY = "missed_policy"
+
+
+class OutcomeCounts:
+    """What became of admitted requests' tokens, since start: prompt tokens and requests by outcome, and repairs."""
+
+    def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.num_repairs = 0
+        self.repair_tokens = 0
+        self._index = index
+        self._block_size = block_size
+
+    def count(
+        self, hit: Hit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
+    ) -> dict[str, int]:
+        """Count a request's prompt tokens once, at its first admission; returns them by outcome. `hit` None: it reads no cache by
+        policy."""
+        tokens = {POLICY: num_prompt_tokens}
+        if hit is not None:
+            tokens = classify(
+                hit,
+                chain,
+                self._index,
+                num_tokens=num_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                block_size=self._block_size,
+            )
+        self.tokens.update(tokens)
+        self.requests[of_request(tokens)] += 1
+        return tokens
+
+    def count_repair(self, num_tokens: int) -> None:
+        """A sequence is admitted that replays so many tokens; after a preemption as well."""
+        self.num_repairs += 1
+        self.repair_tokens += num_tokens
 
 
 def classify(

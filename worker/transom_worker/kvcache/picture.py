@@ -6,10 +6,13 @@ between. Pictures after them have the blocks that changed since. Nothing is work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from transom_worker.kvcache.arena import Arena
 from transom_worker.kvcache.catalog import Catalog
+from transom_worker.kvcache.compaction import Compaction
+from transom_worker.kvcache.outcome import OutcomeCounts
 from transom_worker.kvcache.pool import GroupPool
 
 Name = tuple[bytes, int]  # hash, logical index
@@ -53,31 +56,72 @@ class CachePicture:
     groups: tuple[GroupPicture, ...]
 
 
-def copy_group(pool: GroupPool, catalog: Catalog, *, now_s: float) -> GroupCopy:
-    """All of a group now; from the engine's thread."""
-    return GroupCopy(
-        now_s=now_s,
-        refs=pool.refs.copy(),
-        holds=pool.holds.copy(),
-        names=dict(pool.published),
-        cached_since_s=catalog.cached_since_s(pool.group),
-    )
+class Pictures:
+    """Takes pictures of one cache: after `begin`, a `copy` of each group, then `take` as often as wanted, until `end`.
 
+    Only on the engine's thread.
+    """
 
-def take_group_pictures(pools: Sequence[GroupPool], catalog: Catalog) -> tuple[GroupPicture, ...]:
-    """What changed since the last call, or since `catalog` began to note it; from the engine's thread."""
-    touched, evicted = catalog.take_touched(), catalog.num_evicted()
-    return tuple(
-        GroupPicture(
-            blocks=(blocks := list(touched[group])),
-            refs=list(map(pool.refs.__getitem__, blocks)),
-            holds=list(map(pool.holds.__getitem__, blocks)),
-            names=list(map(pool.published.get, blocks)),
-            num_evicted=evicted[group],
-            num_active=pool.num_active,
-            num_held=pool.num_held,
-            num_loose=len(pool.loose),
-            num_empty=pool.num_empty,
+    def __init__(
+        self,
+        arena: Arena,
+        pools: Sequence[GroupPool],
+        catalog: Catalog,
+        compaction: Compaction,
+        outcomes: OutcomeCounts,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._arena = arena
+        self._pools = pools
+        self._catalog = catalog
+        self._compaction = compaction
+        self._outcomes = outcomes
+        self._clock = clock
+
+    def begin(self) -> None:
+        """Somebody looks at blocks: note for `take` what changes from now on."""
+        self._catalog.note_touched(True)
+
+    def end(self) -> None:
+        """Nobody looks at blocks any more: note nothing."""
+        self._catalog.note_touched(False)
+
+    def copy(self, group: int) -> GroupCopy:
+        """All blocks of a group now."""
+        pool = self._pools[group]
+        return GroupCopy(
+            now_s=self._clock(),
+            refs=pool.refs.copy(),
+            holds=pool.holds.copy(),
+            names=dict(pool.published),
+            cached_since_s=self._catalog.cached_since_s(group),
         )
-        for group, pool in enumerate(pools)
-    )
+
+    def take(self) -> CachePicture:
+        """Counts and owners, and the blocks that changed since the picture before, or since `begin`."""
+        return CachePicture(
+            owners=self._arena.owner.copy(),
+            free_pages=self._arena.num_free,
+            num_compacted=self._compaction.num_moved,
+            num_repairs=self._outcomes.num_repairs,
+            outcome_tokens=dict(self._outcomes.tokens),
+            groups=self._take_groups(),
+        )
+
+    def _take_groups(self) -> tuple[GroupPicture, ...]:
+        touched, evicted = self._catalog.take_touched(), self._catalog.num_evicted()
+        return tuple(
+            GroupPicture(
+                blocks=(blocks := list(touched[group])),
+                refs=list(map(pool.refs.__getitem__, blocks)),
+                holds=list(map(pool.holds.__getitem__, blocks)),
+                names=list(map(pool.published.get, blocks)),
+                num_evicted=evicted[group],
+                num_active=pool.num_active,
+                num_held=pool.num_held,
+                num_loose=len(pool.loose),
+                num_empty=pool.num_empty,
+            )
+            for group, pool in enumerate(self._pools)
+        )

@@ -1,4 +1,4 @@
-"""What running sequences leave for others to find: whole blocks under their digests, and checkpoints where they pass a boundary."""
+"""What sequences leave for others to find: whole blocks under their digests, and checkpoints at boundaries that they pass."""
 
 from __future__ import annotations
 
@@ -13,21 +13,49 @@ from transom_worker.kvcache.tree import CheckpointKind
 
 
 class Publishing:
-    """Names blocks in the catalog and places checkpoints. What a replay computed is published from its end on alone."""
+    """Names blocks in the catalog and places checkpoints. What a replay computed is published from its end on alone.
+
+    Unless it `is_on` nothing is published: prefix caching is off.
+    """
 
     def __init__(
-        self, catalog: Catalog, checkpoints: Checkpoints, retentions: Sequence[Retention], *, block_size: int
+        self,
+        catalog: Catalog,
+        checkpoints: Checkpoints,
+        retentions: Sequence[Retention],
+        *,
+        block_size: int,
+        is_on: bool,
     ) -> None:
         self._catalog = catalog
         self._checkpoints = checkpoints
         self._retentions = retentions
         self._block_size = block_size
+        self._is_on = is_on
+
+    def plan(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool) -> None:
+        """A sequence is admitted: checkpoints are due at these boundaries, and at one more where chains were seen to part."""
+        if not self._is_on:
+            return
+        planned: dict[int, CheckpointKind] = {}
+        hit = blocks.hit
+        if hit is not None:
+            self._checkpoints.admitted(blocks.base, hit.num_units)
+            if is_new:
+                blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
+            elif blocks.base is not None:
+                blocks.turns = blocks.base.turns
+            parted = hit.full_reach > hit.num_units or blocks.replay_until > 0
+            if parted and any(retention.keeps_everything for retention in self._retentions):
+                planned[hit.full_reach] = CheckpointKind.FORK
+        planned.update(boundaries)
+        blocks.planned = sorted(planned.items())
 
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
         """Make whole blocks findable. What a replay computed is right from its end on, and so is what is live there."""
         units = processed // self._block_size
         replays = blocks.replay_until > 0 and not blocks.repaired
-        if not blocks.publishes or processed < blocks.replay_until or (units <= blocks.num_published and not replays):
+        if not self._is_on or processed < blocks.replay_until or (units <= blocks.num_published and not replays):
             return
         if len(blocks.chain) < units:
             extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
@@ -47,9 +75,16 @@ class Publishing:
             if processed < units * self._block_size or processed < blocks.replay_until:
                 return
             del blocks.planned[0]
-            self.place(blocks, units, kind)
+            self._place(blocks, units, kind)
 
-    def place(self, blocks: SequenceBlocks, units: int, kind: CheckpointKind) -> None:
+    def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
+        """Place one at the last whole unit that an ending sequence processed, if all up to there was published."""
+        units = blocks.processed // self._block_size
+        complete = self._is_on and blocks.processed >= blocks.replay_until and units <= blocks.num_published
+        if units and complete:
+            self._place(blocks, units, kind)
+
+    def _place(self, blocks: SequenceBlocks, units: int, kind: CheckpointKind) -> None:
         """A checkpoint at a boundary up to which everything was published; blocks whose twins went are named again."""
         chain = blocks.chain
         owned = self._checkpoints.tree.reach(chain, units)

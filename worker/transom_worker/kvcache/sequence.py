@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transom_worker.kvcache.hit import Hit
+from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
 
@@ -114,7 +116,6 @@ class SequenceBlocks:
     tables: list[BlockTable]
     chain: list[bytes]
     root: bytes
-    publishes: bool
     processed: int = 0  # tokens whose step's result arrived
     num_published: int = 0  # units that were offered to the index
     capacity_tokens: int = 0  # positions below it have blocks in every group
@@ -127,6 +128,44 @@ class SequenceBlocks:
     base: Node | None = None  # the deepest checkpoint that it builds on, locked
     turns: int = 0  # of the conversation, as far as the cache has seen it
     changed: bool = False  # a table changed since the last `take_deltas`
+
+    @classmethod
+    def at(
+        cls, hit: Hit | None, chain: list[bytes], root: bytes, retentions: Sequence[Retention], *, unit: int
+    ) -> SequenceBlocks:
+        """Empty tables from where a hit of `unit`-token units lets a sequence start (None: at 0).
+
+        Sliding groups that are repaired begin at the replay, their pinned blocks apart.
+        """
+        units, start = (hit.num_units, hit.start) if hit else (0, 0)
+        replays = start < units * unit
+        tables = []
+        for retention in retentions:
+            first = retention.first_live_block(start)
+            if replays and not retention.keeps_everything:
+                first = max(retention.num_pinned, start // retention.block_size)
+            tables.append(BlockTable(num_pinned=retention.num_pinned, first_block=first))
+        return cls(
+            tables=tables,
+            chain=chain,
+            root=root,
+            processed=start,
+            num_published=units,
+            capacity_tokens=start,
+            replay_from=start if replays else 0,
+            replay_until=units * unit if replays else 0,
+            hit=hit,
+            changed=True,
+        )
+
+    def shared_digests(self, group: int, retention: Retention, *, unit: int) -> list[bytes]:
+        """Digests of the cached blocks of the group that the hit gives, in the table's order."""
+        units = self.num_published
+        if retention.keeps_everything:
+            step = retention.block_size // unit
+            return self.chain[step - 1 : units : step]
+        pinned = self.chain[: min(retention.num_pinned, units)]
+        return pinned if self.replay_until else pinned + self.chain[self.tables[group].first_block : units]
 
     def take_deltas(self) -> list[tuple[int, TableDelta]]:
         """(group, delta) of every table that changed."""

@@ -58,11 +58,6 @@ class CacheStats:
     num_compacted_blocks: int = 0  # moved to let an allocation succeed, since start
 
     @property
-    def num_checkpoints(self) -> int:
-        """Places that a request could start from."""
-        return sum(self.checkpoints.standing.values())
-
-    @property
     def pool_bytes(self) -> int:
         """All pages."""
         return self.num_pages * self.page_bytes

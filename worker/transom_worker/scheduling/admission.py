@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from transom_worker.contract import CONTRACT_VERSION, Request
-from transom_worker.errors import PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_worker.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_worker.kvcache.manager import KvCache
+
+logger = logging.getLogger("transom.worker")
 
 UNSUPPORTED = {
     "kv_policy": "per-request KV policies",
@@ -69,14 +73,31 @@ def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int
         )
     max_tokens = request.params.max_tokens
     limit = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
-    pages = cache.worst_case_pages(limit)
+    pages = cache.capacity.worst_case_pages(limit)
     if pages > cache.arena.num_pages:
         raise RequestTooLarge(
             f"The request may need {pages} pages of KV cache for {limit} tokens ({num_prompt} prompt, up to "
             f"{limit - num_prompt} output); the pool has {cache.arena.num_pages}, enough for "
-            f"{cache.capacity_tokens(limit)} tokens. Lower max_tokens, shorten the prompt or enlarge the KV pool.",
+            f"{cache.capacity.longest_tokens(limit)} tokens. Lower max_tokens, shorten the prompt or enlarge the KV pool.",
             param="max_tokens"
-            if cache.worst_case_pages(num_prompt + num_resumed + 1) <= cache.arena.num_pages
+            if cache.capacity.worst_case_pages(num_prompt + num_resumed + 1) <= cache.arena.num_pages
             else "prompt",
         )
     return limit
+
+
+def fit_model_len(capacity_tokens: int, max_model_len: int, *, is_asked: bool) -> int:
+    """The longest sequence that both the model and a pool for one of `capacity_tokens` can hold.
+
+    Raises:
+        ConfigError: the length was asked for and the pool is too small for it.
+    """
+    if capacity_tokens >= max_model_len:
+        return max_model_len
+    if is_asked or capacity_tokens < 2:
+        raise ConfigError(
+            f"The KV pool holds {capacity_tokens} tokens of one sequence, and the model's length is {max_model_len}; "
+            f"give a larger --kv-cache-memory-bytes, or --max-model-len {max(2, capacity_tokens)} at most."
+        )
+    logger.warning("The KV pool holds %d tokens of one sequence: that is the length limit now.", capacity_tokens)
+    return capacity_tokens

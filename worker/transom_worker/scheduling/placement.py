@@ -168,7 +168,7 @@ class Placement:
         num_prompt = sequence.num_prompt_tokens
         if hit is not None:
             sequence.num_cached_tokens = min(hit.start, num_prompt)
-        return self.cache.count_outcome(
+        return self.cache.outcomes.count(
             hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt
         )
 

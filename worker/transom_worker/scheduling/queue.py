@@ -5,7 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from transom_worker.config import SchedulerConfig
+from transom_worker.contract import Request
 from transom_worker.scheduling.sequence import OrderKey, Sequence
+
+# With `priority`, a request counts as having arrived so many seconds later for each step of its priority number. So it is
+# overtaken only by those that arrive within that time after it, and waits no longer than they do: nobody starves.
+PRIORITY_AGING_S = 30.0
+
+
+def virtual_arrival_s(request: Request, config: SchedulerConfig) -> float:
+    """When a request counts as having arrived."""
+    if config.policy == "priority":
+        return request.arrival_s + request.priority * PRIORITY_AGING_S
+    # who comes from a lost worker in mid-stream stands before all who have not begun
+    return -1.0 if request.resumed_output_ids else 0.0
 
 
 class OrderedQueue:

@@ -1,14 +1,13 @@
-"""Continuous batching: each step, which sequences compute how many tokens, and what a result means for them."""
+"""Continuous batching: requests in, a plan for each step, and what its result means for them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request, TokenLogprobs
+from transom_worker.contract import Request
 from transom_worker.errors import Overloaded, RequestError
 from transom_worker.kvcache.eviction import EvictionPolicy
 from transom_worker.kvcache.hashing import chain_root
@@ -19,21 +18,11 @@ from transom_worker.scheduling.admission import check_supported, length_limit
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.placement import Placement
-from transom_worker.scheduling.plan_builder import PlanBuilder
+from transom_worker.scheduling.queue import virtual_arrival_s
 from transom_worker.scheduling.sequence import Sequence, State
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.scheduling.step_budget import StepBudget, longest_chunk
+from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner
 from transom_worker.scheduling.work_counts import WorkCounts
-
-# With `priority`, a request counts as having arrived so many seconds later for each step of its priority number. So it is
-# overtaken only by those that arrive within that time after it, and waits no longer than they do: nobody starves.
-PRIORITY_AGING_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    plan: StepPlan
-    rows: list[Sequence]
 
 
 class Scheduler:
@@ -67,11 +56,10 @@ class Scheduler:
         )
         self.work = WorkCounts()
         self._placement = Placement(self.cache, self.work)
-        self._longest_chunk = longest_chunk(layout, block_size)
+        self._planner = StepPlanner(config, layout, self._placement, self.work)
         self._by_request: dict[str, Sequence] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[PlannedStep] = deque()
         self._num_arrived = 0
-        self._next_step = 0
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +94,7 @@ class Scheduler:
     @property
     def capacity_tokens(self) -> int:
         """Longest sequence, up to the model's length, that the KV pool can hold alone."""
-        return self.cache.capacity_tokens(self.max_model_len)
+        return self.cache.capacity.longest_tokens(self.max_model_len)
 
     @property
     def waiting_tokens(self) -> int:
@@ -153,13 +141,9 @@ class Scheduler:
                 f"{len(self._placement.waiting)} requests are waiting and the limit is {self.config.max_waiting}; try again later."
             )
         self._num_arrived += 1
-        if self.config.policy == "priority":
-            virtual_arrival_s = request.arrival_s + request.priority * PRIORITY_AGING_S
-        else:  # who comes from a lost worker in mid-stream stands before all who have not begun
-            virtual_arrival_s = -1.0 if request.resumed_output_ids else 0.0
         sequence = Sequence(
             request=request,
-            key=(virtual_arrival_s, self._num_arrived),
+            key=(virtual_arrival_s(request, self.config), self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
             root=chain_root(self.cache.block_size, cache_salt=request.cache_salt, adapter=request.adapter),
@@ -188,21 +172,11 @@ class Scheduler:
         """The next plan; None if nothing can be computed now, or `steps_in_flight` plans are unanswered."""
         if len(self._in_flight) >= self.config.steps_in_flight:
             return None
-        builder = PlanBuilder(self._next_step, self.cache.retentions, self.work)
-        budget = StepBudget(
-            self.config.max_num_batched_tokens, block_size=self.cache.block_size, longest=self._longest_chunk
-        )
-        preempted = self._schedule_running(builder, budget)
-        if not preempted or not (builder.rows or self._in_flight):
-            self._schedule_waiting(builder, budget)
-        if not builder.rows:
+        step = self._planner.plan(steps_in_flight=len(self._in_flight))
+        if step is None:
             return None
-        plan = builder.finish(self._placement.finished_ids, self.cache.take_copies())
-        self._placement.finished_ids = []
-        self._next_step += 1
-        self.work.planned(num_rows=len(builder.rows), num_tokens=self.config.max_num_batched_tokens - budget.num_tokens)
-        self._in_flight.append(_InFlight(plan, builder.rows))
-        return plan
+        self._in_flight.append(step)
+        return step.plan
 
     def receive(self, result: StepResult) -> list[SequenceOutput]:
         """Take the oldest plan's result: publish and free by it, and return its new tokens in row order."""
@@ -226,10 +200,10 @@ class Scheduler:
                 blocks.processed = processed
             if sequence.state is not State.DONE:
                 if result.prompt_logprobs and row in result.prompt_logprobs:
-                    _collect_prompt_logprobs(sequence, result.prompt_logprobs[row])
+                    sequence.take_prompt_logprobs(result.prompt_logprobs[row])
                 if samples:
                     logprobs = result.logprobs[sample] if result.logprobs else None
-                    outputs.append(_take_token(sequence, result.sampled_ids[sample], logprobs))
+                    outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs))
             if sequence.state is not State.RUNNING and not sequence.num_in_flight:
                 self._placement.settle(sequence)
             sample += samples
@@ -264,73 +238,3 @@ class Scheduler:
         self.cache.drop_cached()
         self.cache.take_copies()
         self._placement.finished_ids = []
-
-    def _schedule_running(self, builder: PlanBuilder, budget: StepBudget) -> bool:
-        """Rows for running sequences, the first in order first; whether one was preempted."""
-        before = self.work.num_preemptions
-        num_after = len(self._placement.running)
-        for sequence in list(self._placement.running):
-            num_after -= 1
-            if budget.num_tokens <= 0:
-                break
-            ready = sequence.num_ready
-            if sequence.state is not State.RUNNING or ready <= 0:
-                continue
-            # a long prompt leaves a token for each sequence behind it, so that their answers flow on
-            count = 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after))
-            if count > 1 or sequence.num_in_flight:
-                count = budget.fit(sequence, count)
-            blocks = sequence.blocks
-            assert blocks is not None
-            if count and sequence.scheduled + count > blocks.capacity_tokens:
-                count = self._placement.make_room(sequence, count, steps_in_flight=len(self._in_flight))
-            if not count:
-                continue
-            if count > 1 or sequence.num_in_flight:
-                budget.take(sequence, count)
-            else:
-                budget.num_tokens -= 1  # one token alone needs no extra blocks
-            builder.add_row(sequence, blocks, count)
-        return self.work.num_preemptions > before
-
-    def _schedule_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
-        placement = self._placement
-        while placement.waiting and budget.for_new and len(placement.running) < self.config.max_num_seqs:
-            admitted = placement.admit_next(budget.for_new)
-            if admitted is None:
-                return
-            sequence, count = admitted
-            assert sequence.blocks is not None
-            builder.introduce(sequence)
-            budget.take(sequence, count)
-            builder.add_row(sequence, sequence.blocks, count)
-
-
-def _collect_prompt_logprobs(sequence: Sequence, logprobs: list[TokenLogprobs]) -> None:
-    if sequence.prompt_logprobs is None:
-        sequence.prompt_logprobs = [None]
-    sequence.prompt_logprobs += logprobs
-
-
-def _take_token(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
-    """The sampled token is known from here on."""
-    sequence.num_pending -= 1
-    sequence.token_ids.append(token_id)
-    num_tokens = len(sequence.token_ids)
-    is_first = not sequence.has_output
-    prompt_logprobs = None
-    if is_first:
-        sequence.has_output = True
-        if sequence.request.params.prompt_logprobs is not None:
-            prompt_logprobs = tuple(sequence.prompt_logprobs or (None,))
-    return SequenceOutput(  # by position: names would cost a third of this function
-        sequence.request.request_id,
-        token_id,
-        num_tokens - 1 - sequence.num_prompt_tokens,
-        sequence.num_cached_tokens,
-        sequence.index_version,
-        is_first,
-        num_tokens >= sequence.max_tokens_total,
-        logprobs,
-        prompt_logprobs,
-    )

@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.scheduling.outputs import SequenceOutput
 
 OrderKey = tuple[float, int]  # (virtual arrival, counter): smaller runs first
 
@@ -25,7 +26,7 @@ class Sequence:
     """One request inside the scheduler.
 
     Intervals over positions: `[0, processed)` computed and answered (in `blocks`), `[processed, scheduled)` in flight,
-    `[scheduled, num_known)` ready, where `num_known` counts sampled tokens still in flight.
+    `[scheduled, known)` ready, where sampled tokens still in flight count as known.
     """
 
     request: Request
@@ -54,11 +55,6 @@ class Sequence:
     decode_from: int = 0  # from this position on nothing is computed but what was sampled here
 
     @property
-    def num_known(self) -> int:
-        """Tokens whose ids are known, or will be once the steps in flight have answered."""
-        return len(self.token_ids) + self.num_pending
-
-    @property
     def num_known_at_first(self) -> int:
         """Tokens that the request came with."""
         return self.num_prompt_tokens + len(self.request.resumed_output_ids)
@@ -80,3 +76,32 @@ class Sequence:
         self.blocks = None
         self.scheduled = self.rank_known = 0
         self.prompt_logprobs = None
+
+    def take_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """Those of the next prompt tokens arrived."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None]
+        self.prompt_logprobs += logprobs
+
+    def take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+        """The sampled token is known from here on."""
+        self.num_pending -= 1
+        self.token_ids.append(token_id)
+        num_tokens = len(self.token_ids)
+        is_first = not self.has_output
+        prompt_logprobs = None
+        if is_first:
+            self.has_output = True
+            if self.request.params.prompt_logprobs is not None:
+                prompt_logprobs = tuple(self.prompt_logprobs or (None,))
+        return SequenceOutput(  # by position: names would cost a third of this function
+            self.request.request_id,
+            token_id,
+            num_tokens - 1 - self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.index_version,
+            is_first,
+            num_tokens >= self.max_tokens_total,
+            logprobs,
+            prompt_logprobs,
+        )

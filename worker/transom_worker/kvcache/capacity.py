@@ -1,0 +1,55 @@
+"""How much the pool can hold: what a sequence needs at its peak, the longest one that fits, and how many more fit now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transom_worker.kvcache.allocator import BlockAllocator
+from transom_worker.kvcache.arena import Arena
+from transom_worker.kvcache.retention import Retention
+
+
+class Capacity:
+    """Bounds by count, exact however blocks lie: the cache moves them together where it must."""
+
+    def __init__(self, retentions: Sequence[Retention], arena: Arena, allocator: BlockAllocator) -> None:
+        self._retentions = retentions
+        self._arena = arena
+        self._allocator = allocator
+
+    def worst_case_pages(self, num_tokens: int) -> int:
+        """Pages that a sequence of `num_tokens` tokens, its last one sampled but never computed, needs at its peak."""
+        computed = num_tokens - 1  # the last token's successor is never asked for
+        if computed <= 0:
+            return 0
+        return sum(
+            -(-retention.peak_blocks(computed) // per_page)
+            for retention, per_page in zip(self._retentions, self._arena.blocks_per_page, strict=True)
+        )
+
+    def longest_tokens(self, limit: int) -> int:
+        """Longest sequence, up to `limit` tokens, that fits the pool alone."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.worst_case_pages(middle) <= self._arena.num_pages:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def num_that_fit(self, num_tokens: int) -> int:
+        """Sequences of `num_tokens` tokens that could run from now on beside those that do, all at their peak at once.
+
+        Cached blocks count as free; none is shared.
+        """
+        peaks = [retention.peak_blocks(max(1, num_tokens - 1)) for retention in self._retentions]
+        slots = (self._arena.num_pages * per_page for per_page in self._arena.blocks_per_page)
+        low, high = 0, min((count // max(1, peak) for count, peak in zip(slots, peaks, strict=True)), default=0)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._allocator.pages_needed([middle * peak for peak in peaks]) is not None:
+                low = middle
+            else:
+                high = middle - 1
+        return low

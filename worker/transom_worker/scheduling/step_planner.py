@@ -1,0 +1,94 @@
+"""Each step: which sequences compute how many tokens. Running ones come first, then waiting ones are let in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom_worker.config import SchedulerConfig
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.scheduling.placement import Placement
+from transom_worker.scheduling.plan_builder import PlanBuilder
+from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.step import StepPlan
+from transom_worker.scheduling.step_budget import StepBudget, longest_chunk
+from transom_worker.scheduling.work_counts import WorkCounts
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan, and the sequence of each of its rows."""
+
+    plan: StepPlan
+    rows: list[Sequence]
+
+
+class StepPlanner:
+    """Makes the plans, each with the next step id, and has `placement` make room for them."""
+
+    def __init__(self, config: SchedulerConfig, layout: ArenaLayout, placement: Placement, work: WorkCounts) -> None:
+        self._config = config
+        self._placement = placement
+        self._work = work
+        self._longest_chunk = longest_chunk(layout, placement.cache.block_size)
+        self._next_step = 0
+
+    def plan(self, *, steps_in_flight: int) -> PlannedStep | None:
+        """The next step, while so many have not answered; None if nothing can be computed now."""
+        cache = self._placement.cache
+        builder = PlanBuilder(self._next_step, cache.retentions, self._work)
+        budget = StepBudget(
+            self._config.max_num_batched_tokens, block_size=cache.block_size, longest=self._longest_chunk
+        )
+        preempted = self._add_running(builder, budget, steps_in_flight=steps_in_flight)
+        if not preempted or not (builder.rows or steps_in_flight):
+            self._add_waiting(builder, budget)
+        if not builder.rows:
+            return None
+        plan = builder.finish(self._placement.finished_ids, cache.take_copies())
+        self._placement.finished_ids = []
+        self._next_step += 1
+        self._work.planned(
+            num_rows=len(builder.rows), num_tokens=self._config.max_num_batched_tokens - budget.num_tokens
+        )
+        return PlannedStep(plan, builder.rows)
+
+    def _add_running(self, builder: PlanBuilder, budget: StepBudget, *, steps_in_flight: int) -> bool:
+        """Rows for running sequences, the first in order first; whether one was preempted."""
+        before = self._work.num_preemptions
+        num_after = len(self._placement.running)
+        for sequence in list(self._placement.running):
+            num_after -= 1
+            if budget.num_tokens <= 0:
+                break
+            ready = sequence.num_ready
+            if sequence.state is not State.RUNNING or ready <= 0:
+                continue
+            # a long prompt leaves a token for each sequence behind it, so that their answers flow on
+            count = 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after))
+            if count > 1 or sequence.num_in_flight:
+                count = budget.fit(sequence, count)
+            blocks = sequence.blocks
+            assert blocks is not None
+            if count and sequence.scheduled + count > blocks.capacity_tokens:
+                count = self._placement.make_room(sequence, count, steps_in_flight=steps_in_flight)
+            if not count:
+                continue
+            if count > 1 or sequence.num_in_flight:
+                budget.take(sequence, count)
+            else:
+                budget.num_tokens -= 1  # one token alone needs no extra blocks
+            builder.add_row(sequence, blocks, count)
+        return self._work.num_preemptions > before
+
+    def _add_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
+        """Rows for waiting sequences that are let in, while the next in order is."""
+        placement = self._placement
+        while placement.waiting and budget.for_new and len(placement.running) < self._config.max_num_seqs:
+            admitted = placement.admit_next(budget.for_new)
+            if admitted is None:
+                return
+            sequence, count = admitted
+            assert sequence.blocks is not None
+            builder.introduce(sequence)
+            budget.take(sequence, count)
+            builder.add_row(sequence, sequence.blocks, count)
