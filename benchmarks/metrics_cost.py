@@ -21,8 +21,9 @@ from transom_cluster.metrics.format import GZIP_LEVEL
 from transom_cluster.metrics.merge import merge_pages
 from transom_cluster.metrics.state import RouterState
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.engine import Engine, build_engine
+from transom_worker.engine import Engine
 from transom_worker.settings import Settings
+from transom_worker.startup import build_engine
 
 SCRAPE_EVERY_S = 5.0
 PROMPT_TOKENS = 64

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import RoutingPolicy, SchedulerConfig
-from transom_worker.contract import Request, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
 from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.load import worker_load
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.simulate.arrivals import RecordedArrivals
@@ -122,21 +123,8 @@ class Worker:
         """What changed of index and load."""
         load = None
         if rests or now_s - self._told_s > LOAD_PERIOD_S:
-            load, self._told_s = self._load(), now_s
+            load, self._told_s = worker_load(self.scheduler, self.rates), now_s
         return WorkerMessage(kv=self.scheduler.cache.take_update(), load=load)
-
-    def _load(self) -> WorkerLoad:
-        scheduler, stats = self.scheduler, self.scheduler.stats()
-        used = sum(group.active_blocks * group.block_bytes for group in stats.groups)
-        return WorkerLoad(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            max_num_seqs=scheduler.config.max_num_seqs,
-            waiting_tokens=scheduler.waiting_tokens,
-            used_share=used / (stats.num_pages * stats.page_bytes),
-            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
-            decode_step_s=self.rates.decode_step_s,
-        )
 
     def measure(self, plan: StepPlan) -> None:
         """A step has ended."""

@@ -18,8 +18,9 @@ from pathlib import Path
 from transom_worker.blockmap.encoder import Encoder, Identity
 from transom_worker.blockmap.snapshot import Snapshots
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.engine import Engine, build_engine
+from transom_worker.engine import Engine
 from transom_worker.settings import Settings
+from transom_worker.startup import build_engine
 
 TRACE = Path(__file__).parent.parent / "cluster" / "transom_cluster" / "blockmap" / "static" / "demo.bin"
 MAX_BYTES = 400_000

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
-from transom_worker.engine import Engine, build_engine
+from transom_worker.engine import Engine
 from transom_worker.settings import Settings
+from transom_worker.startup import build_engine
 
 
 @dataclass

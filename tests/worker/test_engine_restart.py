@@ -10,8 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from engine_driver import make_engine, make_request, run
-from transom_worker import LLM, SamplingParams
-from transom_worker import engine as engine_module
+from transom_worker import LLM, SamplingParams, startup
 from transom_worker.contract import WorkerMessage
 from transom_worker.engine import Engine
 from transom_worker.engine_thread import EngineThread
@@ -64,7 +63,7 @@ class Fragile(LocalExecutor):
 
 @pytest.fixture(autouse=True)
 def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "create_executor", Fragile)
+    monkeypatch.setattr(startup, "create_executor", Fragile)
 
 
 @pytest.fixture(params=[1, 2])
@@ -176,7 +175,7 @@ def test_shutdown_does_not_wait_for_a_restart(engine: Engine, monkeypatch: pytes
     assert "interrupted" in str(engine.dead)
 
 
-@pytest.mark.parametrize("fails", ["Scheduler", "startup_report"])
+@pytest.mark.parametrize("fails", ["engine.Scheduler", "startup.startup_report"])
 def test_an_engine_that_cannot_be_made_leaves_no_ranks(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -186,7 +185,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_ranks(
         raise ValueError("a bug")
 
     monkeypatch.setattr(Fragile, "shutdown", lambda executor: ended.append(executor))
-    monkeypatch.setattr(engine_module, fails, fail)
+    monkeypatch.setattr(f"transom_worker.{fails}", fail)
     with pytest.raises(ValueError, match="a bug"):
         make_engine(str(tiny_model))
     assert len(ended) == 1

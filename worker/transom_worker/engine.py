@@ -9,30 +9,27 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, WorkerLoad
-from transom_worker.ended_requests import follow_requests
-from transom_worker.errors import ConfigError, EngineDead, RankLost, RequestError, RequestTimeout, WorkerLost
-from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
+from transom_worker.errors import EngineDead, RankLost, RequestError, RequestTimeout, WorkerLost
+from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.stats import CacheStats
+from transom_worker.load import worker_load
 from transom_worker.metrics import EngineMetrics
-from transom_worker.model_files import resolve_model
 from transom_worker.observer import EngineObserver, StepTimes
 from transom_worker.output import Answer
 from transom_worker.running import RunningRequest
-from transom_worker.scheduling.admission import check_request
+from transom_worker.scheduling.admission import check_request, fit_model_len
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
-from transom_worker.startup_report import startup_report
+from transom_worker.step_pipeline import StepPipeline
 from transom_worker.step_rates import StepRates
 from transom_worker.tokenizer import Tokenizer
-from transom_worker.tracing import Tracing
 
 logger = logging.getLogger("transom.worker")
 
@@ -56,10 +53,13 @@ class Engine:
         self._scheduler = self._make_scheduler(info)
         self._scheduler.listen(self.observer.lives)
         self._scheduler.listen(self.observer.blocks.events)
-        self.info: ExecutorInfo = replace(info, max_model_len=self._fit_length(info.max_model_len))
+        self._scheduler.max_model_len = fit_model_len(
+            self._scheduler.capacity_tokens, info.max_model_len, is_asked=config.model.max_model_len is not None
+        )
+        self.info: ExecutorInfo = replace(info, max_model_len=self._scheduler.max_model_len)
+        self._pipeline = StepPipeline(self._scheduler, executor, steps_in_flight=config.scheduler.steps_in_flight)
         self._answers: dict[str, RunningRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._sizes: deque[tuple[int, int]] = deque()  # tokens and sequences of plans in flight
         self.forward_s = 0.0  # in the ranks' forward passes, since start
         self._ready: list[OutputEvent] = []
         self.report = ""  # for people: where the memory went
@@ -80,7 +80,7 @@ class Engine:
         """Whether `step` would do anything."""
         if self._dead is not None:
             return bool(self._ready)
-        return bool(self._answers or self._ready or self._sizes or self.is_restarting or self._executor.lost)
+        return bool(self._answers or self._ready or self._pipeline.is_busy or self.is_restarting or self._executor.lost)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -97,18 +97,7 @@ class Engine:
 
     def load(self) -> WorkerLoad:
         """What there is to do, for whoever chooses among workers."""
-        scheduler, stats = self._scheduler, self._scheduler.stats()
-        used = sum(group.active_blocks * group.block_bytes for group in stats.groups)
-        return WorkerLoad(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            waiting_tokens=scheduler.waiting_tokens,
-            used_share=used / max(1, stats.num_pages * stats.page_bytes),
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_step_s=self._rates.decode_step_s,
-            first_token_s=self._rates.first_token_s,
-        )
+        return worker_load(self._scheduler, self._rates)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -165,7 +154,7 @@ class Engine:
         """End the engine: `add` refuses from now on, and every request gets an error event, with which it can go on elsewhere."""
         self._dead = self._dead or reason
         self.is_restarting = False
-        self._sizes.clear()
+        self._pipeline.forget()
         told = reason if isinstance(reason, WorkerLost) else EngineDead(f"The worker's engine has ended: {reason}")
         return [self._error_event(request_id, told) for request_id in list(self._answers)]
 
@@ -216,30 +205,22 @@ class Engine:
         """One step; its events are added one by one, so that none is lost when a later one fails."""
         begin_s = time.perf_counter()
         self._executor.check()
-        while len(self._sizes) < self.config.scheduler.steps_in_flight:
-            plan = self._scheduler.schedule()
-            if plan is None:
-                break
-            self._executor.submit(plan)
-            self._sizes.append((plan.num_tokens, len(plan.seq_ids)))
+        for plan in self._pipeline.fill():
             self._scheduled(plan)
-        if not self._sizes:
+        if not self._pipeline.is_busy:
             self._publish_stats()
             return
         scheduled_s = time.perf_counter()
-        result = self._executor.receive()
-        received_s = time.perf_counter()
-        num_tokens, num_seqs = self._sizes.popleft()
-        self.forward_s += result.timings.forward_s
-        outputs = self._scheduler.receive(result)
-        self._rates.stepped(num_tokens, num_seqs, received_s - begin_s)
+        done = self._pipeline.receive()
+        self.forward_s += done.timings.forward_s
+        self._rates.stepped(done.num_tokens, done.num_seqs, done.received_s - begin_s)
         now_s = time.time()
-        for output in outputs:
+        for output in done.outputs:
             if output.request_id in self._answers:
                 events.append(self._advance(output, now_s))
         end_s = time.perf_counter()
-        times = StepTimes(scheduled_s - begin_s, received_s - scheduled_s, end_s - received_s)
-        self.observer.stepped(result.timings, times)
+        times = StepTimes(scheduled_s - begin_s, done.received_s - scheduled_s, end_s - done.received_s)
+        self.observer.stepped(done.timings, times)
         if end_s - self._stats_at_s > STATS_PERIOD_S or not self._answers:
             self._publish_stats()
 
@@ -250,7 +231,7 @@ class Engine:
         logger.error("A rank was lost (%s); starting all ranks again.", error)
         self.is_restarting = True
         self.observer.ranks_lost()
-        self._sizes.clear()
+        self._pipeline.forget()
         self._scheduler.start_over()
         lost = WorkerLost(f"The worker lost a rank: {error}")
         return [self._error_event(request_id, lost) for request_id in list(self._answers)]
@@ -280,9 +261,7 @@ class Engine:
 
     def _drop_in_flight(self) -> None:
         """A step was interrupted: forget all plans in flight, with the requests that they computed."""
-        self._executor.drop_in_flight()
-        self._sizes.clear()
-        for request_id in self._scheduler.fail_in_flight():
+        for request_id in self._pipeline.drop():
             if running := self._answers.pop(request_id, None):
                 self.observer.finished(running, "abort")
         self._publish_stats()
@@ -316,48 +295,6 @@ class Engine:
         self.observer.finished(running, "error")
         return running.error_event(error)
 
-    def _fit_length(self, max_model_len: int) -> int:
-        """The longest sequence that both the model and the pool can hold.
-
-        Raises:
-            ConfigError: the length was asked for and the pool is too small for it.
-        """
-        capacity = self._scheduler.capacity_tokens
-        if capacity >= max_model_len:
-            return max_model_len
-        if self.config.model.max_model_len is not None or capacity < 2:
-            raise ConfigError(
-                f"The KV pool holds {capacity} tokens of one sequence, and the model's length is {max_model_len}; "
-                f"give a larger --kv-cache-memory-bytes, or --max-model-len {max(2, capacity)} at most."
-            )
-        logger.warning("The KV pool holds %d tokens of one sequence: that is the length limit now.", capacity)
-        self._scheduler.max_model_len = capacity
-        return capacity
-
     def _publish_stats(self) -> None:
         self._stats_at_s = time.perf_counter()
         self.observer.published(self._scheduler, self.load(), self._executor.rank_reports())
-
-
-def build_engine(config: EngineConfig, *, model_name: str | None = None, worker: str = "0") -> Engine:
-    """Load a model and start its engine: the one way for replica, offline use and benchmarks.
-
-    Raises:
-        ConfigError, ModelError: settings or checkpoint are wrong; nothing is left running.
-    """
-    tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
-    begin_s = time.perf_counter()
-    files = resolve_model(config.model.model)
-    metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
-    tokenizer, executor = Tokenizer.load(files), create_executor(config)
-    try:
-        engine = Engine(config, executor, tokenizer, metrics, worker)
-        engine.report = startup_report(engine.info, model=model_name or files.name)
-        engine.observer.lives.ended += follow_requests(config, worker, tracing)
-    except BaseException:
-        executor.shutdown()
-        raise
-    metrics.ready(time.perf_counter() - begin_s)
-    for line in engine.report.splitlines():
-        logger.info(line)
-    return engine

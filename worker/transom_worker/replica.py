@@ -20,10 +20,10 @@ from transom_worker.blockmap.block_map import BlockMap, OnEngine
 from transom_worker.blockmap.encoder import Identity
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.engine import build_engine
 from transom_worker.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
 from transom_worker.logs import show_logs
+from transom_worker.startup import build_engine
 
 logger = logging.getLogger("transom.worker")
 

@@ -32,9 +32,9 @@ def offline(
 ) -> None:
     """Prefill and decode speed of one worker, without HTTP."""
     from transom_worker.bench import run_offline
-    from transom_worker.engine import build_engine
     from transom_worker.errors import ConfigError, ModelError, RequestError
     from transom_worker.settings import Settings
+    from transom_worker.startup import build_engine
 
     try:
         sizes = tuple(int(size) for size in batches.split(","))

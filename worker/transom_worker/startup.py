@@ -1,0 +1,42 @@
+"""From settings to a running engine: model files, ranks, metrics, tracing, and what is said when all is ready."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from transom_worker.config import EngineConfig
+from transom_worker.ended_requests import follow_requests
+from transom_worker.engine import Engine
+from transom_worker.execution.executor import create_executor
+from transom_worker.metrics import EngineMetrics
+from transom_worker.model_files import resolve_model
+from transom_worker.startup_report import startup_report
+from transom_worker.tokenizer import Tokenizer
+from transom_worker.tracing import Tracing
+
+logger = logging.getLogger("transom.worker")
+
+
+def build_engine(config: EngineConfig, *, model_name: str | None = None, worker: str = "0") -> Engine:
+    """Load a model and start its engine: the one way for replica, offline use and benchmarks.
+
+    Raises:
+        ConfigError, ModelError: settings or checkpoint are wrong; nothing is left running.
+    """
+    tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
+    begin_s = time.perf_counter()
+    files = resolve_model(config.model.model)
+    metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
+    tokenizer, executor = Tokenizer.load(files), create_executor(config)
+    try:
+        engine = Engine(config, executor, tokenizer, metrics, worker)
+        engine.report = startup_report(engine.info, model=model_name or files.name)
+        engine.observer.lives.ended += follow_requests(config, worker, tracing)
+    except BaseException:
+        executor.shutdown()
+        raise
+    metrics.ready(time.perf_counter() - begin_s)
+    for line in engine.report.splitlines():
+        logger.info(line)
+    return engine
