@@ -23,7 +23,7 @@ def tokenizer() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, (), skip_special_tokens=skip)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
 
 
@@ -50,7 +50,7 @@ def test_real_text_never_shows_a_replacement(tokenizer: Tokenizer, text: str, sk
 def test_a_replay_rebuilds_the_state(tokenizer: Tokenizer, text: str, cut: int) -> None:
     ids = tokenizer.encode(text)
     whole = pieces(tokenizer, ids, skip=True)
-    again = Detokenizer(tokenizer, (1, 2, 3), skip_special_tokens=True)
+    again = Detokenizer(tokenizer, skip_special_tokens=True)
     for token_id in ids[:cut]:
         again.push(token_id)
     assert [*(again.push(i) for i in ids[cut:]), again.flush()] == whole[min(cut, len(ids)) :]

@@ -7,7 +7,6 @@ request's ids rebuilds it, and a token costs the same at any length.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
 
 from transom_worker.tokenizer import Tokenizer
 
@@ -17,11 +16,11 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """One answer's text. Concatenated, what `push` and `flush` return is the answer decoded as a whole.
 
-    For SentencePiece vocabularies the leading space is kept, since the answer goes on from a prompt. The prompt's own ids
-    do not change the text: a character that a prompt leaves unfinished is not completed by its answer.
+    For SentencePiece vocabularies the leading space is kept, since the answer goes on from a prompt. The prompt does not
+    change the text: a character that it leaves unfinished is not completed by its answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._decoder = _Utf8Decoder("replace")

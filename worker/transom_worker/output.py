@@ -39,9 +39,7 @@ class Answer:
         self.num_output_tokens = 0
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self._detokenizer = Detokenizer(
-            tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-        )
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._sent_chars = 0
         self.finished: Progress | None = None

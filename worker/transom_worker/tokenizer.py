@@ -61,8 +61,6 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(
             dict.fromkeys((*_as_ids(generation_config.get("eos_token_id")), *self._named_id("eos_token")))
         )
-        bos = (*_as_ids(generation_config.get("bos_token_id")), *self._named_id("bos_token"))
-        self.bos_token_id: int | None = bos[0] if bos else None
 
     @classmethod
     def load(cls, files: ModelFiles) -> Tokenizer:

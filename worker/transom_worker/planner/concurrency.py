@@ -13,16 +13,6 @@ from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.retention import Retention
 
 
-def window_cap(window: int, block_size: int, in_flight_tokens: int, *, max_tokens: int | None = None) -> int:
-    """Most blocks of a window group that a request may need with so many tokens in flight, wherever its blocks begin."""
-    return _cap(window - 1 + in_flight_tokens, block_size, max_tokens) + 1
-
-
-def chunk_cap(chunk: int, block_size: int, in_flight_tokens: int, *, max_tokens: int | None = None) -> int:
-    """Likewise of a chunked-local group, whose chunks begin at blocks."""
-    return _cap(chunk + in_flight_tokens, block_size, max_tokens)
-
-
 def num_computed(length: int) -> int:
     """Tokens of a request that get keys and values: prompt and answer but for the last token, which nothing follows."""
     return max(1, length - 1)
@@ -65,10 +55,6 @@ def in_flight_blocks(layout: ArenaLayout, max_num_batched_tokens: int) -> tuple[
         0 if group.spec.keeps_everything else -(-max_num_batched_tokens // group.spec.block_size)
         for group in layout.groups
     )
-
-
-def _cap(num_tokens: int, block_size: int, max_tokens: int | None) -> int:
-    return -(-min(num_tokens, max_tokens or num_tokens) // block_size)
 
 
 def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
