@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from transom_worker.config import FailoverConfig
+from transom_worker.errors import PoisonRequest, WorkerLost
 
 RELEASE_TOKENS = 8  # more than the last steps before a loss whose events may be lost with the worker
+
+POISON = (
+    "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
+)
+GAVE_UP = "The worker was lost {n} times while this answer was computed, and it is not sent to another; send the request again."
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +121,16 @@ def after_loss(
             attempt.record.num_resumes += is_counted
             verdict.going_on.append(attempt)
     return verdict
+
+
+def poison(record: LossRecord) -> PoisonRequest:
+    """What the culprit's client is told."""
+    return PoisonRequest(POISON.format(n=record.num_losses))
+
+
+def lost_too_often(record: LossRecord) -> WorkerLost:
+    """What the client of one that has had enough is told."""
+    return WorkerLost(GAVE_UP.format(n=record.num_resumes + 1))
 
 
 def may_have_run(attempts: Sequence[Run], *, max_num_seqs: int | None) -> list[LossRecord]:

@@ -6,15 +6,19 @@ Runs on the event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
 from transom_cluster.answer import Answer, error_event
 from transom_cluster.event_parts import without_first
 from transom_cluster.failover import LossRecord
+from transom_cluster.routing.placer import Placed
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
 from transom_worker.errors import WorkerLost
+
+DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
 
 
 class Flight:
@@ -46,6 +50,18 @@ class Flight:
         self._num_chars: int | None = None  # unknown until the first event: a resumed request starts in mid-text
         self._usage: Usage | None = None
 
+    @property
+    def place_in_line(self) -> tuple[bool, int, float]:
+        """Streams that somebody is reading come first, then lower priority numbers, then who came first."""
+        return not self.token_ids, self.request.priority, self.request.arrival_s
+
+    def watch_deadline(self, on_late: Callable[[Flight], None]) -> None:
+        """Call when the request's deadline has passed, if it has one and nobody watches it yet; it may have ended by then."""
+        deadline_s = self.request.deadline_s
+        if self.timer is None and deadline_s is not None:
+            delay_s = max(0.0, deadline_s - time.time()) + DEADLINE_GRACE_S
+            self.timer = asyncio.get_running_loop().call_later(delay_s, on_late, self)
+
     def begin_attempt(self) -> Request:
         """What the next worker gets: the request, and all that has come of its answer."""
         if self._num_attempts:
@@ -56,16 +72,11 @@ class Flight:
         self.has_begun = False
         return self.attempt
 
-    def go_to(self, worker_id: str, *, policy: str, predicted_tokens: int) -> None:
-        """This worker gets the attempt."""
-        self.worker_id = worker_id
-        trace_parent = self.life.placed(
-            self.index,
-            worker_id,
-            policy=policy,
-            predicted_tokens=predicted_tokens,
-            num_resumed=len(self.attempt.resumed_output_ids),
-        )
+    def go_to(self, placed: Placed, *, policy: str) -> None:
+        """That worker gets the attempt."""
+        self.worker_id = placed.worker_id
+        num_resumed = len(self.attempt.resumed_output_ids)
+        trace_parent = self.life.placed(self.index, placed, policy=policy, num_resumed=num_resumed)
         if trace_parent is not None:
             self.attempt = replace(self.attempt, trace_parent=trace_parent)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transom_cluster import __version__
+from transom_cluster.routing.placer import Placed
 from transom_worker.config import TracingConfig
 from transom_worker.contract import SamplingParams
 from transom_worker.logs import trace_id_of
@@ -62,13 +63,15 @@ class RequestTrace:
         """More about the request."""
         self._span.set_attributes(attributes)
 
-    def attempt_began(self, index: int, worker: str, *, predicted_tokens: int, num_resumed: int) -> str:
+    def attempt_began(self, index: int, placed: Placed, *, policy: str, num_resumed: int) -> str:
         """A choice goes to a worker; returns the traceparent for it."""
         self.attempt_ended(index, "")
         attributes = {
-            "transom.worker": worker,
+            "transom.worker": placed.worker_id,
             "transom.choice": index,
-            "transom.predicted_hit_tokens": predicted_tokens,
+            "transom.routing_policy": policy,
+            "transom.placement_reason": placed.reason,
+            "transom.predicted_hit_tokens": placed.predicted_tokens,
             "transom.resumed_tokens": num_resumed,
         }
         span = self._tracing.start("worker", self._below, kind="CLIENT", at_s=time.time(), attributes=attributes)

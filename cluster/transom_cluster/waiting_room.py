@@ -13,34 +13,24 @@ from collections.abc import Callable, Iterable, Mapping
 
 from transom_cluster.background import BackgroundTasks
 from transom_cluster.dispatcher import Attempts, LinkBroken, WorkerLink
-from transom_cluster.failover import RELEASE_TOKENS, Cause, after_loss
+from transom_cluster.failover import RELEASE_TOKENS, Cause, after_loss, lost_too_often, poison
 from transom_cluster.failures import traceback_lines
 from transom_cluster.known_limits import NO_WORKER, KnownLimits
 from transom_cluster.metrics import RouterMetrics
 from transom_cluster.requests_in_flight import Flight
 from transom_cluster.routing.placer import Placer
+from transom_cluster.willing_workers import WillingWorkers
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
-from transom_worker.errors import Overloaded, PoisonRequest, RequestTimeout, WorkerLost
+from transom_worker.errors import Overloaded, RequestTimeout, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
 RETRY_S = 0.25  # after which workers that refused are asked again
-REST_S = 1.0  # for which a worker that could not take a request gets none, if others are there
-DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
 MAX_WAITING = 4096  # new requests without a worker; resumed ones always wait
 
-POISON = (
-    "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
-)
-GAVE_UP = "The worker was lost {n} times while this answer was computed, and it is not sent to another; send the request again."
 LATE = "The request's deadline has passed."
 TOO_MANY = "{n} requests wait for a worker already; try again later."
-
-
-def place_in_line(flight: Flight) -> tuple[bool, int, float]:
-    """Streams that somebody is reading come first, then lower priority numbers, then who came first."""
-    return not flight.token_ids, flight.request.priority, flight.request.arrival_s
 
 
 class WaitingRoom:
@@ -63,9 +53,8 @@ class WaitingRoom:
         self._limits = limits
         self._wake_workers = wake_workers
         self._tasks = BackgroundTasks()
-        self._waiting: dict[Flight, None] = {}
-        self._examined: dict[str, Flight] = {}  # the suspect that each worker has
-        self._rests_until_s: dict[str, float] = {}  # workers that said they cannot take requests just now
+        self._waiting: dict[Flight, None] = {}  # in the order in which they came
+        self._willing = WillingWorkers(links)
         self._soon: asyncio.Handle | None = None
         self._tick: asyncio.TimerHandle | None = None
 
@@ -77,10 +66,7 @@ class WaitingRoom:
         flights, until_s = list(flights), time.monotonic() + self._config.wait_s
         for flight in flights:
             flight.wait_until_s = until_s
-            deadline_s = flight.request.deadline_s
-            if flight.timer is None and deadline_s is not None:
-                delay_s = max(0.0, deadline_s - time.time()) + DEADLINE_GRACE_S
-                flight.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, flight)
+            flight.watch_deadline(self._expire)
         self._place(flights)
 
     def withdraw(self, answer_flights: Iterable[Flight]) -> None:
@@ -112,14 +98,14 @@ class WaitingRoom:
         self._placer.add_worker(link.worker_id, link.info)
         self._metrics.worker_changed("joined")
         self._limits.update(self._links.values())
-        self._rests_until_s.pop(link.worker_id, None)
+        self._willing.is_rested(link.worker_id)
         self._serve_soon()
 
     def closed(self, link: WorkerLink) -> None:
         """See `LinkListener`."""
         self._placer.remove_worker(link.worker_id)
         self._metrics.worker_changed("drained" if link.is_closing else "lost")
-        self._rests_until_s.pop(link.worker_id, None)
+        self._willing.is_rested(link.worker_id)
 
     def told(self, link: WorkerLink, message: WorkerMessage) -> None:
         """See `LinkListener`."""
@@ -148,9 +134,9 @@ class WaitingRoom:
         max_num_seqs = None if link.load is None else link.load.max_num_seqs
         verdict = after_loss(flights, cause, self._config, max_num_seqs=max_num_seqs)
         for flight in verdict.culprits:
-            self._give_up(flight, "poison", PoisonRequest(POISON.format(n=flight.record.num_losses)))
+            self._give_up(flight, "poison", poison(flight.record))
         for flight in verdict.given_up:
-            self._give_up(flight, "gave_up", WorkerLost(GAVE_UP.format(n=flight.record.num_resumes + 1)))
+            self._give_up(flight, "gave_up", lost_too_often(flight.record))
         for flight in verdict.going_on:
             flight.is_resuming = True
             flight.refusals.clear()
@@ -168,13 +154,13 @@ class WaitingRoom:
     def _place(self, flights: Iterable[Flight]) -> None:
         """Send each to the best worker that may take it; the others wait."""
         groups: dict[str, list[tuple[Flight, Request]]] = {}
-        open_ids = self._open_ids()
+        open_ids = self._willing.open_ids()
         for flight in flights:
             if flight.has_ended:
                 self._waiting.pop(flight, None)
                 continue
             willing = [worker_id for worker_id in open_ids if worker_id not in flight.refusals]
-            among = [one for one in willing if one not in self._examined] if flight.record.is_suspect else willing
+            among = self._willing.without_suspect(willing) if flight.record.is_suspect else willing
             if among:
                 self._waiting.pop(flight, None)
                 try:
@@ -193,20 +179,14 @@ class WaitingRoom:
         if self._waiting and not open_ids:
             self._wake_workers()
 
-    def _open_ids(self) -> list[str]:
-        """Workers that take requests; those that rest only if there are no others."""
-        open_ids, now_s = [one for one, link in self._links.items() if link.takes_requests], time.monotonic()
-        return [one for one in open_ids if self._rests_until_s.get(one, 0.0) <= now_s] or open_ids
-
     def _assign(self, flight: Flight, among: list[str]) -> str:
         attempt = flight.begin_attempt()
         placed = self._placer.place(attempt, among)
-        worker_id = placed.worker_id
-        flight.go_to(worker_id, policy=self._placer.policy, predicted_tokens=placed.predicted_tokens)
+        flight.go_to(placed, policy=self._placer.policy)
         if flight.record.is_suspect:
-            self._examined[worker_id] = flight
-        self._links[worker_id].in_flight.add(flight)
-        return worker_id
+            self._willing.examine(flight, placed.worker_id)
+        self._links[placed.worker_id].in_flight.add(flight)
+        return placed.worker_id
 
     def _wait(self, flight: Flight, *, in_line: bool, is_refused: bool) -> None:
         """Nobody can take it now. A new request ends here if those who are there have too much to do."""
@@ -257,7 +237,7 @@ class WaitingRoom:
         if error is None:
             return True
         if isinstance(error.error(), WorkerLost):
-            self._rests_until_s[link.worker_id] = time.monotonic() + REST_S
+            self._willing.rest(link.worker_id)
         if isinstance(error.error(), (Overloaded, WorkerLost)):
             flight.life.turned_away(flight.index, link.worker_id, error.kind)
             flight.refusals[link.worker_id] = error
@@ -273,19 +253,13 @@ class WaitingRoom:
 
     def _vacate(self, flight: Flight) -> None:
         """Its worker may take another suspect."""
-        if flight.worker_id is not None and self._examined.get(flight.worker_id) is flight:
-            del self._examined[flight.worker_id]
+        if self._willing.vacate(flight):
             self._serve_soon()
 
     def _give_up(self, flight: Flight, outcome: str, error: Exception) -> None:
         request_id, num_losses = flight.request.request_id, flight.record.num_losses
-        logger.error(
-            "Request %s is given up (%s) after %d losses.",
-            request_id,
-            outcome,
-            num_losses,
-            extra={"request_id": request_id},
-        )
+        about = {"request_id": request_id}
+        logger.error("Request %s is given up (%s) after %d losses.", request_id, outcome, num_losses, extra=about)
         self._metrics.failover(outcome)
         flight.fail(error)
 
@@ -303,8 +277,7 @@ class WaitingRoom:
         self._place(self._line())
 
     def _line(self) -> list[Flight]:
-        """Who waits, in the order in which places are given."""
-        return sorted(self._waiting, key=place_in_line)
+        return sorted(self._waiting, key=lambda flight: flight.place_in_line)
 
     def _on_tick(self) -> None:
         """Some have waited long enough; the others may ask again those who refused."""

@@ -51,7 +51,7 @@ async def test_a_life_from_arrival_to_the_end(api: Api) -> None:
     life = await life_of(api, request_id)
     assert sorted(kinds(life), key=USUAL.index) == USUAL
     assert the(life, "arrived").items() >= {"endpoint": "/v1/completions", "prompt_tokens": 2, "choices": 1}.items()
-    assert the(life, "placed").items() >= {"worker": "w0", "policy": "kv", "predicted_hit_tokens": 0}.items()
+    assert the(life, "placed").items() >= {"worker": "w0", "policy": "kv", "reason": "only_one", "predicted_hit_tokens": 0}.items()
     assert the(life, "first_token")["hit_tokens"] == 3
     assert the(life, "finished").items() >= {"reason": "length", "output_tokens": 4}.items()
     assert life["state"] == "finished"

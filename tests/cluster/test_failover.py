@@ -10,7 +10,7 @@ import pytest
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster import dispatcher, waiting_room
+from transom_cluster import dispatcher, requests_in_flight, waiting_room
 from transom_worker.config import FailoverConfig, LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import EngineDead, Overloaded, WorkerLost
@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
 
 
 async def test_a_deadline_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_room, "DEADLINE_GRACE_S", 0.0)
+    monkeypatch.setattr(requests_in_flight, "DEADLINE_GRACE_S", 0.0)
     async with running_api(*workers(1, max_events=3), limits=LimitsConfig(request_timeout_s=0.3), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await kill_one(api)

@@ -64,7 +64,7 @@ async def test_in_flight_requests_by_worker() -> None:
 async def test_workers_join_and_are_lost_or_drained() -> None:
     async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
         assert changes(api) == [2, 0, 0]
-        assert value(api.router, "placements_total", policy="kv", worker="w0") == 0
+        assert value(api.router, "placements_total", policy="kv", worker="w0", reason="home") == 0
         api.worker.die()
         await until(lambda: changes(api)[0] == 3)
         assert changes(api) == [3, 1, 0]

@@ -288,7 +288,7 @@ async def test_a_worker_that_cannot_take_requests_is_left_alone_for_a_while() ->
         for _ in range(6):
             assert (await api.complete()).status_code == 200
         assert (len(starting.submitted), len(ready.submitted)) == (1, 6)
-        api.router._room._rests_until_s["w0"] = 0.0  # a second later
+        api.router._room._willing._rests_until_s["w0"] = 0.0  # a second later
         starting.admission_error = None
         for _ in range(2):
             assert (await api.complete()).status_code == 200

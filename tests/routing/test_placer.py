@@ -64,7 +64,9 @@ def others(count: int) -> list[tuple[int, ...]]:
 
 def test_a_request_goes_where_its_prompt_is_cached_and_is_told_what_will_be_found() -> None:
     made = placer(cached={"b": whole(PROMPT, version=7)})
-    assert made.place(request("r"), WORKERS) == Placed(worker_id="b", predicted_tokens=HIT, index_version=7)
+    assert made.place(request("r"), WORKERS) == Placed(
+        worker_id="b", reason="longest_hit", predicted_tokens=HIT, index_version=7
+    )
     assert made.first_event("r", usage(HIT - 64)) == 64
     assert made.first_event("r", usage(HIT)) is None  # once
     assert made.first_event("unknown", usage(0)) is None
@@ -211,7 +213,9 @@ def test_a_gap_asks_for_a_resync() -> None:
     families = RouterFamilies(model="m", router="front")
     made = placer(cached={"a": whole(PROMPT)}, metrics=RoutingMetrics(families))
     assert not made.update("a", WorkerMessage(kv=KvUpdate(after=5, version=6, runs=())))
-    assert made.place(request("r"), ("a",)) == Placed(worker_id="a", predicted_tokens=0, index_version=0)
+    assert made.place(request("r"), ("a",)) == Placed(
+        worker_id="a", reason="only_one", predicted_tokens=0, index_version=0
+    )
     assert made.update("a", WorkerMessage(kv=whole(PROMPT, version=6)))
     assert made.place(request("r"), ("a",)).predicted_tokens == HIT
     labels = {"model": "m", "router": "front", "worker": "a"}
@@ -227,7 +231,7 @@ def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -
     def value(name: str, **labels: str) -> float | None:
         return families.registry.get_sample_value(name, {"model": "m", "router": "front", **labels})
 
-    assert value("transom_router_placements_total", policy="kv", worker="a") == 1
+    assert value("transom_router_placements_total", policy="kv", worker="a", reason="longest_hit") == 1
     assert value("transom_router_placement_seconds_count") == 1
     assert value("transom_router_predicted_hit_tokens_total") == HIT
     assert value("transom_router_actual_hit_tokens_total") == HIT - 100

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from transom_cluster.api_keys import ONLY_CLIENT
+from transom_cluster.routing.placer import Placed
 from transom_cluster.tracing import RequestTrace
 from transom_worker.contract import Request, Usage
 from transom_worker.lives import Life, Lives, answer_id_of
@@ -97,16 +98,17 @@ class RequestLife(Life):
         """No worker can take it now."""
         self.add("waits", reason=reason, **self._about(index))
 
-    def placed(self, index: int, worker: str, *, policy: str, predicted_tokens: int, num_resumed: int) -> str | None:
+    def placed(self, index: int, placed: Placed, *, policy: str, num_resumed: int) -> str | None:
         """A worker was chosen; returns the traceparent of what is done there."""
-        self.workers[worker] = None
-        facts: dict[str, Any] = {"worker": worker, "policy": policy, "predicted_hit_tokens": predicted_tokens}
+        self.workers[placed.worker_id] = None
+        facts: dict[str, Any] = {"worker": placed.worker_id, "policy": policy, "reason": placed.reason}
+        facts["predicted_hit_tokens"] = placed.predicted_tokens
         if num_resumed:
             facts["resumed_tokens"] = num_resumed
         self.add("placed", **facts, **self._about(index))
         if self.trace is None:
             return None
-        return self.trace.attempt_began(index, worker, predicted_tokens=predicted_tokens, num_resumed=num_resumed)
+        return self.trace.attempt_began(index, placed, policy=policy, num_resumed=num_resumed)
 
     def sent(self, index: int, worker: str | None) -> None:
         """It is on its way to the worker."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from transom_cluster.metrics.families import RouterFamilies
+from transom_cluster.routing.policy import REASONS, Reason
+from transom_worker.config import RoutingPolicy
 
 ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 PLACEMENT_BUCKETS_S = (2e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25)
@@ -13,7 +15,12 @@ class RoutingMetrics:
 
     def __init__(self, families: RouterFamilies) -> None:
         self._placements = families.counter(
-            "transom_router_placements", "Requests sent to a worker, by the policy that chose it.", "policy", "worker"
+            "transom_router_placements",
+            "Requests sent to a worker, by the policy that chose it and why: only_one (no other could take it), longest_hit, "
+            "least_loaded, home (where the prompt always goes among workers that are as good), lot or turn.",
+            "policy",
+            "worker",
+            "reason",
         )
         self._placement_s = families.histogram(
             "transom_router_placement_seconds",
@@ -44,14 +51,15 @@ class RoutingMetrics:
             "transom_router_mirror_version", "Version of the mirror of a worker's prefix index.", "worker"
         )
 
-    def joined(self, policy: str, worker: str) -> None:
+    def joined(self, policy: RoutingPolicy, worker: str) -> None:
         """A worker takes requests: its counts begin, or go on."""
-        self._placements.of(policy, worker)
+        for reason in REASONS[policy]:
+            self._placements.of(policy, worker, reason)
         self._resyncs.of(worker)
 
-    def placed(self, policy: str, worker: str, *, cost_s: float) -> None:
+    def placed(self, policy: RoutingPolicy, worker: str, reason: Reason, *, cost_s: float) -> None:
         """A request was sent to a worker."""
-        self._placements.of(policy, worker).inc()
+        self._placements.of(policy, worker, reason).inc()
         self._placement_s.observe(cost_s)
 
     def compared(self, *, predicted: int, actual: int) -> None:
@@ -69,8 +77,9 @@ class RoutingMetrics:
         """A mirror has lost its way."""
         self._resyncs.of(worker).inc()
 
-    def forget(self, policy: str, worker: str) -> None:
+    def forget(self, policy: RoutingPolicy, worker: str) -> None:
         """A worker is gone: what was told of it alone ends."""
-        self._placements.forget(policy, worker)
+        for reason in REASONS[policy]:
+            self._placements.forget(policy, worker, reason)
         for family in (self._resyncs, self._mirror_blocks, self._mirror_version):
             family.forget(worker)

@@ -11,16 +11,17 @@ from transom_cluster.metrics.families import RouterFamilies
 from transom_cluster.routing.chains import Chains
 from transom_cluster.routing.known_worker import KnownWorker, Placement
 from transom_cluster.routing.metrics import RoutingMetrics
-from transom_cluster.routing.policy import POLICIES, Chance
+from transom_cluster.routing.policy import Chance, Reason, choose
 from transom_worker.config import RoutingPolicy
 from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Where a request goes, and how many of its prompt tokens that worker has cached at that version of its index."""
+    """Where a request goes and why, and how many of its prompt tokens that worker has cached at that version of its index."""
 
     worker_id: str
+    reason: Reason
     predicted_tokens: int
     index_version: int
 
@@ -30,7 +31,6 @@ class Placer:
 
     def __init__(self, policy: RoutingPolicy, *, seed: int = 0, metrics: RoutingMetrics | None = None) -> None:
         self.policy = policy
-        self._choose = POLICIES[policy]
         self._rng = random.Random(seed)
         self._turn = self._rng.randrange(1 << 16)  # routers that start together begin elsewhere
         self._metrics = metrics or RoutingMetrics(RouterFamilies())
@@ -73,7 +73,7 @@ class Placer:
         hits = [self._hit_tokens(request, num_tokens, worker) for worker in workers]
         candidates = [w.candidate(num_tokens - hit) for w, hit in zip(workers, hits, strict=True)]
         home = self._home(request, max(hits), workers[0])
-        chosen = self._choose(candidates, Chance(turn=self._turn, draw=self._rng.random(), home=home))
+        chosen, reason = choose(self.policy, candidates, Chance(turn=self._turn, draw=self._rng.random(), home=home))
         self._turn += 1
         worker = self._workers[chosen.worker_id]
         placement = Placement(
@@ -84,9 +84,10 @@ class Placer:
             report=worker.num_reports,
         )
         self._placements[request.request_id] = worker.placements[request.request_id] = placement
-        self._metrics.placed(self.policy, chosen.worker_id, cost_s=time.perf_counter() - begin_s)
+        self._metrics.placed(self.policy, chosen.worker_id, reason, cost_s=time.perf_counter() - begin_s)
         return Placed(
             worker_id=chosen.worker_id,
+            reason=reason,
             predicted_tokens=placement.predicted_tokens,
             index_version=worker.mirror.version,
         )

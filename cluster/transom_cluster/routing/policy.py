@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import sqrt
 from statistics import median
+from typing import Literal, NamedTuple
 
 from transom_worker.config import RoutingPolicy
 
@@ -52,10 +53,26 @@ class Chance:
     home: bytes = b""
 
 
-Choose = Callable[[Sequence[Candidate], Chance], Candidate]
+Reason = Literal["only_one", "longest_hit", "least_loaded", "home", "lot", "turn"]
 
 
-def kv(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+class Choice(NamedTuple):
+    """Who was chosen and why: no other could take the request; it has the longest hit, or the least to do; it is the prompt's home
+    among workers that are nearly as good, or a lot fell on it among them; it was its turn."""
+
+    candidate: Candidate
+    reason: Reason
+
+
+Choose = Callable[[Sequence[Candidate], Chance], Choice]
+
+
+def choose(policy: RoutingPolicy, candidates: Sequence[Candidate], chance: Chance) -> Choice:
+    """The policy's choice; there is none among one."""
+    return Choice(candidates[0], "only_one") if len(candidates) == 1 else POLICIES[policy](candidates, chance)
+
+
+def kv(candidates: Sequence[Candidate], chance: Chance) -> Choice:
     """Where the first token is expected soonest, and room is left; among those that are nearly as good, the prompt's home.
 
     So what was evicted everywhere comes back to where it was, by whatever router, and is not left in pieces on all workers.
@@ -64,31 +81,37 @@ def kv(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
     step_s = _typical([c.decode_step_s for c in candidates], DEFAULT_DECODE_STEP_S)
     costs = [expected_cost_s(c, rate, step_s) for c, rate in zip(candidates, rates, strict=True)]
     good = _up_to(min(costs) * (1 + NEARLY), candidates, costs)
+    if len(good) == 1:
+        least = min((other.num_to_compute for other in candidates if other is not good[0]), default=0)
+        return Choice(good[0], "longest_hit" if good[0].num_to_compute < least else "least_loaded")
     if not chance.home:
-        return good[int(chance.draw * len(good))]
-    return max(good, key=lambda candidate: sha256(chance.home + candidate.worker_id.encode()).digest())
+        return Choice(good[int(chance.draw * len(good))], "lot")
+    home = max(good, key=lambda candidate: sha256(chance.home + candidate.worker_id.encode()).digest())
+    return Choice(home, "home")
 
 
-def least_tokens(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+def least_tokens(candidates: Sequence[Candidate], chance: Chance) -> Choice:
     """Where the fewest tokens wait to be computed, then where the fewest requests are; by lot among equals."""
     queues = [candidate.queue_tokens + REQUEST_TOKENS * candidate.num_requests for candidate in candidates]
     shortest = _up_to(min(queues), candidates, queues)
-    return shortest[int(chance.draw * len(shortest))]
+    return Choice(shortest[int(chance.draw * len(shortest))], "lot" if len(shortest) > 1 else "least_loaded")
 
 
-def round_robin(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+def round_robin(candidates: Sequence[Candidate], chance: Chance) -> Choice:
     """Each in turn."""
-    return candidates[chance.turn % len(candidates)]
+    return Choice(candidates[chance.turn % len(candidates)], "turn")
 
 
-def power_of_two(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+def power_of_two(candidates: Sequence[Candidate], chance: Chance) -> Choice:
     """The one with fewer requests of two drawn by lot."""
     others = len(candidates) - 1
     if not others:
-        return candidates[0]
-    first, second = divmod(int(chance.draw * len(candidates) * others), others)
-    second += second >= first
-    return min(candidates[first], candidates[second], key=lambda candidate: candidate.num_requests)
+        return Choice(candidates[0], "only_one")
+    at, second = divmod(int(chance.draw * len(candidates) * others), others)
+    one, other = candidates[at], candidates[second + (second >= at)]
+    if one.num_requests == other.num_requests:
+        return Choice(one, "lot")
+    return Choice(one if one.num_requests < other.num_requests else other, "least_loaded")
 
 
 POLICIES: dict[RoutingPolicy, Choose] = {
@@ -97,6 +120,13 @@ POLICIES: dict[RoutingPolicy, Choose] = {
     "round_robin": round_robin,
     "power_of_two": power_of_two,
 }
+REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
+    "kv": ("only_one", "longest_hit", "least_loaded", "home", "lot"),
+    "least_tokens": ("only_one", "least_loaded", "lot"),
+    "round_robin": ("only_one", "turn"),
+    "power_of_two": ("only_one", "least_loaded", "lot"),
+}
+"""What each policy may say."""
 
 
 def expected_cost_s(candidate: Candidate, prefill_tokens_per_s: float, decode_step_s: float) -> float:
