@@ -33,10 +33,15 @@ add_wheels() {
     export PYTHONPATH="$site:$PYTHONPATH"
 }
 
+at_once() { # children side by side: at most $1, each with two cores
+    local pairs=$(($(nproc) / 2))
+    echo $((pairs < 1 ? 1 : pairs < $1 ? pairs : $1))
+}
+
 tests() {
     local failed=0
     # side by side, since most of their time is Triton's compilation
-    "$python" benchmarks/kernels.py --check --at-once 4 --budget-s 150 --out "$out/checks" || failed=1
+    "$python" benchmarks/kernels.py --check --at-once "$(at_once 4)" --budget-s 150 --out "$out/checks" || failed=1
     local pytest=("$python" -m pytest -p no:cacheprovider -q -rf --tb=short --continue-on-collection-errors) side_by_side=()
     "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 8)
     timeout 180 "${pytest[@]}" "${side_by_side[@]}" tests/kernels -k 'triton or on_device' 2>&1 | tee "$out/tests.log" || failed=1
@@ -50,7 +55,7 @@ sanitize() {
     command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed: skipped"; return 0; }
     local tiny=(benchmarks/kernels.py --tiny --check) scratch tool failed=0 ran
     scratch=$(mktemp -d)
-    "$python" "${tiny[@]}" --at-once 4 --budget-s 90 --out "$scratch" # compiles, which takes longer under a tool
+    "$python" "${tiny[@]}" --at-once "$(at_once 4)" --budget-s 90 --out "$scratch" # compiles, which takes longer under a tool
     # the caching allocator would hide what lies just outside a tensor; tiny sizes, since every access is watched
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck; do
@@ -73,7 +78,7 @@ sanitize() {
     return $failed
 }
 
-families() { "$python" benchmarks/gpu_families.py --at-once 6 --out "$out" ${FAMILIES:-}; }
+families() { "$python" benchmarks/gpu_families.py --at-once "$(at_once 6)" --out "$out" ${FAMILIES:-}; }
 kernels() { "$python" benchmarks/kernels.py --out "$out" ${KERNELS:-}; }
 models() { "$python" benchmarks/gpu_models.py --out "$out" ${MODELS:-}; }
 
@@ -90,11 +95,17 @@ done
 export PYTHONPATH="$PWD/kernels:$PWD/worker:$PWD/cluster:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 add_wheels || { echo "gpu.sh: the wheels in build/gpu_wheels do not fit $("$python" -V 2>&1); run benchmarks/gpu_wheels" >&2; exit 2; }
 
+running=
+trap '[[ -z $running ]] || kill "$running"; exit 143' TERM INT HUP # timeout has a group of its own, and hands it on to that
+
 failed=()
 for part in "${parts[@]}"; do
     printf '\n==> %s\n' "$part"
     begin_s=$SECONDS
-    timeout --kill-after=10 "$limit_s" "$BASH" "$script" --alone "$part" || failed+=("$part")
+    timeout --kill-after=10 "$limit_s" "$BASH" "$script" --alone "$part" &
+    running=$!
+    wait "$running" || failed+=("$part")
+    running=
     echo "$part: $((SECONDS - begin_s)) s"
 done
 if ((${#failed[@]})); then

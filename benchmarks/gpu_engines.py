@@ -88,12 +88,14 @@ class Transom:
             tokenizer = Tokenizer.load(files)
         metrics = EngineMetrics(model=config.model_type, worker="0")
         begin_s = time.perf_counter()
-        self._engine = Engine(engine_config, LocalExecutor(engine_config, loaded), tokenizer, metrics)
+        self._executor = LocalExecutor(engine_config, loaded)
+        self._engine = Engine(engine_config, self._executor, tokenizer, metrics)
         self.architecture, self.weight_bytes = architecture, model.weight_bytes
         self._about = {
             "warm_up_s": time.perf_counter() - begin_s,
             "kv_pool_bytes": self._engine.info.memory.kv_bytes,
             "weight_bytes": model.weight_bytes,
+            "num_graphs": getattr(self._engine.info, "num_graphs", 0),
         }
         self._num_requests = 0
 
@@ -117,7 +119,7 @@ class Transom:
         while started < names:
             started.update(event.request_id for event in self._events())
         self._steps(FIRST_STEPS)
-        forward_s, moments = self._engine.forward_s, [time.perf_counter()]
+        forward_s, num_replayed, moments = self._engine.forward_s, self._num_replayed(), [time.perf_counter()]
         for _ in range(RUNS):
             if self._steps(steps) != batch * steps:
                 raise RuntimeError(f"{steps} steps did not bring a token for each of {batch} sequences every time.")
@@ -125,6 +127,7 @@ class Transom:
                 time.perf_counter()
             )  # a step's result has come; what is in flight then belongs to the next run
         spent_s, forward_s = moments[-1] - moments[0], self._engine.forward_s - forward_s
+        num_replayed = self._num_replayed() - num_replayed
         kernels = self._profiled()
         for name in names:
             self._engine.abort(name)
@@ -134,6 +137,7 @@ class Transom:
         return {
             **found,
             "steps": RUNS * steps,
+            "steps_replayed": num_replayed,
             "tokens_per_s": batch / found["step_s"],
             "outside_forward_s": (spent_s - forward_s) / (RUNS * steps),
             **kernels,
@@ -162,6 +166,10 @@ class Transom:
     def _steps(self, count: int) -> int:
         """Tokens that so many steps brought."""
         return sum(len(event.token_ids) for _ in range(count) for event in self._events())
+
+    def _num_replayed(self) -> int:
+        """Steps so far that were CUDA graphs."""
+        return sum(getattr(report.use, "num_replayed", 0) for report in self._executor.rank_reports())
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     script = Script(
         name="families", path=__file__, first=ABOUT, jobs=lambda options: family_names(), answer=answer, line=_line,
-        report=_report, job_s=120.0, budget_s=420.0,
+        report=_report, job_s=150.0, budget_s=420.0,
     )  # fmt: skip
     return run_script(script, arguments_of(script, __doc__).parse_args(given), given)
 

@@ -66,7 +66,7 @@ class Transformers:
     def _generate(self, inputs: list[list[int]], max_new_tokens: int) -> list[Any]:
         generation = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         sizes: dict[str, Any] = {"max_batch_tokens": self._batched_tokens}
-        sizes |= {"max_memory_percent": 0.5} if self._is_cuda else {"num_blocks": 16}
+        sizes |= {"max_memory_percent": 0.8} if self._is_cuda else {"num_blocks": 16}
         settings = ContinuousBatchingConfig(allow_block_sharing=False, **sizes)
         found = self._model.generate_batch(
             inputs, generation_config=generation, continuous_batching_config=settings, record_timestamps=True
