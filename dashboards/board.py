@@ -29,9 +29,15 @@ VARIABLES = {  # name: how its values are found
     "router": f'label_values({VERSION}{{model=~"$model",router!=""}}, router)',
     "group": 'label_values(transom_kv_blocks{model=~"$model",worker=~"$worker"}, group)',
 }
-FIRING = 'ALERTS{alertstate="firing",alertname=~"Transom.*"}'
+
+
+def firing(severity: str = ".*") -> str:
+    """Our alerts that fire."""
+    return f'ALERTS{{alertstate="firing",alertname=~"Transom.*",severity=~"{severity}"}}'
+
+
 ANNOTATIONS = {  # name: (colour, query, labels that become tags)
-    "Alerts": ("red", FIRING, "alertname,severity,model,worker"),
+    "Alerts": ("red", firing(), "alertname,severity,model,worker"),
     "Workers lost": (
         "orange",
         f'increase(transom_router_worker_changes_total{{{ROUTER},change="lost"}}[$__rate_interval]) > 0',

@@ -6,7 +6,7 @@ from dashboards.board import Section
 from dashboards.panels import NO_LIMITS, About, Limits, Panel, high_is_bad, lines
 from dashboards.queries import Query
 
-UNSEEN = "no job `ray`"
+UNSEEN, NO_GPU = "no job `ray`", "no GPU seen"
 GPU = "instance, GpuIndex"
 USED = f"sum by ({GPU}) (ray_node_gram_used)"
 MEMORY_SHARE = "max by (instance) (ray_node_mem_used / ray_node_mem_total)"
@@ -14,9 +14,9 @@ GPU_SHARE = f"{USED} / ({USED} + sum by ({GPU}) (ray_node_gram_available))"
 NEARLY_FULL = high_is_bad(0.85, 0.95)
 
 
-def _shares(about: About, expr: str, legend: str, limits: Limits = NO_LIMITS) -> Panel:
+def _shares(about: About, expr: str, legend: str, limits: Limits = NO_LIMITS, *, unseen: str = UNSEEN) -> Panel:
     panel = lines(about, [Query(expr=expr, legend=legend)], "percentunit", maximum=1, limits=limits, width=6)
-    return panel.no_value(UNSEEN)
+    return panel.no_value(unseen)
 
 
 HOSTS = Section(
@@ -49,6 +49,7 @@ HOSTS = Section(
             ),
             f"max by ({GPU}) (ray_node_gpus_utilization) / 100",
             "{{instance}} {{GpuIndex}}",
+            unseen=NO_GPU,
         ),
         _shares(
             About(
@@ -58,6 +59,7 @@ HOSTS = Section(
             ),
             GPU_SHARE,
             "{{instance}} {{GpuIndex}}",
+            unseen=NO_GPU,
         ),
     ],
 )

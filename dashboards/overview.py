@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dashboards import kv_cache, router, service_levels
-from dashboards.board import FIRING, Board, Section, to_board
+from dashboards.board import Board, Section, firing, to_board
 from dashboards.colors import ENDPOINTS, ENDS, STATUSES
 from dashboards.colors import ERRORS as ERROR_COLORS
-from dashboards.panels import About, high_is_bad, lines, low_is_bad, number
+from dashboards.panels import About, high_is_bad, lines, low_is_bad, named_numbers, number
 from dashboards.queries import (
     API,
     ROUTER,
     WORKER,
     Query,
+    happening,
     or_zero,
     quantile,
     rate,
@@ -41,15 +42,17 @@ def build() -> Board:
 NOW = Section(
     title="Now",
     panels=[
-        number(
+        named_numbers(
             About(
                 title="Alerts",
-                shows="Alerts that fire now, for all models. Orange from 1, red from 3.",
-                act="Prometheus' page of alerts names them, as the red marks on every panel do; each has a runbook.",
+                shows="Alerts that fire now, of all models: critical ones, red from 1, and warnings, orange from 1.",
+                act="Prometheus' page of alerts names them, as the marks on every panel do; each has a runbook.",
             ),
-            Query(expr=or_zero(f"count({FIRING})")),
+            [
+                (Query(expr=or_zero(f"count({firing('critical')})"), legend="critical"), high_is_bad(1, 1)),
+                (Query(expr=or_zero(f"count({firing('warning')})"), legend="warning"), high_is_bad(1, 1000)),
+            ],
             "short",
-            limits=high_is_bad(1, 3),
         ),
         number(
             About(
@@ -146,7 +149,12 @@ TRAFFIC = Section(
                 act="5xx: the router's log names the request. 429: a client is over its limit. 503: "
                 "there is no worker.",
             ),
-            [Query(expr=rate("transom_router_requests_total", f"{ROUTER},{API}", "status"), legend="{{status}}")],
+            [
+                Query(
+                    expr=happening(rate("transom_router_requests_total", f"{ROUTER},{API}", "status")),
+                    legend="{{status}}",
+                )
+            ],
             "reqps",
             stack=True,
             shades=STATUSES,
@@ -157,7 +165,7 @@ TRAFFIC = Section(
                 shows="All HTTP requests by route, a second, scrapes and health checks included.",
                 act="`other` are paths that do not exist: a client has the wrong base URL.",
             ),
-            [Query(expr=rate("transom_router_requests_total", ROUTER, "endpoint"), legend="{{endpoint}}")],
+            [Query(expr=happening(rate("transom_router_requests_total", ROUTER, "endpoint")), legend="{{endpoint}}")],
             "reqps",
             stack=True,
             colors=ENDPOINTS,

@@ -135,6 +135,16 @@ def number(
     return panel if decimals is None else panel.decimals(decimals)
 
 
+def named_numbers(about: About, judged: Sequence[tuple[Query, Limits]], unit: str, *, width: int = 3) -> stat.Panel:
+    """A few values beside each other, with the names of their queries and limits of their own."""
+    panel = number(about, judged[0][0], unit, limits=judged[0][1], width=width, decimals=0)
+    panel.text_mode(shapes.BigValueTextMode.VALUE_AND_NAME).graph_mode(shapes.BigValueGraphMode.NONE)
+    for letter, (query, limits) in zip("BCDEFGH", judged[1:], strict=False):
+        value = DynamicConfigValue(id_val="thresholds", value=limits.build().build())
+        panel.with_target(_target(query, letter, PromQueryFormat.TIME_SERIES)).override_by_name(query.legend, [value])
+    return panel
+
+
 def bars(
     about: About, queries: Sequence[Query], unit: str, *, limits: Limits = NO_LIMITS, width: int = 8
 ) -> bargauge.Panel:

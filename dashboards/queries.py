@@ -45,6 +45,11 @@ def seen(metric: str, labels: str, *by: str) -> str:
     return f"sum{_by(by)} ({each})"
 
 
+def happening(expr: str) -> str:
+    """Without the series that are zero: a legend names what there is, not everything that there could be."""
+    return f"{expr} > 0"
+
+
 def ratio(part: str, whole: str, *by: str) -> str:
     """A share; no value while the whole is zero."""
     on = f" on ({', '.join(by)})" if by else ""
