@@ -22,6 +22,16 @@ OUTCOMES = {  # missed is grey where nothing could have been done, and warm wher
 STATUSES = {"2..": "blue", "4..": "yellow", "5..": "red"}
 ERRORS = {"5xx": "red", "429": "yellow", "499": "super-light-blue"}
 ENDS = {"stop": "blue", "length": "super-light-blue", "abort": "yellow", "error": "red"}
+BREAKS = {
+    "client_left": "yellow",
+    "request_timeout": "orange",
+    "overloaded": "light-orange",
+    "worker_unavailable": "red",
+    "step_failed": "dark-red",
+    "internal_error": "light-red",
+    "poison_request": "purple",
+    "request_refused": GREY,
+}
 ENDPOINTS = {
     "/v1/completions": "blue",
     "/v1/chat/completions": "super-light-blue",

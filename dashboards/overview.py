@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards import kv_cache, router, service_levels
 from dashboards.board import Board, Section, firing, to_board
-from dashboards.colors import ENDPOINTS, ENDS, STATUSES
+from dashboards.colors import BREAKS, ENDPOINTS, ENDS, STATUSES
 from dashboards.colors import ERRORS as ERROR_COLORS
 from dashboards.panels import About, high_is_bad, lines, low_is_bad, named_numbers, number
 from dashboards.queries import (
@@ -199,7 +199,6 @@ TRAFFIC = Section(
             "reqps",
             stack=True,
             colors=ENDS,
-            width=12,
         ),
         lines(
             About(
@@ -213,7 +212,18 @@ TRAFFIC = Section(
                 Query(expr=rate("transom_router_output_tokens_total", ROUTER), legend="answer"),
             ],
             "short",
-            width=12,
         ),
+        lines(
+            About(
+                title="Broken answers",
+                shows="Answers that ended after their first byte and before their last, a second, by reason.",
+                act="`client_left` is the client's doing. `worker_unavailable`: see *Router*, failovers. Others are "
+                "the codes of errors that clients got: the router's log has each.",
+            ),
+            [Query(expr=happening(rate("transom_router_broken_answers_total", ROUTER, "reason")), legend="{{reason}}")],
+            "reqps",
+            stack=True,
+            colors=BREAKS,
+        ).no_value("none"),
     ],
 )
