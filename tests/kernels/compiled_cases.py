@@ -11,9 +11,8 @@ from transom_kernels.block_copy.kernel import copy_words
 from transom_kernels.gated_mlp.kernel import activate
 from transom_kernels.kv_write.gpu import head_blocks
 from transom_kernels.kv_write.kernel import prepare_and_write
-from transom_kernels.latent_attention.gpu import POOL_CHANNELS
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
-from transom_kernels.latent_attention.tuning import attend_config, score_config
+from transom_kernels.latent_attention.tuning import POOL_CHANNELS, POOL_ROWS, attend_config, score_config
 from transom_kernels.launch import next_power_of_two, split_width, warps_for
 from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
 from transom_kernels.moe.sort import sort_blocks, sort_pairs
@@ -260,14 +259,15 @@ def latent_cases() -> Iterator[Compilation]:
             types={"q": f"*{dtype}", "key_cache": f"*{dtype}", "head_weights": "*fp32", "slots": "*i64", "sequence": "*i64",
                    "num_visible": "*i64", "scores": "*fp32", "scale": "fp32", "key_stride_b": "i64"},
             constants={"D": 128, "P": 4, "UPCAST": False, "BLOCK_H": config.block_h, "BLOCK_D": 128, "BLOCK_N": config.block_n},
-            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_entries"),
+            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_entries", "num_rounds"),
         )  # fmt: skip
     for groups, ratio in ((1, 128), (2, 4)):
         yield Compilation(
             name=f"pool {groups} x {ratio}", kernel=pool,
             types={**dict.fromkeys(("kv_cache", "gate_cache", "position_bias", "out"), "*fp32"), "slots": "*i64",
                    "kv_stride_b": "i64", "gate_stride_b": "i64"},
-            constants={"D": 512, "R": ratio, "G": groups, "P": 4, "BLOCK_D": POOL_CHANNELS},
+            constants={"D": 512, "R": ratio, "G": groups, "P": 4, "BLOCK_R": min(POOL_ROWS, groups * ratio),
+                       "BLOCK_D": POOL_CHANNELS},
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_latent_attention import filled_cache, present, random_slots
 
+from transom_kernels.latent_attention import tuning
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import (
     latent_attention_reference,
@@ -53,7 +54,32 @@ def test_select_entries(heads: int, num_entries: int, top_k: int) -> None:
     assert [{entry for entry in row if entry >= 0} for row in got.tolist()] == wanted
 
 
-@pytest.mark.parametrize(("groups", "ratio", "width"), [(1, 1, 5), (1, 6, 10), (2, 4, 150)])
+@pytest.mark.parametrize(("score_bytes", "rounds"), [(1, 1), (3 * 4 * 150, 1), (2**20, 2), (2**20, 8)])
+def test_entries_are_the_same_however_scores_are_cut(
+    score_bytes: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = torch.stack([torch.randperm(150) for _ in range(2)])
+    cache = filled_cache(list(range(150)), 16, ids=50)
+    visible = torch.tensor([150, 1, 0, 64, 149, 65, 128])
+    inputs = (torch.randn(7, 4, 16), torch.rand(7, 4), cache, slots, torch.tensor([0, 1, 0, 1, 1, 0, 0]), visible)
+    wanted = select_entries_triton(*inputs, top_k=20, scale=0.2)
+    monkeypatch.setattr(tuning, "SCORE_BYTES", score_bytes)
+    monkeypatch.setattr("transom_kernels.latent_attention.gpu.score_rounds", lambda _: rounds)
+    largest, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **kinds: largest.append(size) or empty(size, **kinds))
+    assert select_entries_triton(*inputs, top_k=20, scale=0.2).equal(wanted)
+    assert largest == [(min(7, max(1, score_bytes // 600)), 150)]
+    seen = [{entry for entry in row if entry >= 0} for row in wanted.tolist()]
+    assert seen == select_entries_reference(*inputs, top_k=20, scale=0.2)
+
+
+def test_scores_at_once_have_a_bound() -> None:
+    for num_entries in (1, 8192, 32_768, 262_144, 2**26):
+        queries = tuning.queries_at_once(num_entries)
+        assert queries == 1 or 4 * queries * num_entries <= tuning.SCORE_BYTES
+
+
+@pytest.mark.parametrize(("groups", "ratio", "width"), [(1, 1, 5), (1, 6, 10), (2, 4, 150), (1, 36, 7)])
 def test_pool_rows(groups: int, ratio: int, width: int) -> None:
     slots = random_slots(4, groups * ratio, fewest=1)
     caches = [filled_cache(present(slots), groups * width) for _ in range(2)]

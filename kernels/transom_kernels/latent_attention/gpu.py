@@ -8,10 +8,15 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
-from transom_kernels.latent_attention.tuning import attend_config, score_config
+from transom_kernels.latent_attention.tuning import (
+    POOL_CHANNELS,
+    POOL_ROWS,
+    attend_config,
+    queries_at_once,
+    score_config,
+    score_rounds,
+)
 from transom_kernels.launch import INTERPRETED, next_power_of_two
-
-POOL_CHANNELS = 128
 
 
 def latent_attention_triton(
@@ -53,21 +58,39 @@ def select_entries_triton(
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
-    """See `index.select_entries`."""
-    (tokens, heads, width), num_entries = q.shape, slots.shape[1]
+    """See `index.select_entries`. Scores of some queries at a time, so that their memory has a bound."""
+    num_entries = slots.shape[1]
     chosen = min(top_k, num_entries)
-    if not tokens or not chosen:
-        return torch.full((tokens, chosen), -1, dtype=torch.int64, device=q.device)
-    scores = torch.empty((tokens, num_entries), dtype=torch.float32, device=q.device)
-    config = score_config(heads, width, q.element_size())
-    score_entries[(tokens, -(-num_entries // config.block_n))](
+    best = torch.full((len(q), chosen), -1, dtype=torch.int64, device=q.device)
+    step = queries_at_once(num_entries)
+    scores = torch.empty((min(step, len(q)), num_entries), dtype=torch.float32, device=q.device)
+    for begin in range(0, len(q) if chosen else 0, step):
+        tile = slice(begin, begin + step)
+        rows = scores[: len(q[tile])]
+        _score(q[tile], head_weights[tile], key_cache, slots, sequence[tile], num_visible[tile], scale, rows)
+        torch.topk(rows, chosen, dim=1, out=(rows.new_empty(len(rows), chosen), best[tile]))
+    return best.masked_fill_(best >= num_visible[:, None], -1)
+
+
+def _score(
+    q: torch.Tensor,
+    head_weights: torch.Tensor,
+    key_cache: torch.Tensor,
+    slots: torch.Tensor,
+    sequence: torch.Tensor,
+    num_visible: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor,
+) -> None:
+    """Fills `scores` [T, N]."""
+    (tokens, heads, width), num_entries = q.shape, slots.shape[1]
+    config, rounds = score_config(heads, width, q.element_size()), score_rounds(tokens)
+    score_entries[(tokens, -(-num_entries // (rounds * config.block_n)))](
         q, head_weights.contiguous(), key_cache, slots.contiguous(), sequence, num_visible, scores, scale, heads, num_entries,
-        q.stride(0), q.stride(1), *key_cache.stride()[:2],
+        rounds, q.stride(0), q.stride(1), *key_cache.stride()[:2],
         D=width, P=key_cache.shape[1], UPCAST=INTERPRETED, BLOCK_H=config.block_h, BLOCK_D=next_power_of_two(width),
         BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    best = scores.topk(chosen, dim=1).indices
-    return best.masked_fill_(best >= num_visible[:, None], -1)
 
 
 def pool_rows_triton(
@@ -82,6 +105,7 @@ def pool_rows_triton(
     if len(slots):
         pool[(len(slots), -(-width // block))](
             kv_cache, gate_cache, slots.contiguous(), position_bias, out, *kv_cache.stride()[:2], *gate_cache.stride()[:2],
-            D=width, R=ratio, G=num_groups, P=kv_cache.shape[1], BLOCK_D=block, num_warps=4,
+            D=width, R=ratio, G=num_groups, P=kv_cache.shape[1], BLOCK_R=min(POOL_ROWS, next_power_of_two(slots.shape[1])),
+            BLOCK_D=block, num_warps=4,
         )  # fmt: skip
     return out
