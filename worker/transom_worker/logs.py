@@ -10,14 +10,18 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import MappingProxyType, TracebackType
 
 from transom_worker.config import LogFormat
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 
+NOTHING: Mapping[str, object] = MappingProxyType({})
+_process_name = ""
 _request: ContextVar[tuple[str, str]] = ContextVar("transom_request", default=("", ""))  # its id, and its trace's
 
 
@@ -35,11 +39,14 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, whatever is in the message. `extra={"facts": {...}}` adds fields of a line's own."""
+    """One JSON object a line, whatever is in the message.
 
-    def __init__(self, process: str) -> None:
+    `about` are fields that all lines of this process have; `extra={"facts": {...}}` adds fields of a line's own.
+    """
+
+    def __init__(self, process: str, about: Mapping[str, object] = NOTHING) -> None:
         super().__init__()
-        self._process = process
+        self._process, self._process_facts = process, about
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -53,6 +60,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             "process": self._process,
             "pid": os.getpid(),
+            **self._process_facts,
         }
         if request_id:
             line["request_id"] = request_id
@@ -70,24 +78,45 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Ours, and not the program's."""
 
 
-def show_logs(log_format: LogFormat = "text", process: str = "") -> None:
-    """Show Transom's lines from INFO on; idempotent.
+def show_logs(log_format: LogFormat = "text", process: str = "", about: Mapping[str, object] = NOTHING) -> None:
+    """Show Transom's lines from INFO on; idempotent. In JSON each has the process's name, and the fields of `about`.
 
     Levels that somebody has set stay as they are, and so do handlers, through which lines for people then go. Lines in JSON go
     to standard error in any case, and nowhere else.
     """
+    global _process_name
+    _process_name = process
     logger = logging.getLogger("transom")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    own = next((handler for handler in logger.handlers if isinstance(handler, _OwnHandler)), None)
+    own = _own_handler()
     if own is None and (log_format == "json" or not logger.hasHandlers()):
         own = _OwnHandler()
         logger.addHandler(own)
     if own is not None:
-        own.setFormatter(JsonLines(process) if log_format == "json" else TextLines())
+        own.setFormatter(JsonLines(process, about) if log_format == "json" else TextLines())
     if own is not None and log_format == "json":
         logger.propagate = False
         own.setStream(sys.__stderr__ or sys.stderr)  # Ray Serve's own stands in for the other, and adds to each line
+
+
+def show_all_logs(log_format: LogFormat, process: str, about: Mapping[str, object] = NOTHING) -> None:
+    """The same for a process that is ours alone: in JSON are also what libraries log and warn of, and what nobody has caught."""
+    show_logs(log_format, process, about)
+    own = _own_handler()
+    if log_format != "json" or own is None:
+        return
+    root = logging.getLogger()
+    if own not in root.handlers:
+        root.addHandler(own)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def process_name() -> str:
+    """What this process calls itself in its lines; empty for a program that is not ours."""
+    return _process_name
 
 
 @contextlib.contextmanager
@@ -108,6 +137,15 @@ def about_request(request_id: str, trace_id: str = "") -> None:
 def trace_id_of(trace_parent: str | None) -> str:
     """The trace's id in W3C's traceparent header; empty without one."""
     return trace_parent.split("-")[1] if trace_parent else ""
+
+
+def _own_handler() -> _OwnHandler | None:
+    return next((one for one in logging.getLogger("transom").handlers if isinstance(one, _OwnHandler)), None)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
+    found = None if error is None else (kind, error, traceback)
+    logging.getLogger("transom").critical("%s was not caught.", kind.__name__, exc_info=found)
 
 
 def _about(record: logging.LogRecord) -> tuple[str, str]:

@@ -29,9 +29,7 @@ class RankActor:
     def live(self, setup: RankSetup) -> None:
         """The whole life of a rank; returns when it cannot go on, and has told the executor why."""
         from transom_worker.execution.rank_process import run_rank
-        from transom_worker.logs import show_logs
 
-        show_logs(setup.config.log_format, f"rank/{setup.rank}")
         run_rank(setup, ip=get_node_ip_address())
 
 

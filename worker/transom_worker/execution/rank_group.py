@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from transom_worker.config import EngineConfig
@@ -11,6 +12,7 @@ from transom_worker.errors import RankLost
 from transom_worker.execution.rank_channel import ExecutorChannel
 from transom_worker.execution.rank_launcher import Launcher
 from transom_worker.execution.rank_messages import Failed, RankSetup
+from transom_worker.logs import process_name
 
 LAST_WORDS_S = 0.03  # a lost rank shows in several ways at once; whoever knows the cause may say so until then
 
@@ -30,12 +32,16 @@ class RankGroup:
         self._struck: str | None = None  # the first that could not say why, and how it ended
         self._channel = ExecutorChannel(launcher.ip)
         channel = self._channel
-        setups = [
-            RankSetup(
-                config=config, rank=rank, size=self.size, endpoint=channel.endpoint, server_key=channel.server_key
-            )
-            for rank in range(self.size)
-        ]
+        worker = process_name().removeprefix("worker/") or "0"
+        first = RankSetup(
+            config=config,
+            rank=0,
+            size=self.size,
+            endpoint=channel.endpoint,
+            server_key=channel.server_key,
+            worker=worker,
+        )
+        setups = [replace(first, rank=rank) for rank in range(self.size)]
         try:
             launcher.launch(setups, self._rank_ended)
         except BaseException:

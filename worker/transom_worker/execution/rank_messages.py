@@ -40,6 +40,7 @@ class RankSetup:
     size: int
     endpoint: str
     server_key: bytes
+    worker: str = "0"  # whose rank it is, for its log lines
 
 
 @dataclass(frozen=True, slots=True)

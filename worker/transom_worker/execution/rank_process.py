@@ -32,7 +32,7 @@ from transom_worker.execution.rank_messages import (
     Used,
 )
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.logs import show_logs
+from transom_worker.logs import show_all_logs
 from transom_worker.parallel import ALONE, Communicator, Parallel
 from transom_worker.parallel.meeting import Meeting, connect, host_id
 
@@ -48,6 +48,8 @@ def run_rank(setup: RankSetup, *, ip: str) -> None:
 
     `ip` is this process's address for the other ranks.
     """
+    about = {"worker": setup.worker, "rank": setup.rank}
+    show_all_logs(setup.config.log_format, f"rank/{setup.rank}", about)
     channel = RankChannel(setup)
     rank = _Rank(setup, channel, ip)
     try:
@@ -155,7 +157,6 @@ def main() -> None:
     setup: RankSetup = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, name="transom-parent", daemon=True).start()
     _be_killed_with_parent(parent)
-    show_logs(setup.config.log_format, f"rank/{setup.rank}")
     run_rank(setup, ip="127.0.0.1")
 
 
