@@ -7,8 +7,12 @@ from hand_scheduler import HandScheduler, engine_config
 from toy_decoder import ToyDecoder, layer, load_toy
 
 from transom_worker.execution import dry_run
-from transom_worker.execution.dry_run import warm_up
+from transom_worker.execution.dry_run import warm_up, worst_past
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.sequences import SequenceStore
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.scheduling.step import StepPlan
 
 
 def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
@@ -51,3 +55,24 @@ def test_nothing_is_left_behind() -> None:
         plan = hand.plan({0: count})
         found += hand.received(plan, runner.execute(plan)).values()
     assert found == model.continue_greedily(prompt, 3)
+
+
+def test_the_step_that_needs_most_memory_stands_behind_a_whole_sequence_where_entries_are_listed() -> None:
+    plain = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
+    entries = GroupSpec(name="indexer_4", kind=GroupKind.INDEXER, layers=(0,), block_size=16, ratio=4)
+    assert worst_past([plain], 50, 100) == 0
+    assert worst_past([plain, entries], 50, 100) == 50
+
+
+def test_only_the_first_sequence_of_a_dry_run_has_a_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, model = make(100)
+    plans: list[StepPlan] = []
+    build = runner._builder.build
+
+    def watched(plan: StepPlan, store: SequenceStore) -> ForwardBatch:
+        plans.append(plan)
+        return build(plan, store)
+
+    monkeypatch.setattr(runner._builder, "build", watched)
+    logits = dry_run.dry_run(model, runner._builder, runner._groups, [5, 1], start=90)
+    assert (plans[0].start, plans[0].count, plans[0].logits_from, len(logits)) == ([90, 0], [5, 1], [94, 0], 2)

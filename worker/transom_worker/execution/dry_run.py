@@ -49,10 +49,11 @@ def warm_up(
 def dry_run(
     model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int], *, start: int = 0
 ) -> torch.Tensor:
-    """One forward pass over sequences of `counts` new tokens behind `start`: reads block 0 throughout, writes to the dump blocks
-    alone. Returns their logits, [B, V]."""
+    """One forward pass over sequences of `counts` new tokens, the first one's behind `start`: reads block 0 throughout, writes to
+    the dump blocks alone. Returns their logits, [B, V]."""
     store = SequenceStore(groups, max_num_seqs=len(counts))
-    ends = [start + count for count in counts]
+    starts = [start] + [0] * (len(counts) - 1)
+    ends = [first + count for first, count in zip(starts, counts, strict=True)]
     for seq_id, end in enumerate(ends):
         store.add(_blank_sequence(seq_id, end))
         for tables in store.tables:
@@ -61,7 +62,7 @@ def dry_run(
     plan = StepPlan(
         step_id=-1,
         seq_ids=list(range(len(counts))),
-        start=[start] * len(counts),
+        start=starts,
         count=list(counts),
         attend_from=[[0] * len(counts) for _ in groups],
         write_from=[list(ends) for _ in groups],
@@ -82,6 +83,14 @@ def worst_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_le
         counts[index] += more
         left -= more
     return counts
+
+
+def worst_past(groups: Sequence[GroupSpec], count: int, max_model_len: int) -> int:
+    """Tokens before the longest of those prompts, of `count` new tokens, in that step.
+
+    An indexer's scores, and lists of the entries that queries read, grow with the whole sequence.
+    """
+    return max(0, max_model_len - count) if any(group.ratio for group in groups) else 0
 
 
 def _blank_sequence(seq_id: int, count: int) -> NewSequence:

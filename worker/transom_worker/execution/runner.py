@@ -16,7 +16,7 @@ from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution import memory
 from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
-from transom_worker.execution.dry_run import dry_run, warm_up, worst_counts
+from transom_worker.execution.dry_run import dry_run, warm_up, worst_counts, worst_past
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUse
 from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
@@ -281,7 +281,8 @@ class ModelRunner:
             max_model_len=self._max_model_len,
         )
         builder = self._make_builder(layout, allocate_slab(layout, self._loaded.device))
-        dry_run(self._model, builder, [group.spec for group in layout.groups], counts)
+        groups = [group.spec for group in layout.groups]
+        dry_run(self._model, builder, groups, counts, start=worst_past(groups, counts[0], self._max_model_len))
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
