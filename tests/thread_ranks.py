@@ -14,11 +14,11 @@ from transom_worker.config import EngineConfig
 from transom_worker.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.execution.sequences import SequenceStore
 from transom_worker.metrics import EngineMetrics
 from transom_worker.model_files import resolve_model
-from transom_worker.models.model import Model
 from transom_worker.parallel import ALONE, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.settings import Settings
@@ -139,18 +139,23 @@ def on_ranks(size: int, call: Callable[[Parallel], Any]) -> list[Any]:
 
 
 class KeptLogits:
-    """A model that remembers its logits."""
+    """A forward pass that remembers its logits."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, forward: ForwardPass) -> None:
+        self._forward = forward
         self.logits: list[torch.Tensor] = []
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        self.logits.append(self._model.forward(batch))
-        return self.logits[-1].clone()  # sampling may write into it
+    def prepared(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
+        run = self._forward.prepared(plan, store)
+
+        def kept() -> torch.Tensor:
+            self.logits.append(run().clone())  # sampling may write into it
+            return self.logits[-1].clone()
+
+        return kept
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self._forward, name)
 
 
 class ThreadRanks(Executor):
@@ -167,8 +172,9 @@ class ThreadRanks(Executor):
         pool_bytes = min(self.threads.on_each(lambda parallel: self.runners[parallel.rank].pool_bytes()))
         infos = self.threads.on_each(lambda parallel: self.runners[parallel.rank].allocate(pool_bytes))
         for runner in self.runners:
-            runner._model = KeptLogits(runner._model)
-            self._kept.append(runner._model)
+            kept = KeptLogits(runner._forward)
+            runner._forward = kept  # type: ignore[assignment]
+            self._kept.append(kept)
         return infos[0]
 
     def logits(self) -> list[torch.Tensor]:

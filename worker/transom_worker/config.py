@@ -26,6 +26,7 @@ class ModelConfig:
     chunk: int | None = None
     window_pattern: str = "S"
     hybrid_kv_cache: bool = True
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

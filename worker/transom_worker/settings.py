@@ -67,6 +67,7 @@ class Settings(BaseModel):
         True, description="Where windows are evicted and full layers are not, compute only the tail that restores them."
     )
     hybrid_kv_cache: bool = Field(True, description="Off: every layer keeps full length; same results, more memory.")
+    enforce_eager: bool = Field(False, description="On CUDA: launch every kernel, replay no CUDA graphs.")
     window: int | None = Field(
         None,
         ge=1,
@@ -217,6 +218,7 @@ class Settings(BaseModel):
                 chunk=self.chunk,
                 window_pattern=self.window_pattern,
                 hybrid_kv_cache=self.hybrid_kv_cache,
+                enforce_eager=self.enforce_eager,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

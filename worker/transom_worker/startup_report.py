@@ -22,6 +22,12 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
         *_group_table(plan),
         f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_ladder(plan)}",
     ]
+    if memory.device.startswith("cuda"):
+        lines.append(
+            f"decode steps are replayed from {info.num_graphs:,} CUDA graphs"
+            if info.num_graphs
+            else "decode steps are launched kernel by kernel"
+        )
     if plan.in_flight_bytes:
         lines.append(
             f"a step of {plan.max_num_batched_tokens:,} tokens takes {plan.in_flight_bytes:,} bytes more while it runs; "

@@ -34,12 +34,14 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """What one rank has used since its process began: seconds in forward passes and in steps altogether, and the memory that it has
-    now beyond weights and KV."""
+    """What one rank has used since its process began: seconds in forward passes and in steps altogether, steps whose kernels the
+    host launched and steps replayed from a graph, and the memory that it has now beyond weights and KV."""
 
     forward_s: float = 0.0
     busy_s: float = 0.0
     other_bytes: int = 0
+    num_launched: int = 0
+    num_replayed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class ExecutorInfo:
     eos_token_ids: tuple[int, ...]
     memory: MemoryReport
     ranks: tuple[RankInfo, ...] = ()  # where there are several; `memory` is theirs together
+    num_graphs: int = 0  # sizes of decode steps that are replayed instead of launched
 
     @property
     def layout(self) -> ArenaLayout:

@@ -41,11 +41,13 @@ def pool_bytes(
     device: torch.device,
     most_useful_bytes: int,
     profile: Callable[[], None],
+    graph_bytes: int = 0,
     ranks_on_host: int = 1,
 ) -> int:
     """Bytes for a rank's KV pool: as set, else what the device has room for, at most what could ever be used.
 
-    On CUDA `profile` runs one worst-case step, whose peak is left free. On CPUs all ranks of a host share its memory.
+    On CUDA `profile` runs one worst-case step, whose peak is left free, and so is what graphs will hold. On CPUs all ranks of a
+    host share its memory.
 
     Raises:
         ConfigError: nothing is left.
@@ -53,7 +55,7 @@ def pool_bytes(
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     if device.type == "cuda":
-        room = _cuda_room(cache.gpu_memory_utilization, device, profile)
+        room = _cuda_room(cache.gpu_memory_utilization, device, profile, graph_bytes)
     else:
         room = int(available_cpu_bytes() * DEFAULT_CPU_KV_SHARE) // ranks_on_host
     return min(room, most_useful_bytes)
@@ -124,7 +126,7 @@ def _meminfo_available() -> int:
     raise ConfigError(f"{MEMINFO} does not say how much memory is available; give --kv-cache-memory-bytes.")
 
 
-def _cuda_room(utilization: float, device: torch.device, profile: Callable[[], None]) -> int:
+def _cuda_room(utilization: float, device: torch.device, profile: Callable[[], None], graph_bytes: int) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     profile()
@@ -133,10 +135,11 @@ def _cuda_room(utilization: float, device: torch.device, profile: Callable[[], N
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    room = int(total * utilization) - others - peak
+    room = int(total * utilization) - others - peak - graph_bytes
     if room <= 0:
         raise ConfigError(
             f"--gpu-memory-utilization {utilization} of {total} bytes leaves nothing for the KV pool: weights and "
-            f"activations peak at {peak}, others hold {others}; raise it or lower --max-num-batched-tokens."
+            f"activations peak at {peak}, others hold {others}, CUDA graphs will take {graph_bytes}; raise it, lower "
+            "--max-num-batched-tokens or give --enforce-eager."
         )
     return room

@@ -6,7 +6,6 @@ Legend: B scheduled sequences, R rows with logits, S sampling rows, V vocabulary
 from __future__ import annotations
 
 import logging
-import time
 
 import torch
 
@@ -16,19 +15,23 @@ from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution import memory
 from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
+from transom_worker.execution.decode_sizes import DecodeSizes
 from transom_worker.execution.dry_run import dry_run, warm_up, worst_counts, worst_past
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUse
+from transom_worker.execution.forward_pass import ForwardPass, decode_sizes
+from transom_worker.execution.graph_memory import graph_bytes
 from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
 from transom_worker.execution.sequences import SequenceStore
 from transom_worker.execution.slab import allocate_slab
+from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.models.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_shares
 from transom_worker.sampling.sampler import Sampled
 from transom_worker.sampling.sharded import ShardedSampler
-from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
+from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult
 
 WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1)  # penalties are a kernel of their own
 
@@ -61,6 +64,7 @@ class ModelRunner:
         self._loaded = loaded or load_model(config.model, parallel, on_progress)
         self._model = self._loaded.model
         self._max_model_len = choose_max_model_len(config.model.max_model_len, self._loaded.architecture)
+        self._clock = step_clock(self._loaded.device)
         self.in_forward = False  # of the last step: whether it came to what ranks do together
         self._forward_s = 0.0  # since start
         self._busy_s = 0.0
@@ -79,6 +83,7 @@ class ModelRunner:
             most_useful_bytes=memory.most_useful_bytes(groups, scheduler, self._max_model_len),
             ranks_on_host=self._ranks_on_host,
             profile=lambda: self._profile(small),
+            graph_bytes=self._graph_bytes(),
         )
 
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
@@ -92,6 +97,7 @@ class ModelRunner:
         self._groups = tuple(group.spec for group in self._layout.groups)
         self._slab = self._allocate_slab()
         self._builder = self._make_builder(self._layout, self._slab)
+        self._forward = ForwardPass(self._model, self._builder)
         self._store = SequenceStore(self._groups, max_num_seqs=self._config.scheduler.max_num_seqs)
         self._sampler = ShardedSampler(
             self._parallel, first_id=self._model.vocab.start, eos_token_ids=self._loaded.eos_token_ids
@@ -110,6 +116,7 @@ class ModelRunner:
             vocab_size=architecture.vocab_size,
             eos_token_ids=self._loaded.eos_token_ids,
             memory=self.memory_report,
+            num_graphs=self._forward.num_graphs,
         )
 
     @property
@@ -130,6 +137,8 @@ class ModelRunner:
         return RankUse(
             forward_s=self._forward_s,
             busy_s=self._busy_s,
+            num_launched=self._forward.num_launched,
+            num_replayed=self._forward.num_replayed,
             other_bytes=max(0, memory.held_bytes(self._loaded.device) - known),
         )
 
@@ -145,30 +154,24 @@ class ModelRunner:
             raise StepFailed(
                 f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
             )
-        times = [time.perf_counter()]
+        clock = self._clock
+        clock.begin()
         self._apply(plan)
-        prepared_s = time.perf_counter()
+        clock.mark(Mark.APPLIED)
         num_copies = run_copies(plan, self._layout, self._slab)
-        times.append(time.perf_counter())
-        copy_s = times[-1] - prepared_s
+        clock.mark(Mark.COPIED)
         result = StepResult(step_id=plan.step_id, num_copies_done=num_copies)
         if plan.seq_ids:
-            batch = self._builder.build(plan, self._store)
-            times.append(time.perf_counter())
+            forward = self._forward.prepared(plan, self._store)
+            clock.mark(Mark.PREPARED)
             self.in_forward = True
-            logits_RV = self._model.forward(batch)
-            times.append(time.perf_counter())
+            logits_RV = forward()
+            clock.mark(Mark.FORWARDED)
             self._sample(plan, logits_RV, result)
-            times.append(time.perf_counter())
-            result.timings = StepTimings(
-                begin_s=times[0],
-                prepare_s=times[2] - times[0] - copy_s,
-                copy_s=copy_s,
-                forward_s=times[3] - times[2],
-                sample_s=times[4] - times[3],
-            )
-            self._forward_s += times[3] - times[2]
-        self._busy_s += times[-1] - times[0]
+            clock.mark(Mark.SAMPLED)
+            result.timings = clock.timings()
+            self._forward_s += result.timings.forward_s
+        self._busy_s += clock.busy_s
         return result
 
     def abandon(self, plan: StepPlan) -> None:
@@ -295,6 +298,22 @@ class ModelRunner:
             self._sampler.add(-1, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
             self._sampler.sample(logits_1V, [-1])
             self._sampler.remove(-1)
+        sizes = self._decode_sizes()
+        if sizes is not None:
+            self._forward.capture(sizes, self._slab)
+
+    def _decode_sizes(self) -> DecodeSizes | None:
+        groups = [group.spec for group in self._groups_of(self._parallel.rank)]
+        return decode_sizes(
+            self._config, self._parallel, groups, max_model_len=self._max_model_len, device=self._loaded.device
+        )
+
+    def _graph_bytes(self) -> int:
+        sizes, dtype = self._decode_sizes(), getattr(torch, self._loaded.dtype)
+        if sizes is None:
+            return 0
+        num_groups = len(self._groups_of(self._parallel.rank))
+        return graph_bytes(sizes, self._loaded.architecture, self._config.scheduler, dtype, num_groups)
 
 
 def _logit_row_ends(plan: StepPlan) -> list[int]:

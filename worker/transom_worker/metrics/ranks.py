@@ -44,6 +44,17 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
         ("rank",),
         [((rank,), report.use.busy_s) for rank, report in named],
     )
+    yield own.counters(
+        "transom_rank_steps",
+        "Steps that a rank has computed, by how its forward pass came about: launched (by the host, kernel by kernel) or replayed "
+        "(a decode step, from a CUDA graph).",
+        ("rank", "forward"),
+        [
+            ((rank, forward), num_steps)
+            for rank, report in named
+            for forward, num_steps in (("launched", report.use.num_launched), ("replayed", report.use.num_replayed))
+        ],
+    )
     yield own.gauges(
         "transom_rank_info",
         "A rank's device, process id and host; the value is always 1.",

@@ -1,0 +1,79 @@
+"""The model's forward pass over one slab: replayed from a graph where one was captured for the step, else launched by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from transom_kernels.launch import uses_triton
+from transom_worker.config import EngineConfig
+from transom_worker.execution.batch import BatchBuilder
+from transom_worker.execution.decode_graphs import DecodeGraphs
+from transom_worker.execution.decode_sizes import DecodeSizes
+from transom_worker.execution.graph_capture import capture_device
+from transom_worker.execution.graph_warm_up import make_graphs
+from transom_worker.execution.sequences import SequenceStore
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.models.model import Model
+from transom_worker.parallel import Parallel
+from transom_worker.scheduling.step import StepPlan
+
+_CAPTURED_KINDS = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.SINKS_WINDOW)
+
+
+class ForwardPass:
+    """Runs steps, and counts how."""
+
+    def __init__(self, model: Model, builder: BatchBuilder) -> None:
+        self._model, self._builder = model, builder
+        self._graphs: DecodeGraphs | None = None
+        self.num_launched = 0  # steps of which the host launched every kernel
+        self.num_replayed = 0
+
+    @property
+    def num_graphs(self) -> int:
+        """Sizes of decode steps that are replayed."""
+        return 0 if self._graphs is None else self._graphs.num_graphs
+
+    def capture(self, sizes: DecodeSizes, slab: torch.Tensor) -> None:
+        """Capture decode steps; without success all steps are launched as before."""
+        device = capture_device(slab.device)
+        if device is not None:
+            self._graphs = make_graphs(self._model, self._builder, sizes, device, slab=slab)
+
+    def prepared(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
+        """Brings a step's numbers to the device; what then computes its logits, [R, V].
+
+        Raises:
+            ValueError: a plan that contradicts what is known of the sequences.
+        """
+        arrays = self._builder.arrays(plan, store)
+        replay = None if self._graphs is None else self._graphs.prepared(arrays)
+        if replay is not None:
+            self.num_replayed += 1
+            return replay
+        self.num_launched += 1
+        return partial(self._model.forward, self._builder.batch(arrays))
+
+
+def decode_sizes(
+    config: EngineConfig, parallel: Parallel, groups: list[GroupSpec], *, max_model_len: int, device: torch.device
+) -> DecodeSizes | None:
+    """The sizes of decode steps to capture; None where none are.
+
+    Several ranks launch theirs: what they exchange between kernels goes through the host on gloo, and on nccl each rank would
+    have to capture and give up the same sizes. Latent and compressed layers choose what they read with the host's help.
+    """
+    if config.model.enforce_eager or parallel.size > 1 or capture_device(device) is None:
+        return None
+    if not uses_triton(torch.empty(0, device=device)) or any(spec.kind not in _CAPTURED_KINDS for spec in groups):
+        return None
+    scheduler = config.scheduler
+    return DecodeSizes(
+        groups,
+        max_num_seqs=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    )
