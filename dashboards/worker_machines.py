@@ -31,6 +31,8 @@ def info(metric: str, labels: str, columns: tuple[str, ...]) -> str:
 BY = ("worker", "rank")
 FORWARD = rate("transom_rank_forward_seconds_total", WORKER, *BY)
 BUSY = rate("transom_rank_busy_seconds_total", WORKER, *BY)
+RANK_STEPS = rate("transom_rank_steps_total", WORKER, "worker")
+REPLAYED = rate("transom_rank_steps_total", f'{WORKER},forward="replayed"', "worker")
 RANK_COLUMNS = ("model", *BY, "host", "device", "pid")
 RANKS = Section(
     title="Ranks",
@@ -80,7 +82,6 @@ RANKS = Section(
             [Query(expr=BUSY, legend="{{worker}}/{{rank}}")],
             "percentunit",
             maximum=1,
-            width=12,
         ),
         lines(
             About(
@@ -92,7 +93,17 @@ RANKS = Section(
             [Query(expr=ratio(FORWARD, BUSY, *BY), legend="{{worker}}/{{rank}}")],
             "percentunit",
             maximum=1,
-            width=12,
+        ),
+        lines(
+            About(
+                title="Steps from CUDA graphs",
+                shows="Share of steps whose forward pass was replayed from a graph, which costs the host next to nothing. "
+                "Steps with prompts never are; on CPUs none is.",
+                act="Low while only answers are computed: batches differ from the sizes that were captured.",
+            ),
+            [Query(expr=ratio(REPLAYED, RANK_STEPS, "worker"), legend="{{worker}}")],
+            "percentunit",
+            maximum=1,
         ),
         rows(
             About(
