@@ -17,10 +17,12 @@ out=${OUT:-benchmarks/results/local}
 limit_s=${PART_LIMIT_S:-475}
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
 export TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton_cache}
 unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE NVIDIA_TF32_OVERRIDE # some images set them; float32 is float32 here
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
+compiled=$TRITON_CACHE_DIR/all_cases_were_compiled
 site=
 cleanup() { [[ -z $site ]] || rm -rf "$site"; }
 trap cleanup EXIT
@@ -38,10 +40,14 @@ at_once() { # children side by side: at most $1, each with two cores
     echo $((pairs < 1 ? 1 : pairs < $1 ? pairs : $1))
 }
 
+check_cases() { # all of them, side by side, since most of their time is Triton's compilation; $1 seconds at most
+    mkdir -p "$TRITON_CACHE_DIR" && touch "$compiled"
+    "$python" benchmarks/kernels.py --check --at-once "$(at_once 4)" --budget-s "$1" --out "$out/checks"
+}
+
 tests() {
     local failed=0
-    # side by side, since most of their time is Triton's compilation
-    "$python" benchmarks/kernels.py --check --at-once "$(at_once 4)" --budget-s 150 --out "$out/checks" || failed=1
+    check_cases 150 || failed=1
     local pytest=("$python" -m pytest -p no:cacheprovider -q -rf --tb=short --continue-on-collection-errors) side_by_side=()
     "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 8)
     timeout 180 "${pytest[@]}" "${side_by_side[@]}" tests/kernels -k 'triton or on_device' 2>&1 | tee "$out/tests.log" || failed=1
@@ -79,7 +85,10 @@ sanitize() {
 }
 
 families() { "$python" benchmarks/gpu_families.py --at-once "$(at_once 6)" --out "$out" ${FAMILIES:-}; }
-kernels() { "$python" benchmarks/kernels.py --out "$out" ${KERNELS:-}; }
+kernels() {
+    if [[ ! -e $compiled && -z ${KERNELS:-} ]]; then check_cases 120; fi # else compilation one by one would cost the last cases
+    "$python" benchmarks/kernels.py --budget-s $((limit_s - SECONDS - 20)) --out "$out" ${KERNELS:-}
+}
 models() { "$python" benchmarks/gpu_models.py --out "$out" ${MODELS:-}; }
 
 known=(tests sanitize families kernels models)

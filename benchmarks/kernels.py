@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     script = Script(
         name="kernels", path=__file__, first=CEILINGS, jobs=lambda options: list(_all_cases(options)), answer=_answer,
-        line=_line, report=_report, job_s=75.0, budget_s=420.0,
+        line=_line, report=_report, job_s=110.0, budget_s=420.0,
     )  # fmt: skip
     parser = arguments_of(script, __doc__)
     parser.add_argument("--quick", action="store_true", help="a few sizes of each operator")

@@ -18,7 +18,7 @@ from gpu_results import Report, is_sound, markdown, tally
 CHILD = """
 import os, sys, threading
 sys.path.insert(0, {folder!r})
-from gpu_child import serve
+from gpu_child import serve, tell
 
 answered = []
 
@@ -27,6 +27,9 @@ def answer(job):
     answered.append(job)
     if job == "suffer" and len(answered) > 1:  # of what an earlier job did
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if job == "rival":
+        tell({{"status": "passed", "figure": 7}})
+        os._exit(4)
     if job == "spoil":
         return {{"status": "passed", "pid": os.getpid(), "fatal": True}}
     if job == "exit":
@@ -83,6 +86,13 @@ def test_a_figure_stands_whose_child_must_not_be_used_any_more(command: list[str
     assert (spoilt["status"], after["status"]) == ("passed", "passed")
     assert spoilt["pid"] != after["pid"]
     assert "asked_again" not in spoilt
+
+
+def test_what_was_told_before_a_crash_stands(command: list[str]) -> None:
+    told, ended = run_jobs(command, ["rival", "exit"], budget_s=60, job_s=60)
+    assert (told["status"], told["figure"], told["broke_later"], told["exit_code"]) == ("passed", 7, "crashed", 4)
+    assert ended["status"] == "crashed"
+    assert "figure" not in ended
 
 
 def test_children_side_by_side_answer_every_job_once(command: list[str]) -> None:
