@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 from transom_cluster.blockmap.feed import describe_error
 from transom_cluster.blockmap.static_files import DEMO, PAGE, file_response
 from transom_cluster.blockmap.stream import BlockStream
-from transom_cluster.openai.errors import HttpError, WireError, http_status_error
+from transom_cluster.openai.errors import HttpError, http_status_error, not_found
 from transom_cluster.router import Router
 from transom_worker.errors import WorkerLost
 
@@ -65,17 +65,13 @@ def _add_data(api: FastAPI, router: Router) -> None:
         except Exception as error:
             raise WorkerLost(describe_error(error)) from error
         if "error" in described:
-            raise _not_found(described["error"], param="block", code="block_not_found")
+            raise not_found(described["error"], param="block", code="block_not_found")
         return {"worker": worker, **described}
 
 
 def _check_worker(router: Router, worker: str) -> None:
     if worker not in router.links:
         there = ", ".join(sorted(router.links)) or "none"
-        raise _not_found(
+        raise not_found(
             f"There is no worker {worker!r}; the workers are: {there}.", param="worker", code="worker_not_found"
         )
-
-
-def _not_found(message: str, *, param: str, code: str) -> HttpError:
-    return HttpError(WireError(status=404, message=message, type="invalid_request_error", param=param, code=code))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 
 from transom_cluster.lives.report import last_requests, whole_life
-from transom_cluster.openai.errors import HttpError, WireError
+from transom_cluster.openai.errors import HttpError, not_found
 from transom_cluster.router import Router
 from transom_worker.lives import MAX_LIVES
 
@@ -36,8 +36,4 @@ def _unknown(request_id: str) -> HttpError:
         f"No request {request_id!r} of yours is known; routers remember the last {MAX_LIVES:,} each, and none "
         "that was refused before its prompt was read: its answer says why."
     )
-    return HttpError(
-        WireError(
-            status=404, message=message, type="invalid_request_error", param="request_id", code="request_not_found"
-        )
-    )
+    return not_found(message, param="request_id", code="request_not_found")

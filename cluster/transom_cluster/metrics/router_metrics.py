@@ -13,6 +13,7 @@ from transom_cluster.metrics.state import RouterState, StateCollector
 from transom_cluster.request_outcome import BREAK_REASONS
 from transom_cluster.routing.metrics import RoutingMetrics
 from transom_worker.metrics.own_labels import OwnLabels
+from transom_worker.metrics.process import Process
 
 REQUEST_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),
@@ -42,8 +43,10 @@ class RouterMetrics:
         self._add_requests(families)
         self._add_tokens(families)
         self._add_workers(families)
-        self._state = StateCollector(OwnLabels(families.own_labels))
+        own = OwnLabels(families.own_labels)
+        self._state = StateCollector(own)
         self.registry.register(self._state)
+        self.registry.register(Process(own, prefix="transom_router_process", whose="router's process"))
 
     def _add_requests(self, families: RouterFamilies) -> None:
         self._requests = families.counter(

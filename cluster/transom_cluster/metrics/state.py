@@ -1,11 +1,10 @@
-"""What a scrape reads of a router at that moment: requests, workers, and the process itself."""
+"""What a scrape reads of a router at that moment: requests, workers, and the versions that it runs on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -30,13 +29,11 @@ class StateCollector(Collector):
         self.read: Callable[[], RouterState] | None = None
         self._own = own
         self._versions = build_versions("ray")
-        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
         """Families of this moment."""
         if self.read is not None:
             yield from self._of_router(self.read())
-        yield from self._of_process()
         yield self._own.gauges(
             "transom_build_info",
             "Versions of Transom, Python and the libraries that the process runs on; the value is always 1.",
@@ -65,19 +62,3 @@ class StateCollector(Collector):
                 "only with --max-replicas.",
                 state.desired_workers,
             )
-
-    def _of_process(self) -> Iterator[Metric]:
-        """The client library's figures; no samples where the system does not tell (macOS)."""
-        found = {family.name: [((), sample.value) for sample in family.samples] for family in self._process.collect()}
-        yield self._own.counters(
-            "transom_router_process_cpu_seconds",
-            "Seconds of CPU time, user and system, that the router's process has used.",
-            (),
-            found.get("process_cpu_seconds", []),
-        )
-        yield self._own.gauges(
-            "transom_router_process_resident_bytes",
-            "Bytes of memory that the router's process has resident, shared pages included.",
-            (),
-            found.get("process_resident_memory_bytes", []),
-        )

@@ -92,52 +92,32 @@ def wire_error_of(info: ErrorInfo) -> WireError:
 
 def unknown_model(name: str, served: str) -> HttpError:
     """404 for a model that is not served here."""
-    return HttpError(
-        WireError(
-            status=404,
-            message=f"The model {name!r} does not exist; this server has {served!r}.",
-            type="invalid_request_error",
-            param="model",
-            code="model_not_found",
-        )
-    )
+    message = f"The model {name!r} does not exist; this server has {served!r}."
+    return not_found(message, param="model", code="model_not_found")
 
 
 def unknown_process(name: str) -> HttpError:
     """404 for a process that is not in the cluster."""
-    return HttpError(
-        WireError(
-            status=404,
-            message=f"There is no process {name!r}; /metrics/sd names those that there are.",
-            type="invalid_request_error",
-            param="name",
-            code="process_not_found",
-        )
-    )
+    message = f"There is no process {name!r}; /metrics/sd names those that there are."
+    return not_found(message, param="name", code="process_not_found")
+
+
+def not_found(message: str, *, param: str, code: str) -> HttpError:
+    """404 for what a parameter names and is not there."""
+    return HttpError(WireError(status=404, message=message, type="invalid_request_error", param=param, code=code))
 
 
 def process_silent(name: str) -> HttpError:
     """504 for a process that is there, or may be, and does not answer."""
-    return HttpError(
-        WireError(
-            status=504,
-            message=f"The process {name!r} does not answer; try again, or look at its log.",
-            type="server_error",
-            param="name",
-            code="process_silent",
-        )
-    )
+    message = f"The process {name!r} does not answer; try again, or look at its log."
+    return HttpError(WireError(status=504, message=message, type="server_error", param="name", code="process_silent"))
 
 
 def body_too_large(max_body_bytes: int) -> HttpError:
     """413; the limit is in the message."""
+    message = f"The request body is larger than {max_body_bytes:,} bytes; send less, or raise --max-body-bytes."
     return HttpError(
-        WireError(
-            status=413,
-            message=f"The request body is larger than {max_body_bytes:,} bytes; send less, or raise --max-body-bytes.",
-            type="invalid_request_error",
-            code="request_body_too_large",
-        )
+        WireError(status=413, message=message, type="invalid_request_error", code="request_body_too_large")
     )
 
 

@@ -1,4 +1,4 @@
-"""What the worker's main process uses, read from the system at scrape time."""
+"""What a process uses, worker or router, read from the system at scrape time."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ from transom_worker.metrics.own_labels import OwnLabels
 
 
 class Process(Collector):
-    """The client library's figures under the worker's labels; no samples where the system does not tell (macOS)."""
+    """The client library's figures under our own names and labels; no samples where the system does not tell (macOS).
 
-    def __init__(self, own: OwnLabels) -> None:
-        self._own = own
+    Names begin with `prefix`; `whose` is the process, for people.
+    """
+
+    def __init__(
+        self, own: OwnLabels, *, prefix: str = "transom_process", whose: str = "worker's main process"
+    ) -> None:
+        self._own, self._prefix, self._whose = own, prefix, whose
         self._reader = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
         """At scrape time."""
         found = {family.name: [((), sample.value) for sample in family.samples] for family in self._reader.collect()}
         yield self._own.counters(
-            "transom_process_cpu_seconds",
-            "Seconds of CPU time, user and system, that the worker's main process has used, all threads together.",
+            f"{self._prefix}_cpu_seconds",
+            f"Seconds of CPU time, user and system, that the {self._whose} has used, all threads together.",
             (),
             found.get("process_cpu_seconds", []),
         )
         yield self._own.gauges(
-            "transom_process_resident_bytes",
-            "Bytes of memory that the worker's main process has resident, shared pages included.",
+            f"{self._prefix}_resident_bytes",
+            f"Bytes of memory that the {self._whose} has resident, shared pages included.",
             (),
             found.get("process_resident_memory_bytes", []),
         )
