@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -38,34 +39,32 @@ def make_graphs(
 
     The slab is as blank behind it as before. An error of a forward pass that is not captured is raised.
     """
-    begin_s = time.perf_counter()
     steps = _NoiseSteps(builder.layout, vocab_size=model.architecture.vocab_size, most_seqs=sizes.num_seqs[-1])
     steps.spread(builder, slab)
-    graphs = None
     try:
         asks = _asks(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
-        graphs = _captured(DecodeGraphs(model, builder, sizes, asks, device), steps, begin_s)
+        return _captured(lambda: DecodeGraphs(model, builder, sizes, asks, device), steps)
     finally:
         steps.wipe(builder.layout, slab)
-    return graphs
 
 
-def _captured(graphs: DecodeGraphs, steps: _NoiseSteps, begin_s: float) -> DecodeGraphs | None:
-    sizes = graphs.sizes
-    for size in sizes.all:
-        if time.perf_counter() - begin_s > LIMIT_S:
-            logger.warning("Decode steps from %s on run without CUDA graphs: capturing took too long.", size)
-            break
-        try:
-            first, second = (steps.step(graphs.builder, size, sizes, seed=seed) for seed in (1, 2))
+def _captured(make: Callable[[], DecodeGraphs], steps: _NoiseSteps) -> DecodeGraphs | None:
+    begin_s, size = time.perf_counter(), None
+    try:
+        graphs = make()
+        for size in graphs.sizes.all:
+            if time.perf_counter() - begin_s > LIMIT_S:
+                logger.warning("Decode steps from %s on run without CUDA graphs: capturing took too long.", size)
+                break
+            first, second = (steps.step(graphs.builder, size, graphs.sizes, seed=seed) for seed in (1, 2))
             graphs.capture(size, first, second)
-        except Exception as error:
-            logger.warning(
-                "Decode steps run without CUDA graphs: capturing %s failed (%s: %s). --enforce-eager does without the attempt.",
-                size, type(error).__name__, error,
-            )  # fmt: skip
-            return None
-    spent_s = time.perf_counter() - begin_s
+    except Exception as error:
+        logger.warning(
+            "Decode steps run without CUDA graphs: capturing %s failed (%s: %s). --enforce-eager does without the attempt.",
+            size or "them", type(error).__name__, error,
+        )  # fmt: skip
+        return None
+    spent_s, sizes = time.perf_counter() - begin_s, graphs.sizes
     logger.info(
         "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
         graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
