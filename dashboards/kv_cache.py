@@ -65,7 +65,7 @@ NOW = Section(
                 title="Headroom",
                 shows="Requests of 1,024 tokens (of the longest, where that is less) that could start now on all "
                 "workers together. Red below 1, orange below 4.",
-                act="At zero new requests wait: see *Shortage* below, and add workers.",
+                act="At zero new requests wait: see *Shortage and repairs* below, and add workers.",
             ),
             Query(expr=HEADROOM),
             "short",
@@ -115,7 +115,7 @@ NOW = Section(
                 shows="Bytes in empty blocks over those of leased pages, of the worst worker. Orange "
                 "from 20 %, red from 40 %.",
                 act="Compaction moves blocks when an allocation needs it. High for long: groups take "
-                "turns; watch *Pages*.",
+                "turns; watch *Pages by state*.",
             ),
             Query(expr=f"max(transom_kv_fragmentation_ratio{{{WORKER}}})"),
             "percentunit",
@@ -152,7 +152,7 @@ POOL = Section(
         lines(
             About(
                 title="Cached bytes by worker",
-                shows="What could be hit at each worker; *Worker* below has the other states.",
+                shows="What could be hit at each worker; the sections at the end have the other states.",
                 act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements. One falls "
                 "to zero: it was started again.",
             ),

@@ -63,7 +63,7 @@ HITS = Section(
             About(
                 title="Tokens asked for and computed",
                 shows="Prompt tokens admitted and prompt tokens computed, a second; the gap is what the cache saved.",
-                act="Computed above asked for: preemption makes work twice; see *Shortage*.",
+                act="Computed above asked for: preemption makes work twice; see *Shortage and repairs*.",
             ),
             [
                 Query(expr=rate("transom_prompt_tokens_total", WORKER), legend="asked for"),

@@ -61,7 +61,7 @@ NOW = Section(
             About(
                 title="Waiting",
                 shows="Requests that no worker has. Orange from 1, red from 10.",
-                act="They wait for room or for a worker: see *Workers by state*.",
+                act="They wait for room or for a worker: see *Workers by state, and wanted*.",
             ),
             Query(expr=total("transom_router_waiting_requests", ROUTER)),
             "short",

@@ -49,8 +49,8 @@ LATENCY = Section(
         ),
         lines(
             About(
-                title="Parts of the first token (p95)",
-                shows="In workers: waiting for the first step, computing the prompt, and both; and what "
+                title="Parts of the first token",
+                shows="Each part's p95. In workers: waiting for the first step, computing the prompt, and both; and what "
                 "the router saw.",
                 act="Queue high: add workers. Prefill high: prompts are long or miss the cache. "
                 "Router far above worker: "
@@ -67,8 +67,9 @@ LATENCY = Section(
         ),
         lines(
             About(
-                title="Parts of an answer (p95)",
-                shows="In workers: from the first token to the last, from arrival to the end, and between two tokens.",
+                title="Parts of an answer",
+                shows="Each part's p95. In workers: from the first token to the last, from arrival to the end, and "
+                "between two tokens.",
                 act="Decode grows without longer answers: batches have grown or steps slowed down; see *Workers*.",
             ),
             [

@@ -127,6 +127,19 @@ def test_words_name_flags_and_alerts_that_exist(board: dict[str, Any]) -> None:
     assert set(re.findall(r"Transom[A-Z]\w+", text)) <= alerts
 
 
+def test_words_name_panels_that_exist() -> None:
+    """`*Panel*` or `*Section*` in a description; `*Dashboard, Panel*` in the runbooks."""
+    titles = {board["title"].removeprefix("Transom / "): {one["title"] for one in board["panels"]} for board in BOARDS}
+    for board in BOARDS:
+        own = titles[board["title"].removeprefix("Transom / ")]
+        for panel in panels(board):
+            named = set(re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", panel["description"]))
+            assert named <= own | set(titles), panel["title"]
+    runbooks = (FOLDER.parents[1] / "docs/monitoring.md").read_text()
+    for board_title, panel_title in re.findall(r"\*([A-Z][\w ]+), ([A-Z][^*\n]+)\*", runbooks):
+        assert board_title not in titles or panel_title in titles[board_title], panel_title
+
+
 def test_sections_wrap_and_repeat() -> None:
     about = About(title="One", shows="x.", act="y.")
     wide = [number(about, Query(expr="up"), "s", width=16, limits=low_is_bad(1, 2)) for _ in range(2)]
