@@ -8,6 +8,7 @@ from hand_scheduler import engine_config
 from toy_decoder import layer, load_toy
 
 from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
+from transom_worker.errors import ConfigError
 from transom_worker.execution import memory
 from transom_worker.planner import cache_groups
 
@@ -69,3 +70,17 @@ def test_most_useful_is_every_place_at_full_length() -> None:
         memory.most_useful_bytes(groups, scheduler, max_model_len=9)
         == scheduler.max_num_seqs * 2 * 4 * stride + 16 * stride
     )
+
+
+def test_what_graphs_will_hold_is_left_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"max_memory_allocated": 300, "memory_reserved": 350, "mem_get_info": (550, 1000)}
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, figure=figure: figure)
+    cache = CacheConfig(gpu_memory_utilization=0.9)
+    options = {"device": torch.device("cuda"), "most_useful_bytes": 2**40, "profile": lambda: None}
+    assert memory.pool_bytes(cache, **options) == 900 - 100 - 300  # type: ignore[arg-type]
+    assert memory.pool_bytes(cache, graph_bytes=200, **options) == 300  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="CUDA graphs will take 500; raise it, lower"):
+        memory.pool_bytes(cache, graph_bytes=500, **options)  # type: ignore[arg-type]

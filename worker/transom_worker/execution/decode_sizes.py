@@ -52,6 +52,11 @@ class DecodeSizes:
         self.num_levels = next(level for level in range(64) if self._reaches_all(level)) + 1
 
     @property
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        return len(self._groups)
+
+    @property
     def all(self) -> tuple[DecodeSize, ...]:
         """Every size: the usual levels first, of each level the largest first, whose memory serves the others."""
         levels = range(self.num_levels)

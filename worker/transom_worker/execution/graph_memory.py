@@ -20,16 +20,19 @@ FLOAT_BYTES = 4
 
 
 def graph_bytes(
-    sizes: DecodeSizes, architecture: Architecture, scheduler: SchedulerConfig, dtype: torch.dtype, num_groups: int
+    sizes: DecodeSizes | None, architecture: Architecture, scheduler: SchedulerConfig, dtype_name: str
 ) -> int:
     """All sizes share a pool for activations, a tensor of logits, and buffers of inputs; each has a graph of its own."""
+    if sizes is None:
+        return 0
+    dtype: torch.dtype = getattr(torch, dtype_name)
     most_seqs = sizes.num_seqs[-1]
     decoding = replace(scheduler, max_num_batched_tokens=most_seqs, max_num_seqs=most_seqs)
     pool = activation_bytes(architecture, decoding, dtype) + max(
         _split_bytes(size, sizes, architecture) for size in sizes.all
     )
     logits = most_seqs * architecture.vocab_size * FLOAT_BYTES
-    inputs = max(_table_bytes(size, sizes, num_groups) for size in sizes.all)
+    inputs = max(_table_bytes(size, sizes) for size in sizes.all)
     return pool + logits + inputs + len(sizes.all) * GRAPH_BYTES
 
 
@@ -44,6 +47,6 @@ def _split_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architectur
     return sizes.num_items(size) * widest * FLOAT_BYTES
 
 
-def _table_bytes(size: DecodeSize, sizes: DecodeSizes, num_groups: int) -> int:
+def _table_bytes(size: DecodeSize, sizes: DecodeSizes) -> int:
     """Block tables, beside which the other inputs are nothing."""
-    return sum(size.num_seqs * sizes.num_columns(size, group) * 4 for group in range(num_groups))
+    return sum(size.num_seqs * sizes.num_columns(size, group) * 4 for group in range(sizes.num_groups))

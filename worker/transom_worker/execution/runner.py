@@ -15,7 +15,6 @@ from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution import memory
 from transom_worker.execution.batch import BatchBuilder
 from transom_worker.execution.copies import run_copies
-from transom_worker.execution.decode_sizes import DecodeSizes
 from transom_worker.execution.dry_run import dry_run, warm_up, worst_counts, worst_past
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUse
 from transom_worker.execution.forward_pass import ForwardPass, decode_sizes
@@ -64,6 +63,10 @@ class ModelRunner:
         self._loaded = loaded or load_model(config.model, parallel, on_progress)
         self._model = self._loaded.model
         self._max_model_len = choose_max_model_len(config.model.max_model_len, self._loaded.architecture)
+        groups = [group.spec for group in self._groups_of(parallel.rank)]
+        self._decode_sizes = decode_sizes(
+            config, parallel, groups, max_model_len=self._max_model_len, device=self._loaded.device
+        )
         self._clock = step_clock(self._loaded.device)
         self.in_forward = False  # of the last step: whether it came to what ranks do together
         self._forward_s = 0.0  # since start
@@ -83,7 +86,7 @@ class ModelRunner:
             most_useful_bytes=memory.most_useful_bytes(groups, scheduler, self._max_model_len),
             ranks_on_host=self._ranks_on_host,
             profile=lambda: self._profile(small),
-            graph_bytes=self._graph_bytes(),
+            graph_bytes=graph_bytes(self._decode_sizes, self._loaded.architecture, scheduler, self._loaded.dtype),
         )
 
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
@@ -298,22 +301,8 @@ class ModelRunner:
             self._sampler.add(-1, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
             self._sampler.sample(logits_1V, [-1])
             self._sampler.remove(-1)
-        sizes = self._decode_sizes()
-        if sizes is not None:
-            self._forward.capture(sizes, self._slab)
-
-    def _decode_sizes(self) -> DecodeSizes | None:
-        groups = [group.spec for group in self._groups_of(self._parallel.rank)]
-        return decode_sizes(
-            self._config, self._parallel, groups, max_model_len=self._max_model_len, device=self._loaded.device
-        )
-
-    def _graph_bytes(self) -> int:
-        sizes, dtype = self._decode_sizes(), getattr(torch, self._loaded.dtype)
-        if sizes is None:
-            return 0
-        num_groups = len(self._groups_of(self._parallel.rank))
-        return graph_bytes(sizes, self._loaded.architecture, self._config.scheduler, dtype, num_groups)
+        if self._decode_sizes is not None:
+            self._forward.capture(self._decode_sizes, self._slab)
 
 
 def _logit_row_ends(plan: StepPlan) -> list[int]:

@@ -1,0 +1,257 @@
+"""Decode steps through recorded graphs, plan by plan; what happens where capturing fails; what a recording refuses."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_scheduler import HandScheduler
+
+pytest.importorskip("triton")
+
+from checkpoints import make_checkpoint
+from graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, recorded
+from tiny_checkpoints import tiny_llama
+from transom_kernels.launch import INTERPRETED, prefer
+from transom_kernels.paged_attention import tuning
+from transom_worker.execution import dry_run, forward_pass
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.settings import Settings
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
+SIZE = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}
+SETTINGS: dict[str, Any] = {
+    "kv_cache_memory_bytes": "1MiB",
+    "block_size": 4,
+    "num_threads": 1,
+    "max_num_batched_tokens": 8,
+    "dtype": "float32",
+    "window": 5,
+    "sinks": 2,
+    "window_pattern": "SF",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("graphed"), **SIZE)
+
+
+@contextmanager
+def runner_of(checkpoint: Path, device: RecorderDevice | None, **settings: Any) -> Iterator[ModelRunner]:
+    """A runner on interpreted kernels that records on `device`."""
+    with prefer("interpreted"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_pass, "capture_device", lambda _: device)
+        patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
+        patch.setattr(dry_run, "WARM_UP_TOKENS", 1)
+        runner = ModelRunner(Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config())
+        runner.allocate(runner.pool_bytes())
+        yield runner
+
+
+def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
+    """A step's logits; what it samples goes on."""
+    kept: list[torch.Tensor] = []
+    plain = runner._sample
+    plan = hand.plan(counts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            runner, "_sample", lambda plan, logits, result: (kept.append(logits.clone()), plain(plan, logits, result))
+        )
+        hand.received(plan, runner.execute(plan))
+    return kept[0]
+
+
+def random_steps(seed: int, num_steps: int, most_seqs: int) -> list[Callable[[HandScheduler], dict[int, int]]]:
+    """Steps over sequences that come, are cut into chunks, decode together and go; each tells a scheduler, and says what to run."""
+    rng = random.Random(seed)
+    steps: list[Callable[[HandScheduler], dict[int, int]]] = []
+    left: dict[int, int] = {}  # tokens of the prompt yet to be computed
+    total: dict[int, int] = {}
+    for number in range(num_steps):
+        gone = [seq for seq in left if total[seq] >= 15 or (left[seq] == 0 and rng.random() < 0.1)]
+        new = number if len(left) - len(gone) < most_seqs and rng.random() < 0.5 else None
+        for seq in gone:
+            del left[seq]
+        if new is not None or not left:
+            new, length = number, rng.choice((1, 3, 7, 12))
+            left[new] = total[new] = length
+        counts = {seq: min(rng.randint(1, 5), num) or 1 for seq, num in left.items()}
+        tokens = [rng.randint(3, 500) for _ in range(left.get(number, 0))]
+        for seq, count in counts.items():
+            total[seq] += left[seq] == 0
+            left[seq] = max(0, left[seq] - count)
+
+        def step(
+            hand: HandScheduler,
+            gone: list[int] = gone,
+            new: int | None = new,
+            counts: dict[int, int] = counts,
+            tokens: list[int] = tokens,
+        ) -> dict[int, int]:
+            for seq in gone:
+                hand.finish(seq)
+            if new is not None:
+                hand.add(new, tokens)
+            return counts
+
+        steps.append(step)
+    return steps
+
+
+def check_steps(checkpoint: Path, *, seed: int, num_steps: int, max_num_seqs: int, **settings: Any) -> None:
+    """The same random steps with graphs and without."""
+    settings |= {"max_num_seqs": max_num_seqs, "max_model_len": 16}
+    steps, device, found = random_steps(seed, num_steps, max_num_seqs), RecorderDevice(), []
+    for recorder in (None, device):
+        with runner_of(checkpoint, recorder, **settings) as runner:
+            hand = HandScheduler(runner.info.layout)
+            found.append([logits_of(runner, hand, step(hand)) for step in steps])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)  # rows that are added change how products round
+    use = runner.use
+    assert use.num_replayed + use.num_launched == num_steps
+    assert min(use.num_replayed, use.num_launched) >= num_steps // 4
+    assert use.num_replayed == device.num_uploads - 2 * len(device.graphs)
+    assert runner.info.num_graphs == len(device.graphs) == 2 * len([num for num in (1, 2, 3) if num <= max_num_seqs])
+
+
+def test_random_steps_give_the_same_logits(checkpoint: Path) -> None:
+    check_steps(checkpoint, seed=3, num_steps=12, max_num_seqs=2)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(3))
+def test_many_random_steps(checkpoint: Path, seed: int) -> None:
+    check_steps(checkpoint, seed=seed, num_steps=40, max_num_seqs=3)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "gemma2": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 80,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tmp_path: Path, family: str) -> None:
+    """Experts, learned sinks, soft caps, norms on both sides, chunks, queries scaled by position."""
+    make_checkpoint(tmp_path, family, **(FAMILIES[family] | {"num_hidden_layers": 2}))
+    check_steps(tmp_path, seed=3, num_steps=12, max_num_seqs=2, window=None, sinks=0, window_pattern="S")
+
+
+def test_the_cache_is_blank_behind_the_start(checkpoint: Path) -> None:
+    device = RecorderDevice()
+    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8) as runner:
+        assert len(device.graphs) == 1
+        assert not runner._slab[: runner.info.layout.pool_bytes].any()
+
+
+class BakedGraph(RecordedGraph):
+    """As if a number of the first step had been kept: the second step's inputs are not seen."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        run()
+
+    def replay(self) -> None:
+        pass
+
+
+class BakingDevice(RecorderDevice):
+    def capture(self, run: Callable[[], None]) -> RecordedGraph:
+        return BakedGraph(run)
+
+
+class FailingDevice(RecorderDevice):
+    def capture(self, run: Callable[[], None]) -> RecordedGraph:
+        if self.graphs:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().capture(run)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (
+            BakingDevice(),
+            "capturing 2 sequences at level 0 failed (GraphMismatch: 2 sequences at level 0: logits of up to",
+        ),
+        (FailingDevice(), "capturing 1 sequences at level 0 failed (RuntimeError: operation not permitted"),
+    ],
+    ids=["a graph that is wrong", "a device that fails"],
+)
+def test_what_fails_at_start_turns_graphs_off(
+    checkpoint: Path, device: RecorderDevice, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), runner_of(checkpoint, device, max_num_seqs=2, max_model_len=8) as runner:
+        assert [record.getMessage()[: len("Decode steps run")] for record in caplog.records] == ["Decode steps run"]
+        assert message in caplog.text
+        hand = HandScheduler(runner.info.layout)
+        hand.add(0, [5, 6])
+        for counts in ({0: 2}, {0: 1}):
+            logits_of(runner, hand, counts)
+        assert (runner.use.num_replayed, runner.use.num_launched, runner.info.num_graphs) == (0, 2, 0)
+
+
+def test_eager_is_eager(checkpoint: Path) -> None:
+    device = RecorderDevice()
+    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8, enforce_eager=True) as runner:
+        assert (runner.info.num_graphs, device.graphs) == (0, [])
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "a list": lambda x: x.tolist(),
+    "a number": lambda x: x.sum().item(),
+    "a branch": lambda x: 1 if x.sum() > 0 else 2,
+    "an array": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "a count": lambda x: x.long().bincount(),
+    "a new tensor": lambda x: x + torch.tensor([1.0, 2.0]),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_recording_refuses_what_a_graph_cannot_hold(what: str) -> None:
+    x = torch.ones(2)
+    with torch.inference_mode(), pytest.raises(NotCapturable), recorded():
+        REFUSED[what](x)
+
+
+def test_a_recording_keeps_the_hosts_numbers_and_reads_its_inputs_again() -> None:
+    x, out, factor = torch.ones(3), torch.zeros(3), 2.0
+
+    def run() -> None:
+        made = torch.empty(3).copy_(x)
+        out.copy_((made * factor + torch.arange(3)).view(3, 1)[:, 0])
+
+    with torch.inference_mode():
+        graph = RecorderDevice().capture(run)
+        x.fill_(5.0)
+        factor = 100.0
+        graph.replay()
+    assert out.tolist() == [10.0, 11.0, 12.0]
