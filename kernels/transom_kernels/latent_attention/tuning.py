@@ -52,5 +52,10 @@ def score_rounds(num_queries: int) -> int:
 
 
 def queries_at_once(num_entries: int) -> int:
-    """Queries whose scores of so many entries take at most `SCORE_BYTES`; at least 1."""
-    return max(1, SCORE_BYTES // (4 * max(1, num_entries)))
+    """Queries whose scores of so many entries take at most `SCORE_BYTES`; at least 1.
+
+    Multiples of 16 where there are so many: rows of later pieces then lie as well aligned as the first, and need no kernel of
+    their own.
+    """
+    most = max(1, SCORE_BYTES // (4 * max(1, num_entries)))
+    return most if most < 16 else most // 16 * 16
