@@ -20,8 +20,10 @@ from transom_worker.errors import ConfigError
 logger = logging.getLogger("transom.router")
 
 ONLY_CLIENT = "all"  # everybody's name where no keys are wanted
+ADMIN_FLAG = "--admin-api-key-file"
 LOOK_AGAIN_S = 1.0
 _CLIENT_DIGITS = 32
+_SHARED_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
 
 
 class ApiKeys:
@@ -34,19 +36,30 @@ class ApiKeys:
     """
 
     def __init__(
-        self, keys: Sequence[str] = (), path: str | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        keys: Sequence[str] = (),
+        path: str | None = None,
+        *,
+        flag: str = "--api-key-file",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._flag = flag
         self._fixed = [_Key(key) for key in keys]
         self._path = path
         self._clock = clock
         self._look_again_s = clock() + LOOK_AGAIN_S
         self._version = None if path is None else _version(path)
-        self._from_file = [] if path is None else [_Key(key) for key in read_key_file(path)]
+        self._from_file = [] if path is None else [_Key(key) for key in read_key_file(path, flag=flag)]
 
     @classmethod
     def of(cls, config: ServerConfig) -> ApiKeys:
         """Those that a server is set to."""
         return cls(config.api_keys, config.api_key_file)
+
+    @classmethod
+    def of_admins(cls, config: ServerConfig) -> ApiKeys:
+        """Those that alone open what shows all clients together."""
+        return cls((), config.admin_api_key_file, flag=ADMIN_FLAG)
 
     @property
     def are_wanted(self) -> bool:
@@ -73,7 +86,7 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._from_file = [_Key(key) for key in read_key_file(self._path)]
+            self._from_file = [_Key(key) for key in read_key_file(self._path, flag=self._flag)]
             logger.info("Read %d API keys from %s.", len(self._from_file), self._path)
         except ConfigError as error:
             logger.error("API keys stay as they were: %s", error)
@@ -90,8 +103,8 @@ class _Key:
         self.client = sha256(b"transom client\0" + raw).hexdigest()[:_CLIENT_DIGITS]
 
 
-def read_key_file(path: str) -> tuple[str, ...]:
-    """Keys, one a line; empty lines and those that begin with # do not count.
+def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]:
+    """Keys, one a line; empty lines and those that begin with # do not count. `flag` names the file in errors.
 
     Raises:
         ConfigError: the file is not there, everybody on this machine may read it, it is not text, or it has no key.
@@ -101,19 +114,19 @@ def read_key_file(path: str) -> tuple[str, ...]:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read()
     except OSError as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read ({error.strerror}).") from None
+        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}).") from None
     if mode & stat.S_IROTH:
         raise ConfigError(
-            f"--api-key-file {path} may be read by everybody on this machine (mode {stat.S_IMODE(mode):o}); "
+            f"{flag} {path} may be read by everybody on this machine (mode {stat.S_IMODE(mode):o}); "
             "make it your own with chmod 600."
         )
     try:
         lines = [line.strip() for line in content.decode().splitlines()]
     except UnicodeDecodeError:
-        raise ConfigError(f"--api-key-file {path} is not UTF-8 text; give a key a line.") from None
+        raise ConfigError(f"{flag} {path} is not UTF-8 text; give a key a line.") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"--api-key-file {path} has no key; give at least one, a key a line.")
+        raise ConfigError(f"{flag} {path} has no key; give at least one, a key a line.")
     return keys
 
 
@@ -130,6 +143,11 @@ def known_keys(config: ServerConfig) -> tuple[str, ...]:
 def salted(cache_salt: str | None, client: str) -> str:
     """A request's cache salt, made the client's own: no other client's request has the same."""
     return f"{client}:{cache_salt or ''}"
+
+
+def is_of_all_clients(path: str) -> bool:
+    """Whether a path shows what all clients do together: the block map's data, and metrics."""
+    return path in _SHARED_PATHS or path.startswith("/metrics/")
 
 
 def _version(path: str) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from transom_cluster import __version__, server_routes
-from transom_cluster.api_keys import ApiKeys
+from transom_cluster.api_keys import ApiKeys, is_of_all_clients
 from transom_cluster.blockmap import routes as blockmap_routes
 from transom_cluster.client_limits import ClientLimits
 from transom_cluster.known_answers import known_answers
@@ -53,24 +53,26 @@ def build_api(router: Router) -> FastAPI:
     api = FastAPI(
         title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
-    keys = ApiKeys.of(router.config)
-    _add_layers(api, router, keys)
+    keys, admins = ApiKeys.of(router.config), ApiKeys.of_admins(router.config)
+    _add_layers(api, router, keys, admins)
     _add_error_handlers(api)
     OpenAiRoutes(router).add_to(api)
     for routes in (server_routes, metrics_routes, lives_routes, blockmap_routes):
         routes.add_to(api, router)
-    complete_document(api.openapi(), wants_key=keys.are_wanted, open_paths=OPEN_PATHS)
-    for endpoint, statuses in known_answers(api.routes, api.openapi(), router.config).items():
+    document = api.openapi()
+    admin_paths = frozenset(path for path in document["paths"] if admins.are_wanted and is_of_all_clients(path))
+    complete_document(document, wants_key=keys.are_wanted, open_paths=OPEN_PATHS, admin_paths=admin_paths)
+    for endpoint, statuses in known_answers(api.routes, document, router.config).items():
         router.metrics.may_end(endpoint, statuses)
     return api
 
 
-def _add_layers(api: FastAPI, router: Router, keys: ApiKeys) -> None:
+def _add_layers(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys) -> None:
     """From the innermost to the outermost, which counts refusals as well."""
     config = router.config
     api.add_middleware(LimitBody, max_body_bytes=config.max_body_bytes)
     api.add_middleware(LimitClients, limits=ClientLimits(config.limits))
-    api.add_middleware(RequireApiKey, keys=keys)
+    api.add_middleware(RequireApiKey, keys=keys, admins=admins)
     api.add_middleware(LimitHeaders, max_header_bytes=config.limits.max_header_bytes)
     api.add_middleware(AnswerBugs, show_messages=config.log_prompts)
     api.add_middleware(CountRequests, metrics=router.metrics)

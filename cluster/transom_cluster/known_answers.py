@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
+from transom_cluster.api_keys import is_of_all_clients
 from transom_cluster.request_outcome import CLIENT_LEFT
 from transom_worker.config import ServerConfig
 
@@ -38,14 +39,15 @@ def known_answers(
             for operation in document["paths"].get(written, {}).values()
             for status in operation["responses"]
         ]
-        known.setdefault(path, set()).update(_EVERYWHERE, documented, _HIDDEN.get(path, ()))
+        for_admins = (403,) if config.admin_api_key_file and is_of_all_clients(path) else ()
+        known.setdefault(path, set()).update(_EVERYWHERE, documented, _HIDDEN.get(path, ()), for_admins)
     return {path: sorted(statuses - never) for path, statuses in known.items()}
 
 
 def _never(config: ServerConfig) -> set[int]:
     limits = config.limits
     possible = {
-        401: bool(config.api_keys or config.api_key_file),
+        401: bool(config.api_keys or config.api_key_file or config.admin_api_key_file),
         408: limits.request_timeout_s is not None,
         429: limits.requests_per_minute is not None or limits.concurrent_requests is not None,
     }

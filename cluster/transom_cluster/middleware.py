@@ -10,12 +10,19 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transom_cluster.api_keys import ONLY_CLIENT, ApiKeys
+from transom_cluster.api_keys import ONLY_CLIENT, ApiKeys, is_of_all_clients
 from transom_cluster.client_limits import ClientLimits
 from transom_cluster.failures import traceback_lines
 from transom_cluster.known_answers import OTHER
 from transom_cluster.metrics import RouterMetrics
-from transom_cluster.openai.errors import WireError, body_too_large, headers_too_large, wire_error, wrong_api_key
+from transom_cluster.openai.errors import (
+    WireError,
+    body_too_large,
+    headers_too_large,
+    not_an_admin,
+    wire_error,
+    wrong_api_key,
+)
 from transom_cluster.request_outcome import Outcome, broke_off
 from transom_worker.errors import RateLimited
 
@@ -116,21 +123,31 @@ class LimitHeaders:
 
 
 class RequireApiKey:
-    """Refuses requests without one of the keys, and names the client of the others: `scope["state"]["client"]`."""
+    """Refuses requests without one of the keys, and names the client of the others: `scope["state"]["client"]`.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    Where there are keys of admins, these open everything, and nothing else opens what shows all clients together.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, admins: ApiKeys) -> None:
         self._app = app
         self._keys = keys
+        self._admins = admins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Pass the request on, or answer 401 or 403."""
         if scope["type"] == "http":
             given = _bearer_token(Headers(scope=scope).get("authorization", ""))
+            admin = self._admins.client(given) if given and self._admins.are_wanted else None
             client = self._keys.client(given) if given and self._keys.are_wanted else None
-            if self._keys.are_wanted and client is None and not _is_open(scope["path"]):
+            is_for_admins = self._admins.are_wanted and is_of_all_clients(scope["path"])
+            if is_for_admins and admin is None and client is not None:
+                await send_error(not_an_admin(), send)
+                return
+            wants_key = is_for_admins or (self._keys.are_wanted and not _is_open(scope["path"]))
+            if wants_key and admin is None and client is None:
                 await send_error(wrong_api_key(missing=not given), send)
                 return
-            scope["state"]["client"] = client or ONLY_CLIENT
+            scope["state"]["client"] = client or admin or ONLY_CLIENT
         await self._app(scope, receive, send)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from transom_cluster.api_keys import read_key_file
+from transom_cluster.api_keys import ADMIN_FLAG, read_key_file
 from transom_cluster.worker_resources import check_gpus, gpus_of
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
@@ -49,6 +49,8 @@ def check_api_keys(settings: Settings) -> None:
         raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
     if settings.api_key_file is not None:
         read_key_file(settings.api_key_file)
+    if settings.admin_api_key_file is not None:
+        read_key_file(settings.admin_api_key_file, flag=ADMIN_FLAG)
 
 
 def port_problem(host: str, port: int) -> str | None:

@@ -116,6 +116,7 @@ class ServerConfig:
     served_model_name: str
     api_keys: tuple[str, ...] = ()
     api_key_file: str | None = None
+    admin_api_key_file: str | None = None
     max_body_bytes: int = 8 * 2**20
     haproxy: bool = False
     routing_policy: RoutingPolicy = "kv"

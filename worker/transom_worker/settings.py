@@ -123,6 +123,9 @@ class Settings(BaseModel):
     api_key_file: str | None = Field(
         None, description="A file with one such key a line; lines with # in front do not count."
     )
+    admin_api_key_file: str | None = Field(
+        None, description="A file of keys that alone open what shows all clients together: the block map and /metrics."
+    )
     salt_by_key: bool = Field(
         False, description="Clients with different API keys share no cached prefixes, so that none can time another's."
     )
@@ -266,6 +269,7 @@ class Settings(BaseModel):
             served_model_name=self.served_model_name or self.model,
             api_keys=self.api_key,
             api_key_file=self.api_key_file,
+            admin_api_key_file=self.admin_api_key_file,
             max_body_bytes=self.max_body_bytes,
             haproxy=self.haproxy,
             routing_policy=self.routing_policy,

@@ -13,6 +13,7 @@ from transom_worker.settings import NOT_YET, Settings
 _ENVIRONMENT: dict[str, list[str]] = {
     "api_key": ["TRANSOM_API_KEYS", "TRANSOM_API_KEY"],
     "api_key_file": ["TRANSOM_API_KEY_FILE"],
+    "admin_api_key_file": ["TRANSOM_ADMIN_API_KEY_FILE"],
     "otlp_traces_endpoint": ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"],
 }
 _HELP = {"host": "Address to listen on.", "port": "0 takes a free one."}

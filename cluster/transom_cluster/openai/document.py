@@ -47,8 +47,10 @@ _EVENT = {  # of each event of a stream
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
-def complete_document(document: dict[str, Any], *, wants_key: bool, open_paths: frozenset[str]) -> None:
-    """Put bodies, answers and errors into the framework's document, in place."""
+def complete_document(
+    document: dict[str, Any], *, wants_key: bool, open_paths: frozenset[str], admin_paths: frozenset[str] = frozenset()
+) -> None:
+    """Put bodies, answers and errors into the framework's document, in place. `admin_paths` want an admin's key."""
     schemas: dict[str, Any] = {}
     document["components"] = {"schemas": schemas}
     for path, operations in document["paths"].items():
@@ -56,8 +58,13 @@ def complete_document(document: dict[str, Any], *, wants_key: bool, open_paths: 
             operation["responses"] = _responses(path, method, operation, schemas)
             if method == "post":
                 operation["requestBody"] = {"required": True, "content": _json(_add_body(path, schemas))}
-    if wants_key:
+    for path in admin_paths:
+        error = _json(_add(response_types.ErrorBody, schemas))
+        document["paths"][path]["get"]["responses"]["403"] = {"description": "The key is no admin's.", "content": error}
+        document["paths"][path]["get"]["security"] = [{"key": []}]
+    if wants_key or admin_paths:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    if wants_key:
         document["security"] = [{"key": []}]
         for path in open_paths & document["paths"].keys():
             document["paths"][path]["get"]["security"] = []

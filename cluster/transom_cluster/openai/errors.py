@@ -143,6 +143,16 @@ def wrong_api_key(*, missing: bool) -> WireError:
     )
 
 
+def not_an_admin() -> WireError:
+    """403 for a client's key where an admin's is wanted."""
+    return WireError(
+        status=403,
+        message="This shows what all clients do together, which a client's key does not open; send one of --admin-api-key-file.",
+        type="permission_error",
+        code="admin_api_key_required",
+    )
+
+
 def http_status_error(status: int, method: str, path: str) -> WireError:
     """For what the web framework refuses by itself: unknown paths, wrong methods."""
     if status == 404:
