@@ -8,7 +8,8 @@
 #   models    models of 4 to 8 billion random parameters beside transformers' continuous batching
 #
 # Needs no network and no installation: PYTHON (python3) has torch, triton and transformers, `benchmarks/gpu_wheels` has brought the
-# rest. Results go to $OUT, else to benchmarks/results/local. Further arguments of a part: KERNELS="--quick --only decode" and the like.
+# rest. Results go to $OUT, else to benchmarks/results/local. Further arguments of a part: KERNELS="--quick --only decode", FAMILIES,
+# MODELS, and CHECKS for the cases of tests and sanitize.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 script=benchmarks/gpu.sh
@@ -16,7 +17,7 @@ python=${PYTHON:-python3}
 out=${OUT:-benchmarks/results/local}
 limit_s=${PART_LIMIT_S:-475}
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
-export TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0
+export TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=${TRITON_INTERPRET:-0}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton_cache}
 unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE NVIDIA_TF32_OVERRIDE # some images set them; float32 is float32 here
 mkdir -p "$out"
@@ -42,7 +43,7 @@ at_once() { # children side by side: at most $1, each with two cores
 
 check_cases() { # all of them, side by side, since most of their time is Triton's compilation; $1 seconds at most
     mkdir -p "$TRITON_CACHE_DIR" && touch "$compiled"
-    "$python" benchmarks/kernels.py --check --at-once "$(at_once 4)" --budget-s "$1" --out "$out/checks"
+    "$python" benchmarks/kernels.py --check --at-once "$(at_once 4)" --budget-s "$1" --out "$out/checks" ${CHECKS:-}
 }
 
 tests() {
@@ -59,7 +60,7 @@ tests() {
 
 sanitize() {
     command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed: skipped"; return 0; }
-    local tiny=(benchmarks/kernels.py --tiny --check) scratch tool failed=0 ran
+    local tiny=(benchmarks/kernels.py --tiny --check ${CHECKS:-}) scratch tool failed=0 ran
     scratch=$(mktemp -d)
     "$python" "${tiny[@]}" --at-once "$(at_once 4)" --budget-s 90 --out "$scratch" # compiles, which takes longer under a tool
     # the caching allocator would hide what lies just outside a tensor; tiny sizes, since every access is watched

@@ -95,7 +95,7 @@ class Transom:
             "warm_up_s": time.perf_counter() - begin_s,
             "kv_pool_bytes": self._engine.info.memory.kv_bytes,
             "weight_bytes": model.weight_bytes,
-            "num_graphs": getattr(self._engine.info, "num_graphs", 0),
+            "num_graphs": self._engine.info.num_graphs,
         }
         self._num_requests = 0
 
@@ -169,7 +169,7 @@ class Transom:
 
     def _num_replayed(self) -> int:
         """Steps so far that were CUDA graphs."""
-        return sum(getattr(report.use, "num_replayed", 0) for report in self._executor.rank_reports())
+        return sum(report.use.num_replayed for report in self._executor.rank_reports())
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

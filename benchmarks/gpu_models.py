@@ -51,7 +51,7 @@ def job_names(options: argparse.Namespace) -> list[str]:
     batches = TINY_BATCHES if options.tiny else (8, 64) if options.quick else BATCHES
     decoding = [f"decode {batch}" for batch in batches]
     eagerly = [f"decode {batch}" for batch in batches if batch in EAGER_BATCHES]
-    parts = ((OURS, ["prefill", *decoding]), (EAGER, eagerly if _has_graphs() else []), (RIVAL, ["prefill", *decoding]))
+    parts = ((OURS, ["prefill", *decoding]), (EAGER, eagerly), (RIVAL, ["prefill", *decoding]))
     return [f"{name} {engine} {one}" for engine, what in parts for name in GEOMETRIES for one in what]
 
 
@@ -110,12 +110,6 @@ def _ceilings(device_name: str, tiny: bool) -> Any:
     return found
 
 
-def _has_graphs() -> bool:
-    from transom_worker.settings import Settings
-
-    return "enforce_eager" in Settings.model_fields
-
-
 def _engine(name: str, engine_name: str, device: Any, *, tiny: bool) -> Any:
     """The one that is held, or a new one in its place; None where the old one's memory did not come back."""
     import torch
@@ -136,7 +130,7 @@ def _engine(name: str, engine_name: str, device: Any, *, tiny: bool) -> Any:
             _held[name, engine_name] = Transformers(config, device)
         else:
             longest, most = (200, 4) if tiny else (8192, max(BATCHES))
-            how = {"enforce_eager": engine_name == EAGER} if _has_graphs() else {}
+            how = {"enforce_eager": engine_name == EAGER}
             _held[name, engine_name] = Transom(config, device, longest=longest, most=most, settings=how)
     return _held[name, engine_name]
 
