@@ -30,6 +30,10 @@ from scripts.monitor_settings import (
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
+KEY_HINTS = {
+    httpx.codes.UNAUTHORIZED: " Give the server's keys with --api-key-file.",
+    httpx.codes.FORBIDDEN: " It wants an admin's key: give --api-key-file the file of --admin-api-key-file.",
+}
 
 Process = subprocess.Popen[bytes]
 
@@ -152,7 +156,7 @@ def warn_without_answer(url: str, key: str) -> None:
         print(f"transom: nothing answers at {url} yet; `make serve` starts it, --url names another.", file=sys.stderr)
         return
     if status != httpx.codes.OK:
-        hint = " Give the server's keys with --api-key-file." if status == httpx.codes.UNAUTHORIZED else ""
+        hint = KEY_HINTS.get(status, "")
         print(f"transom: {url}/metrics answers {status}.{hint}", file=sys.stderr)
 
 
