@@ -31,6 +31,7 @@ def cases(scale: Scale) -> Iterator[Case]:
     for rows in (many, few):
         wanted = TARGET if rows == many else None
         yield _case(f"norm with residual rows {rows}", _norm, (rows, width), "4 T N", wanted)
+        yield _case(f"norms around a residual rows {rows}", _norms, (rows, width), "4 T N", wanted)
         yield _case(f"norm of heads rows {rows}", _head_norm, (rows, HEADS), "2 T H D", wanted)
         yield _case(f"rotary rows {rows}", _rotary, (rows, HEADS), "2 T H D and the tables", None)
         yield _case(f"gated silu rows {rows}", _gated, (rows, inner), "3 T N", None)
@@ -49,24 +50,37 @@ def _random(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def _norm(shape: Rows, device: torch.device) -> Prepared:
-    x, residual, weight = (
-        _random(*shape, device=device),
-        _random(*shape, device=device),
-        _random(shape[1], device=device),
-    )
+    return _norm_of_sum(shape, device, has_inner=False)
+
+
+def _norms(shape: Rows, device: torch.device) -> Prepared:
+    return _norm_of_sum(shape, device, has_inner=True)
+
+
+def _norm_of_sum(shape: Rows, device: torch.device, *, has_inner: bool) -> Prepared:
+    x, residual = _random(*shape, device=device), _random(*shape, device=device)
+    weight, inner = _random(shape[1], device=device), _random(shape[1], device=device) if has_inner else None
 
     def check(out: tuple[torch.Tensor, ...]) -> list[Check]:
-        sums = (x.float() + residual.float()).bfloat16()
-        wide = sums.double()
-        wanted = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
-        return [Check(got=out[0], wanted=wanted, limit=ERROR_LIMIT), Check(got=out[1], wanted=sums, limit=ERROR_LIMIT)]
+        addend = x if inner is None else _normed(x, inner).bfloat16()
+        wanted = (addend.float() + residual.float()).bfloat16()
+        normed = _normed(out[1], weight)  # of what was written: a rounding of the inner norm may go the other way
+        return [
+            Check(got=out[0], wanted=normed, limit=ERROR_LIMIT),
+            Check(got=out[1], wanted=wanted, limit=ERROR_LIMIT),
+        ]
 
     return Prepared(
-        run=lambda: rms_norm_triton(x, weight, EPS, residual),
+        run=lambda: rms_norm_triton(x, weight, EPS, residual, inner=inner),
         check=check,
-        num_bytes=4 * x.nbytes + weight.nbytes,
+        num_bytes=4 * x.nbytes + weight.nbytes + (0 if inner is None else inner.nbytes),
         alone=lambda: [(rms_norm_triton(x, weight, EPS)[0][1:2], rms_norm_triton(x[1:2], weight, EPS)[0])],
     )
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
 
 
 def _head_norm(shape: Rows, device: torch.device) -> Prepared:
@@ -78,9 +92,7 @@ def _head_norm(shape: Rows, device: torch.device) -> Prepared:
         return (x,)
 
     def check(out: tuple[torch.Tensor, ...]) -> list[Check]:
-        wide = source.double()
-        wanted = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
-        return [Check(got=out[0], wanted=wanted, limit=ERROR_LIMIT)]
+        return [Check(got=out[0], wanted=_normed(source, weight), limit=ERROR_LIMIT)]
 
     return Prepared(run=run, check=check, num_bytes=2 * x.nbytes + weight.nbytes, reset=lambda: x.copy_(source))
 

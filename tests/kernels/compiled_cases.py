@@ -128,10 +128,10 @@ def small_cases() -> Iterator[Compilation]:
             types=dict.fromkeys(("x", "cos", "signed_sin"), "*bf16"),
             constants={"H": 40, "R": 128, "INTERLEAVED": interleaved, "BLOCK_H": 16, "BLOCK_R": 128},
         )  # fmt: skip
-    for gelu in (False, True):
+    for name, gelu, has_limit in (("", False, False), (" gelu", True, False), (" clamped", False, True)):
         yield Compilation(
-            name=f"activate{' gelu' if gelu else ''}", kernel=activate, types={"gate_up": "*bf16", "out": "*bf16"},
-            constants={"GELU": gelu, "BLOCK_N": 2048},
+            name=f"activate{name}", kernel=activate, types={"gate_up": "*bf16", "out": "*bf16", "limit": "fp32"},
+            constants={"GELU": gelu, "HAS_LIMIT": has_limit, "BLOCK_N": 2048},
         )  # fmt: skip
     yield Compilation(
         name="widen_rows", kernel=widen_rows, types={"values": f"*{FP8}", "scales": "*fp32", "out": "*bf16"},
@@ -158,7 +158,7 @@ def norm_of(width: int, what: str = "", *, weights: str = "bf16", **flags: bool)
 
 
 def prepare_cases() -> Iterator[Compilation]:
-    normed = {"NORM": True, "HAS_WEIGHT": True}
+    normed = {"NORM": True, "HAS_Q_WEIGHT": True, "HAS_K_WEIGHT": True}
     for cache, largest in (("bf16", 0.0), (FP8, 448.0), ("i8", 127.0)):
         yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, largest=largest, **normed)
     yield prepare("of 64 without norms", (64, 8, 64))
@@ -166,6 +166,18 @@ def prepare_cases() -> Iterator[Compilation]:
     yield prepare("of 512 with wide norms of values too", (32, 4, 512), norms="fp32", VALUE_NORM=True, **normed)
     yield prepare("normed after rotation", (40, 8, 128), NORM_AFTER=True)
     yield prepare("scaled without rotation", (40, 8, 128), R=0, HAS_QUERY_SCALE=True)
+    latent = {"NORM": True, "HAS_K_WEIGHT": True, "R": 64, "INTERLEAVED": True}
+    yield prepare("of latent rows", (64, 1, 512), **latent, BEGIN=448)
+    for width in (128, 512):  # entries of compressors
+        yield prepare(
+            f"of entries {width} wide",
+            (0, 1, width),
+            dtype="fp32",
+            norms="fp32",
+            tables="bf16",
+            **latent,
+            BEGIN=width - 64,
+        )
     for width in (128, 512, 1024):  # a compressor's state
         yield prepare(f"of state {width} wide", (0, 1, width), dtype="fp32", cache="fp32", R=0)
 
@@ -177,23 +189,26 @@ def prepare(
     dtype: str = "bf16",
     cache: str = "bf16",
     norms: str = "bf16",
+    tables: str = "",
     largest: float = 0.0,
     **flags: Any,
 ) -> Compilation:
     heads, kv_heads, width = sizes
     block_d, block_h = head_blocks(max(heads, kv_heads), width)
-    off = dict.fromkeys(("INTERLEAVED", "NORM", "HAS_WEIGHT", "NORM_AFTER", "VALUE_NORM", "HAS_QUERY_SCALE"), False)
+    off = dict.fromkeys(("INTERLEAVED", "NORM", "HAS_Q_WEIGHT", "HAS_K_WEIGHT", "NORM_AFTER", "VALUE_NORM"), False)
     return Compilation(
         name=f"prepare_and_write {what}", kernel=prepare_and_write,
         types={
-            **dict.fromkeys(("q", "k", "v", "q_out", "cos", "signed_sin", "query_scale"), f"*{dtype}"),
+            **dict.fromkeys(("q", "k", "v", "q_out", "query_scale"), f"*{dtype}"),
+            **dict.fromkeys(("cos", "signed_sin"), f"*{tables or dtype}"),
             **dict.fromkeys(("q_weight", "k_weight"), f"*{norms}"),
             "k_cache": f"*{cache}", "v_cache": f"*{cache}", "slots": "*i64", "k_scale": "*fp32", "v_scale": "*fp32",
             "value_factor": "fp32", "eps": "fp32", "k_stride_b": "i64", "v_stride_b": "i64",
         },
         constants={
-            "BLOCK_SIZE": 16, "H": heads, "KVH": kv_heads, "D": width, "E": width, "R": width, **off,
-            "TO_INTEGER": cache == "i8", "LARGEST": largest, "BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_E": block_d,
+            "BLOCK_SIZE": 16, "H": heads, "KVH": kv_heads, "D": width, "E": width, "R": width, "BEGIN": 0, **off,
+            "HAS_QUERY_SCALE": False, "TO_INTEGER": cache == "i8", "LARGEST": largest, "BLOCK_H": block_h,
+            "BLOCK_D": block_d, "BLOCK_E": block_d,
             **flags,
         },
     )  # fmt: skip

@@ -101,6 +101,9 @@ def test_gated_activations(width: int) -> None:
     x = torch.randn(3, 2 * width)
     torch.testing.assert_close(gated_activation_triton(x, gelu=False), gated_silu_reference(x))
     torch.testing.assert_close(gated_activation_triton(x, gelu=True), gated_gelu_tanh_reference(x))
+    gate, up = x.chunk(2, dim=-1)
+    cut = torch.cat([gate.clamp(max=0.5), up.clamp(-0.5, 0.5)], dim=-1)
+    torch.testing.assert_close(gated_activation_triton(x, gelu=False, limit=0.5), gated_silu_reference(cut))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -129,10 +132,11 @@ PREPARATIONS = [
     Preparation(norm=True, eps=1e-5),
     Preparation(norm=True, q_weight=torch.randn(6, 16), k_weight=torch.randn(2, 16), interleaved=True),
     Preparation(norm_after_rotation=True, value_norm=True, value_factor=0.7),
+    Preparation(norm=True, k_weight=torch.randn(2, 16), rotates_last=True),
 ]
 
 
-@pytest.mark.parametrize("how", PREPARATIONS, ids=["plain", "norm", "weights", "after"])
+@pytest.mark.parametrize("how", PREPARATIONS, ids=["plain", "norm", "weights", "after", "last"])
 @pytest.mark.parametrize("rotated", [0, 8, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prepare_and_write(how: Preparation, rotated: int, dtype: torch.dtype) -> None:
@@ -149,6 +153,17 @@ def test_prepare_and_write(how: Preparation, rotated: int, dtype: torch.dtype) -
     torch.testing.assert_close(got.float(), wanted.float(), **limit)
     for one, other in zip(caches, wanted_caches, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **limit)
+
+
+@pytest.mark.parametrize("heads", [0, 5])
+def test_prepare_and_write_keys_alone(heads: int) -> None:
+    wanted_cache, cache = torch.full((2, 2, 4, 1, 12), float("nan"), dtype=torch.bfloat16)
+    q, k = torch.randn(3, heads, 12), torch.randn(3, 1, 12)
+    how = Preparation(norm=True, k_weight=torch.randn(1, 12), interleaved=True, rotates_last=True)
+    tables, slots = (torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()), torch.tensor([6, -1, 1])
+    wanted = prepare_qkv_reference(q, k, None, wanted_cache, None, slots, tables, how)
+    torch.testing.assert_close(prepare_qkv_triton(q, k, None, cache, None, slots, tables, how), wanted)
+    torch.testing.assert_close(cache, wanted_cache, atol=3e-2, rtol=3e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

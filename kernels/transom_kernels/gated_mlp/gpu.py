@@ -10,7 +10,7 @@ from transom_kernels.launch import next_power_of_two
 MOST_ELEMENTS = 2048  # of a program
 
 
-def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float | None = None) -> torch.Tensor:
     """See `op.gated_activation`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
@@ -18,6 +18,7 @@ def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tenso
     block = min(MOST_ELEMENTS, next_power_of_two(width))
     if len(rows):
         activate[(len(rows), -(-width // block))](
-            rows, out, rows.stride(0), width, GELU=gelu, BLOCK_N=block, num_warps=4
-        )
+            rows, out, rows.stride(0), width, 0.0 if limit is None else limit,
+            GELU=gelu, HAS_LIMIT=limit is not None, BLOCK_N=block, num_warps=4,
+        )  # fmt: skip
     return out

@@ -15,8 +15,10 @@ from transom_kernels.launch import uses_triton
 Activation = Literal["silu", "gelu_tanh"]
 
 
-def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float | None = None) -> torch.Tensor:
     """`activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2N].
+
+    `limit` cuts gates off above it, and ups on both sides.
 
     Raises:
         ValueError: an odd width.
@@ -26,8 +28,10 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
     if uses_triton(gate_up):
         from transom_kernels.gated_mlp.gpu import gated_activation_triton
 
-        return gated_activation_triton(gate_up, gelu=activation == "gelu_tanh")
+        return gated_activation_triton(gate_up, gelu=activation == "gelu_tanh", limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "silu":
         return F.silu(gate).mul_(up)
     return F.gelu(gate, approximate="tanh").mul_(up)

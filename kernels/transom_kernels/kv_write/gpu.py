@@ -18,9 +18,9 @@ HEAD_ELEMENTS = 2048  # of a program
 def prepare_qkv_triton(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
     how: Preparation = PLAIN,
@@ -33,10 +33,12 @@ def prepare_qkv_triton(
     together; tokens may be strided. Without query heads keys and values are written all the same.
     """
     tokens, heads, width = q.shape
-    kv_heads, value_width = k.shape[1], v.shape[2]
+    kv_heads, num_written = k.shape[1], 1 if v is None else 2
+    v, v_cache = (k, k_cache) if v is None or v_cache is None else (v, v_cache)
+    value_width, rotated = v.shape[2], 0 if tables is None else tables[0].shape[-1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_d, block_h = head_blocks(max(heads, kv_heads), width)
-    parts = -(-heads // block_h) + 2 * -(-kv_heads // block_h)
+    parts = -(-heads // block_h) + num_written * -(-kv_heads // block_h)
     cos, sin = tables or (k, k)
     scales = kv_scales or (k, k)
     if tokens:
@@ -46,9 +48,9 @@ def prepare_qkv_triton(
             k if query_scale is None else query_scale, *scales, how.value_factor, how.eps,
             q.stride(0), k.stride(0), v.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
             BLOCK_SIZE=k_cache.shape[1], H=heads, KVH=kv_heads, D=width, E=value_width,
-            R=0 if tables is None else cos.shape[-1], INTERLEAVED=how.interleaved, NORM=how.norm,
-            HAS_WEIGHT=how.q_weight is not None, NORM_AFTER=how.norm_after_rotation, VALUE_NORM=how.value_norm,
-            HAS_QUERY_SCALE=query_scale is not None, TO_INTEGER=k_cache.dtype is torch.int8,
+            R=rotated, BEGIN=width - rotated if how.rotates_last else 0, INTERLEAVED=how.interleaved, NORM=how.norm,
+            HAS_Q_WEIGHT=how.q_weight is not None, HAS_K_WEIGHT=how.k_weight is not None, NORM_AFTER=how.norm_after_rotation,
+            VALUE_NORM=how.value_norm, HAS_QUERY_SCALE=query_scale is not None, TO_INTEGER=k_cache.dtype is torch.int8,
             LARGEST=LARGEST.get(k_cache.dtype, 0.0), BLOCK_H=block_h, BLOCK_D=block_d,
             BLOCK_E=next_power_of_two(value_width), num_warps=4,
         )  # fmt: skip

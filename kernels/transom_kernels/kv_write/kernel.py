@@ -21,6 +21,7 @@ def _prepared(
     eps,
     D: tl.constexpr,
     R: tl.constexpr,  # 0: no rotation
+    BEGIN: tl.constexpr,  # of what is rotated
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -37,15 +38,17 @@ def _prepared(
         if HAS_WEIGHT:
             mine *= tl.load(weight_rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if R > 0:
-        rotates = inside & (d < R)[None, :]
-        pair = partner(d, R, INTERLEAVED)
+        r = d - BEGIN
+        is_turned = (r >= 0) & (r < R)
+        rotates = inside & is_turned[None, :]
+        pair = BEGIN + partner(r, R, INTERLEAVED)
         other = tl.load(rows + pair[None, :], mask=rotates, other=0.0).to(tl.float32)
         if NORM:
             other *= length
             if HAS_WEIGHT:
                 other *= tl.load(weight_rows + pair[None, :], mask=rotates, other=0.0).to(tl.float32)
-        turn = tl.load(cos + d, mask=d < R, other=1.0).to(tl.float32)
-        cross = tl.load(signed_sin + d, mask=d < R, other=0.0).to(tl.float32)
+        turn = tl.load(cos + r, mask=is_turned, other=1.0).to(tl.float32)
+        cross = tl.load(signed_sin + r, mask=is_turned, other=0.0).to(tl.float32)
         mine = mine * turn[None, :] + other * cross[None, :]
     if NORM_AFTER:
         mine *= tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
@@ -95,9 +98,11 @@ def prepare_and_write(
     D: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    BEGIN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
+    HAS_Q_WEIGHT: tl.constexpr,
+    HAS_K_WEIGHT: tl.constexpr,
     NORM_AFTER: tl.constexpr,
     VALUE_NORM: tl.constexpr,
     HAS_QUERY_SCALE: tl.constexpr,
@@ -107,7 +112,7 @@ def prepare_and_write(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """`BLOCK_H` heads of one token: first the programs of queries, then of keys, then of values."""
+    """`BLOCK_H` heads of one token: first the programs of queries, then of keys, then of values, if there are any."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -118,7 +123,7 @@ def prepare_and_write(
         head = part * BLOCK_H + h
         values = _prepared(
             q + token * q_stride_t + head[:, None] * D, q_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
-            head < H, eps, D, R, INTERLEAVED, NORM, HAS_WEIGHT, NORM_AFTER, BLOCK_D,
+            head < H, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_Q_WEIGHT, NORM_AFTER, BLOCK_D,
         )  # fmt: skip
         if HAS_QUERY_SCALE:
             values *= tl.load(query_scale + token).to(tl.float32)
@@ -133,7 +138,7 @@ def prepare_and_write(
         kept = (head < KVH) & is_written
         keys = _prepared(
             k + token * k_stride_t + head[:, None] * D, k_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
-            head < KVH, eps, D, R, INTERLEAVED, NORM, HAS_WEIGHT, NORM_AFTER, BLOCK_D,
+            head < KVH, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_K_WEIGHT, NORM_AFTER, BLOCK_D,
         )  # fmt: skip
         place = k_cache + block * k_stride_b + offset * k_stride_p + head[:, None] * k_stride_h + d[None, :]
         scale = tl.load(k_scale + head, mask=head < KVH, other=1.0)[:, None] if LARGEST > 0 else 1.0

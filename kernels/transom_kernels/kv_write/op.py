@@ -5,6 +5,7 @@ Legend: T tokens, P block size, H query heads, KVH heads, D key width, Dv value 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def kv_write(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check(k, v, k_cache, v_cache, slots)
+    _check([(k, k_cache), (v, v_cache)], slots)
     if uses_triton(k) and heads_lie_together(k) and heads_lie_together(v):
         from transom_kernels.kv_write.gpu import kv_write_triton
 
@@ -50,9 +51,9 @@ def kv_write(
 def prepare_qkv(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
     how: Preparation = PLAIN,
@@ -61,16 +62,20 @@ def prepare_qkv(
     """Normalise, rotate and scale as `how` says, in float32; write keys and values, return queries [T, H, D] in one piece.
 
     `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv] are left as they are; `tables` are cosines and signed sines [T, R] or
-    [T, 1, R] (see `rotary_`); `query_scale` [T] multiplies queries. Slots are those of `kv_write`.
+    [T, 1, R] (see `rotary_`); `query_scale` [T] multiplies queries. Slots are those of `kv_write`. Without `v` and `v_cache` keys
+    alone are written; keys in float32 go into a cache of any dtype.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the heads of a token do not lie together.
     """
-    _check(k, v, k_cache, v_cache, slots)
-    if q.shape[::2] != k.shape[::2] or not all(map(heads_lie_together, (q, k, v))):
+    if (v is None) != (v_cache is None):
+        raise ValueError("v and v_cache belong together: give both or neither.")
+    parts = [(k, k_cache)] if v is None or v_cache is None else [(k, k_cache), (v, v_cache)]
+    _check(parts, slots, rounds=True)
+    if q.shape[::2] != k.shape[::2] or not all(map(heads_lie_together, (q, *(rows for rows, _ in parts)))):
         raise ValueError(
-            f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)} {k.stride()} and v {v.stride()}: give equally wide heads that "
-            "follow each other in memory."
+            f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)} {k.stride()} and v {None if v is None else v.stride()}: give "
+            "equally wide heads that follow each other in memory."
         )
     if uses_triton(q):
         from transom_kernels.kv_write.gpu import prepare_qkv_triton
@@ -92,13 +97,15 @@ def _block_offsets(slots: torch.Tensor, block_size: int, scratch: dict[str, Any]
     return pair
 
 
-def _check(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
-    if k.shape[1:] != k_cache.shape[2:] or v.shape[1:] != v_cache.shape[2:]:
+def _check(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor, *, rounds: bool = False) -> None:
+    """Keys and their cache, then values; `rounds`: float32 may go where there are fewer bits."""
+    if any(rows.shape[1:] != cache.shape[2:] for rows, cache in parts):
+        (rows, caches) = ([tuple(tensor.shape) for tensor in side] for side in zip(*parts, strict=True))
+        raise ValueError(f"k and v {rows} do not fit caches {caches}: heads and widths must agree.")
+    if any(rows.dtype != cache.dtype and not (rounds and rows.dtype == torch.float32) for rows, cache in parts):
+        (rows, caches) = ([tensor.dtype for tensor in side] for side in zip(*parts, strict=True))
+        raise ValueError(f"k and v are {rows}, their caches {caches}.")
+    if any(len(rows) != len(slots) for rows, _ in parts):
         raise ValueError(
-            f"k {tuple(k.shape)}, v {tuple(v.shape)} do not fit caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)}: "
-            "heads and widths must agree."
+            f"{[len(rows) for rows, _ in parts]} keys and values, {len(slots)} slots: give one each per token."
         )
-    if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
-        raise ValueError(f"k is {k.dtype}, its cache {k_cache.dtype}; v is {v.dtype}, its cache {v_cache.dtype}.")
-    if not k.shape[0] == v.shape[0] == slots.shape[0]:
-        raise ValueError(f"{k.shape[0]} keys, {v.shape[0]} values and {slots.shape[0]} slots: give one each per token.")

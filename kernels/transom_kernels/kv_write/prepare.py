@@ -15,13 +15,14 @@ class Preparation:
     """What a layer does to queries, keys and values; the default is nothing."""
 
     norm: bool = False  # of each query and key head, before rotation
-    q_weight: torch.Tensor | None = None  # [H, D]; with `norm`, both or none
-    k_weight: torch.Tensor | None = None  # [KVH, D]
+    q_weight: torch.Tensor | None = None  # [H, D], with `norm`
+    k_weight: torch.Tensor | None = None  # [KVH, D], with `norm`
     norm_after_rotation: bool = False  # without a weight
     value_norm: bool = False  # without a weight
     value_factor: float = 1.0
     eps: float = 1e-6
     interleaved: bool = False  # rotary pairs lie side by side
+    rotates_last: bool = False  # the last elements of a head are rotated, not the first
 
 
 PLAIN = Preparation()
@@ -30,9 +31,9 @@ PLAIN = Preparation()
 def prepare_qkv_reference(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
     how: Preparation = PLAIN,
@@ -41,22 +42,25 @@ def prepare_qkv_reference(
     """The specification, in float32: returns the queries, writes keys and values.
 
     `q` [T, H, D], `k` [T, KVH, D], `v` [T, KVH, E]; `tables` are cosines and signed sines [T, R] (`rotary`); `query_scale` [T]
-    multiplies queries. Token `t` goes to slot `slots[t]` (block * P + offset); below 0 it is not written.
+    multiplies queries. Without `v` keys alone are written. Token `t` goes to slot `slots[t]` (block * P + offset); below 0 it is
+    not written.
     """
     queries = _prepare(q, how.q_weight, tables, how)
     keys = _prepare(k, how.k_weight, tables, how)
-    values = v.float()
-    if how.value_norm:
-        values = _normalised(values, how.eps)
-    values = values * how.value_factor
     if query_scale is not None:
         queries = queries * query_scale[:, None, None]
+    _write(keys, k_cache, slots)
+    if v is not None and v_cache is not None:
+        values = _normalised(v.float(), how.eps) if how.value_norm else v.float()
+        _write(values * how.value_factor, v_cache, slots)
+    return queries.to(q.dtype)
+
+
+def _write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            block, offset = divmod(slot, k_cache.shape[1])
-            k_cache[block, offset] = keys[token].to(k_cache.dtype)
-            v_cache[block, offset] = values[token].to(v_cache.dtype)
-    return queries.to(q.dtype)
+            block, offset = divmod(slot, cache.shape[1])
+            cache[block, offset] = rows[token].to(cache.dtype)
 
 
 def _prepare(
@@ -66,7 +70,7 @@ def _prepare(
     if how.norm:
         x = _normalised(x, how.eps) * (1.0 if weight is None else weight.float())
     if tables is not None:
-        x = _rotated(x, *(table.float()[:, None] for table in tables), interleaved=how.interleaved)
+        x = _rotated(x, *(table.float()[:, None] for table in tables), how=how)
     return _normalised(x, how.eps) if how.norm_after_rotation else x
 
 
@@ -74,10 +78,10 @@ def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, how: Preparation) -> torch.Tensor:
     width = cos.shape[-1]
-    part = x[..., :width]
-    swapped = (
-        part.reshape(*part.shape[:-1], -1, 2).flip(-1).flatten(-2) if interleaved else part.roll(width // 2, dims=-1)
-    )
-    return torch.cat([part * cos + swapped * signed_sin, x[..., width:]], dim=-1)
+    begin = x.shape[-1] - width if how.rotates_last else 0
+    before, part, after = x[..., :begin], x[..., begin : begin + width], x[..., begin + width :]
+    pairs = part.unflatten(-1, (width // 2, 2)) if how.interleaved else part.unflatten(-1, (2, width // 2))
+    swapped = pairs.flip(-1 if how.interleaved else -2).flatten(-2)
+    return torch.cat([before, part * cos + swapped * signed_sin, after], dim=-1)

@@ -124,8 +124,9 @@ class ExpertsByMatrix(Experts):
 
 def gated(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     """Gates [P, I], then ups, of `gate_up` [P, 2I], joined as `rule` says, [P, I]."""
-    if rule.limit is None and rule.gain == 1.0 and rule.up_offset == 0.0:
-        return gated_activation(gate_up, rule.activation)
+    is_plain = rule.gain == 1.0 and rule.up_offset == 0.0
+    if is_plain and (rule.limit is None or uses_triton(gate_up)):
+        return gated_activation(gate_up, rule.activation, rule.limit)
     gate, up = gate_up.chunk(2, dim=-1)
     if rule.limit is not None:
         gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.latent_attention import latent_attention, write_rows
+from transom_kernels.launch import uses_triton
 from transom_kernels.rms_norm import head_norm_
 from transom_worker.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.layers.rope import RotaryTables
 from transom_worker.models.architecture import Architecture
-from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate
+from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_turned
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
 from transom_worker.models.deepseek_v4.step import Step
 from transom_worker.models.loading import Loader
@@ -71,12 +72,8 @@ class LatentAttention:
         """[T, N]; writes this step's rows, and the entries that it closes. `group` is that of `cache`."""
         down_T = self._down(x_TN)
         query_TQ = self._query_norm(down_T[:, : self._query_rank])
-        latent_TD = self._latent_norm(down_T[:, self._query_rank :])
         q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
-        head_norm_(q_THD, None, self._eps)
-        rotate(q_THD, tables)
-        rotate(latent_TD[:, None], tables)
-        write_rows(latent_TD, cache.k, step.batch.groups[group].slots)
+        q_THD = self._prepare(q_THD, down_T[:, self._query_rank :], tables, cache, step.batch.groups[group].slots)
         assert self._layer.window is not None
         y_THD = latent_attention(
             q_THD,
@@ -89,6 +86,24 @@ class LatentAttention:
         )
         rotate(y_THD, RotaryTables(tables.cos, -tables.signed_sin, tables.interleaved))
         return self._project(y_THD)
+
+    def _prepare(
+        self,
+        q_THD: torch.Tensor,
+        latent_TD: torch.Tensor,
+        tables: RotaryTables,
+        cache: LayerCache,
+        slots_T: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries normalised and rotated; latent rows as well, and written to the cache."""
+        if uses_triton(q_THD):
+            return write_turned(latent_TD, self._latent_norm, tables, cache, slots_T, q_THD)
+        head_norm_(q_THD, None, self._eps)
+        rotate(q_THD, tables)
+        latent_TD = self._latent_norm(latent_TD)
+        rotate(latent_TD[:, None], tables)
+        write_rows(latent_TD, cache.k, slots_T)
+        return q_THD
 
     def _entries(
         self,

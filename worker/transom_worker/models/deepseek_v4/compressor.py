@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from transom_kernels.kv_write import kv_write
+from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.latent_attention import pool_rows, select_entries, write_rows
+from transom_kernels.launch import uses_triton
 from transom_kernels.rotary import rotary_
-from transom_worker.layers.forward_batch import CompressedCache
+from transom_worker.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.layers.norm import RmsNorm
 from transom_worker.layers.rope import RotaryTables
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
@@ -54,9 +55,14 @@ class Compressor:
         if not step.closes_entries(cache):
             return
         slots = step.state(cache, self._ratio, self._num_groups)
-        entries_ED = self._norm(pool_rows(state.k, state.v, slots, self._position_bias)).to(x_TN.dtype)
-        rotate(entries_ED[:, None], step.entry_tables(cache, self._ratio))
-        write_rows(entries_ED, cache.entries.cache.k, step.batch.groups[cache.entries.group].slots)
+        pooled_ED = pool_rows(state.k, state.v, slots, self._position_bias)
+        tables, slots_E = step.entry_tables(cache, self._ratio), step.batch.groups[cache.entries.group].slots
+        if uses_triton(x_TN):
+            write_turned(pooled_ED, self._norm, tables, cache.entries.cache, slots_E)
+            return
+        entries_ED = self._norm(pooled_ED).to(x_TN.dtype)
+        rotate(entries_ED[:, None], tables)
+        write_rows(entries_ED, cache.entries.cache.k, slots_E)
 
 
 class Indexer:
@@ -104,6 +110,23 @@ class Indexer:
     def reads_all(self, step: Step) -> bool:
         """Whether no query sees more entries than it may read."""
         return step.num_entries(self._ratio) <= self._top_k
+
+
+def write_turned(
+    rows_TD: torch.Tensor,
+    norm: RmsNorm,
+    tables: RotaryTables,
+    cache: LayerCache,
+    slots_T: torch.Tensor,
+    q_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows normalised, their last elements turned, and written, in one launch; so are queries, by no weight, and returned."""
+    how = Preparation(
+        norm=True, k_weight=norm.weight_N[None], eps=norm.eps, interleaved=tables.interleaved, rotates_last=True
+    )
+    k_T1D = rows_TD[:, None]
+    q_THD = k_T1D[:, :0] if q_THD is None else q_THD
+    return prepare_qkv(q_THD, k_T1D, None, cache.k, None, slots_T, (tables.cos, tables.signed_sin), how)
 
 
 def rotate(x_THD: torch.Tensor, tables: RotaryTables) -> None:
