@@ -30,7 +30,7 @@ from scripts.monitor_settings import (
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
-KEY_HINTS = {
+KEY_HINTS: dict[int, str] = {
     httpx.codes.UNAUTHORIZED: " Give the server's keys with --api-key-file.",
     httpx.codes.FORBIDDEN: " It wants an admin's key: give --api-key-file the file of --admin-api-key-file.",
 }
