@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from engine_driver import make_engine, make_request, run
 from lost_windows import lose_windows
 from transom_worker.contract import TokenLogprobs
 from transom_worker.engine import Engine
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.models.deepseek_v4 import compressor
 
 TOLERANCE = 1e-3
 NUM_TOKENS = 6
@@ -126,3 +129,28 @@ def test_repairs_at_every_boundary(
         (start_of_replay,) = check(engine, [ids], oracle, answers)
         assert 0 < start_of_replay < boundaries[index]
     assert engine.stats().outcome_tokens["repaired"] > 0
+
+
+def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners: list[ModelRunner] = []
+    prepare, choose = ModelRunner.__init__, compressor.select_entries
+
+    def kept(self: ModelRunner, *args: Any, **kwargs: Any) -> None:
+        runners.append(self)
+        prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "__init__", kept)
+    start(folder, max_num_batched_tokens=40, max_num_seqs=3)
+    seen: set[tuple[int, torch.Size]] = set()
+
+    def watched(
+        q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, *rest: Any, **how: Any
+    ):
+        seen.add((len(q), slots.shape))
+        return choose(q, weights, keys, slots, *rest, **how)
+
+    monkeypatch.setattr(compressor, "select_entries", watched)
+    runners[0]._profile(runners[0]._layout)
+    assert seen == {(40, (3, 256 // 4))}
