@@ -82,6 +82,6 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, ho
     width = cos.shape[-1]
     begin = x.shape[-1] - width if how.rotates_last else 0
     before, part, after = x[..., :begin], x[..., begin : begin + width], x[..., begin + width :]
-    pairs = part.unflatten(-1, (width // 2, 2)) if how.interleaved else part.unflatten(-1, (2, width // 2))
+    pairs = part.reshape(*part.shape[:-1], *((width // 2, 2) if how.interleaved else (2, width // 2)))
     swapped = pairs.flip(-1 if how.interleaved else -2).flatten(-2)
     return torch.cat([before, part * cos + swapped * signed_sin, after], dim=-1)
