@@ -128,6 +128,8 @@ def test_an_error_that_shows_only_after_its_job_belongs_to_it(monkeypatch: pytes
     monkeypatch.setattr(gpu_child, "device_error", lambda: "AcceleratorError: CUDA error")
     found = answer_or_error(lambda job: {"status": "passed"}, "one")
     assert (found["status"], found["fatal"]) == ("failed", True)
+    vouched = answer_or_error(lambda job: {"status": "passed", "fatal": True}, "one")
+    assert vouched == {"status": "passed", "fatal": True}
 
 
 def made_script(answer: object, **changes: object) -> Script:

@@ -7,6 +7,7 @@ import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import jsonschema
 import pytest
@@ -14,13 +15,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import kernel_cases.measure
 import kernels
 from gpu_device import Ceilings, describe
 from gpu_timing import Timer
-from kernel_cases import attention, experts, rows
+from kernel_cases import attention, cache_writes, experts, rows
 from kernel_cases.attention import TINY
 from kernel_cases.case import Case, Check, Prepared, Scale, Target
-from kernel_cases.measure import measure
+from kernel_cases.measure import _writes_much, measure
 from kernel_cases.paged import expected_rows, make_paged, poison_tails
 from kernel_cases.rivals import decode_rivals, prefill_rivals
 from transom_kernels.paged_attention.reference import paged_attention_reference
@@ -171,6 +173,30 @@ def test_a_missed_target_and_a_faster_rival_show(monkeypatch: pytest.MonkeyPatch
     assert "ZeroDivisionError" in found["rivals"]["absent"]["error"]
     assert status_of(case_of(slow, rival_limits={"flex": 1.0}))["behind"] == ["flex"]
     assert status_of(case_of(slow, rival_limits={"flex": 0.05}))["status"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("part", "words", "writes"),
+    [
+        (attention, "decode full batch 3", False),
+        (rows, "norm with residual", True),
+        (cache_writes, "kv_write tokens 6", True),
+    ],
+)
+def test_what_writes_much_is_known_by_what_it_gives(part: ModuleType, words: str, writes: bool) -> None:
+    """Before it the cache is emptied by writing, else by reading."""
+    case = next(case for case in part.cases(Scale("tiny")) if words in case.name)
+    assert _writes_much(case.prepare(CPU)) == writes
+
+
+def test_a_rival_that_breaks_the_device_takes_nothing_from_our_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, object]] = []
+    monkeypatch.setattr(kernel_cases.measure, "tell", lambda known: told.append(dict(known)))
+    monkeypatch.setattr(kernel_cases.measure, "device_error", lambda: "CUDA error")
+    found = status_of(case_of(prepared_of(torch.ones(4), torch.ones(4), rivals={"flex": lambda: 1 / 0})))
+    assert (found["status"], found["fatal"]) == ("passed", True)
+    assert told[0]["time_us"] == found["time_us"]
+    assert told[0]["rivals"] == {}
 
 
 def test_no_room_is_a_skip() -> None:
