@@ -118,6 +118,14 @@ def test_quantize_and_back(dtype: torch.dtype) -> None:
     )
 
 
+def test_rows_in_8_bits_may_be_columns_of_something() -> None:
+    x = torch.randn(12, 5).T
+    values, scale = quantize_triton(x, torch.int8)
+    assert values.equal(quantize_triton(x.contiguous(), torch.int8)[0])
+    across = values.T.contiguous().T
+    assert dequantize_triton(across, scale, torch.float32).equal(dequantize_triton(values, scale, torch.float32))
+
+
 def test_blocks_go_between_two_places() -> None:
     slab, staging = (torch.randint(0, 255, (6, 3 * 4096 + 256), dtype=torch.uint8) for _ in range(2))
     wanted = staging.clone()

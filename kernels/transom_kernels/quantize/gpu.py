@@ -13,6 +13,7 @@ MOST_ELEMENTS = 2048  # of a program that widens
 
 def quantize_triton(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """See `op.quantize`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = x.shape
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -27,6 +28,7 @@ def quantize_triton(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def dequantize_triton(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `op.dequantize`."""
+    values = values if values.stride(1) == 1 else values.contiguous()
     rows, width = values.shape
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     block = min(MOST_ELEMENTS, next_power_of_two(width))
