@@ -201,6 +201,10 @@ async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: P
     assert (first.status.status_code, first.attributes["error.type"]) == (StatusCode.ERROR, "lost")
     assert second.status.status_code is StatusCode.UNSET
     assert second.attributes["transom.resumed_tokens"] == 7
+    assert (first.attributes["transom.routing_policy"], second.attributes["transom.placement_reason"]) == (
+        "round_robin",
+        "only_one",
+    )
     assert span.status.status_code is StatusCode.UNSET
     for attempt in (first, second):
         below = [one for one in collector.get_finished_spans() if one.parent and is_below(one, attempt)]

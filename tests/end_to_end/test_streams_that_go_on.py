@@ -97,6 +97,28 @@ def test_a_killed_worker_costs_nobody_an_answer(server: Server, undisturbed: lis
     wait_for_replacement(server, ":Worker", victim, 2)
 
 
+def test_a_crash_is_the_same_to_every_router(server: Server) -> None:
+    """No stream runs on the worker, so a router may hear of it from Serve before its own stream to the worker breaks."""
+    wait_for_workers(server, 2)
+    before = worker_changes(server)
+    (victim, _) = replica_pids(server, ":Worker")
+    os.kill(victim, signal.SIGKILL)
+    wait_for_replacement(server, ":Worker", victim, 2)
+    expected = {key: count + (key[1] != "drained") for key, count in before.items()}
+    give_up_s = time.monotonic() + 60
+    while (after := worker_changes(server)) != expected and time.monotonic() < give_up_s:
+        wait_a_moment(server)
+    assert after == expected
+    assert len({router for router, _ in after}) == 2
+
+
+def worker_changes(server: Server) -> dict[tuple[str, str], float]:
+    """How many workers joined, were lost or drained, by router."""
+    page = httpx.get(f"{server.url}/metrics", timeout=30).text
+    family = next(one for one in text_string_to_metric_families(page) if one.name == "transom_router_worker_changes")
+    return {(sample.labels["router"], sample.labels["change"]): sample.value for sample in family.samples}
+
+
 def test_any_routers_page_has_all_routers_workers_and_ranks(server: Server) -> None:
     """New connections come to either router; each process that discovery names has a page of its own behind the same address."""
     wait_for_workers(server, 2)
