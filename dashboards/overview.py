@@ -35,7 +35,7 @@ def build() -> Board:
         title="Overview",
         description="What clients see: traffic, errors, latency, and how full the service is.",
         variables=frozenset({"model", "worker", "router"}),
-        sections=(NOW, TRAFFIC, service_levels.LATENCY, service_levels.SATURATION),
+        sections=(NOW, TRAFFIC, service_levels.LATENCY, service_levels.SATURATION, service_levels.LENGTHS),
     )
 
 

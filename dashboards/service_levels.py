@@ -103,6 +103,32 @@ LATENCY = Section(
 )
 
 
+LENGTHS = Section(
+    title="Lengths",
+    panels=[
+        heat(
+            About(
+                title="Prompts by length",
+                shows="Admitted requests by their prompts' tokens.",
+                act="A new band of long prompts explains slower first tokens and a fuller cache; see *Time to first token, "
+                "spread*.",
+            ),
+            buckets("transom_request_prompt_tokens", WORKER),
+            "short",
+        ),
+        heat(
+            About(
+                title="Answers by length",
+                shows="Ended requests by their answers' tokens; those that a client left or an error ended included.",
+                act="A band at one length: answers are cut off by `max_tokens`, or the model repeats itself.",
+            ),
+            buckets("transom_request_output_tokens", WORKER),
+            "short",
+        ),
+    ],
+)
+
+
 SATURATION = Section(
     title="Saturation",
     panels=[

@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "transom_preemptions": ("mode",),
     "transom_preempted_tokens": ("mode",),
     "transom_request_seconds": ("finish_reason", "le"),
+    "transom_request_prompt_tokens": ("le",),
+    "transom_request_output_tokens": ("le",),
     **{f"transom_{name}_seconds": ("le",) for name in (*TIMES, "inter_token")},
     "transom_step_seconds": ("part", "le"),
     "transom_steps": (),
@@ -140,6 +142,9 @@ def test_values_of_a_small_run(engine: Engine) -> None:
     assert tokens["missed", "below_alignment"] == 16
     assert sum(tokens.values()) == 80
     phases = values(engine, "transom_computed_tokens_total")
+    lengths = {name: values(engine, f"transom_request_{name}_tokens_bucket") for name in ("prompt", "output")}
+    assert [lengths["prompt"][le,] for le in ("32.0", "64.0", "+Inf")] == [0, 2, 2]
+    assert [lengths["output"][le,] for le in ("4.0", "16.0", "+Inf")] == [0, 2, 2]
     assert phases == {("prefill",): 48, ("decode",): 10, ("repair",): 0, ("recompute",): 0}
     assert values(engine, "transom_step_rows_total") == {("prefill",): 2, ("decode",): 10}
     assert values(engine, "transom_steps_total") == {(): 12}

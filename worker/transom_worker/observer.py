@@ -70,7 +70,7 @@ class EngineObserver:
         self.blocks.changed()
         self.blocks.events.finished(running.request.request_id, finish_reason)
         self.lives.finished(running.request.request_id, finish_reason)
-        self.metrics.finished(running.times, finish_reason)
+        self.metrics.finished(running.times, finish_reason, num_output_tokens=running.num_output_tokens)
 
     def ranks_lost(self) -> None:
         """A rank was lost, and all of them are started again."""

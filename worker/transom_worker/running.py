@@ -25,6 +25,11 @@ class RunningRequest:
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._index_version = 0
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer until now, those that another worker gave included."""
+        return self._answer.num_output_tokens
+
     def token_event(self, output: SequenceOutput) -> OutputEvent:
         """The event of one new token, which may end the answer."""
         progress = self._answer.push(output.token_id)

@@ -72,9 +72,9 @@ class EngineMetrics:
         else:
             self._requests.first_token(times, now_s)
 
-    def finished(self, times: RequestTimes, finish_reason: str) -> None:
+    def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
         """A request ended: stop, length, abort or error."""
-        self._requests.finished(times, finish_reason)
+        self._requests.finished(times, finish_reason, num_output_tokens=num_output_tokens)
 
     def rank_lost(self) -> None:
         """A rank was lost, and all of them are started again."""

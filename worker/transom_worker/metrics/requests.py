@@ -14,6 +14,7 @@ REQUEST_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
     *(20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
 )
+LENGTH_BUCKETS = (1, 4, 16, *(2**power for power in range(5, 21)))  # tokens
 
 
 class Requests:
@@ -37,6 +38,10 @@ class Requests:
         self._prompt_tokens = Counter(
             "transom_prompt_tokens", "Prompt tokens of admitted requests.", own.names, registry=registry
         ).labels(*own.values)
+        self._prompt_length = self._lengths("transom_request_prompt_tokens", "Prompt tokens of each admitted request.")
+        self._output_length = self._lengths(
+            "transom_request_output_tokens", "Tokens of each answer that ended, those from lost workers included."
+        )
         self._queue_s = self._histogram(
             "transom_queue_seconds",
             "Seconds from a request's arrival (here, where it goes on from a lost worker) to the first step that computes it.",
@@ -56,6 +61,7 @@ class Requests:
         """A request left the queue for the first time: its prompt tokens are counted with their prefix outcomes."""
         times.scheduled_s = time.time()
         self._prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_length.observe(num_prompt_tokens)
         self._queue_s.observe(max(0.0, times.scheduled_s - times.arrival_s), times.exemplar)
 
     def first_token(self, times: RequestTimes, now_s: float) -> None:
@@ -64,12 +70,17 @@ class Requests:
         self._first_token_s.observe(max(0.0, now_s - times.arrival_s), times.exemplar)
         self._prefill_s.observe(max(0.0, now_s - times.scheduled_s), times.exemplar)
 
-    def finished(self, times: RequestTimes, finish_reason: str) -> None:
+    def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
         """A request ended."""
         self._ended[finish_reason].inc()
+        self._output_length.observe(num_output_tokens)
         self._request_s[finish_reason].observe(max(0.0, time.time() - times.arrival_s), times.exemplar)
         if times.first_token_s:
             self._decode_s.observe(max(0.0, times.last_token_s - times.first_token_s))
+
+    def _lengths(self, name: str, text: str) -> Histogram:
+        family = Histogram(name, text, self._own.names, buckets=LENGTH_BUCKETS, registry=self._registry)
+        return family.labels(*self._own.values)
 
     def _family(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(name, text, (*self._own.names, *labels), buckets=REQUEST_BUCKETS_S, registry=self._registry)
