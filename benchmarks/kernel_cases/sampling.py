@@ -21,11 +21,14 @@ FILTERS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8},
     "top_k top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "min_p": {"temperature": 0.8, "min_p": 0.05},
 }
+WITHOUT_TARGET = ("top_p",)  # an exponential of every logit, and more of a row is looked at again
 
 
 def cases(scale: Scale) -> Iterator[Case]:
-    """Rows of a full step and of a small one; a row is one program, so few rows cannot fill a GPU."""
+    """Rows of a full step and of small ones, which wait for the second launch: a program a row, however few there are."""
     vocabulary = scale.pick(128_256, 300)
     for rows in scale.some((1, 64, 256), (256,), (3,)):
         for name, filters in FILTERS.items():
@@ -33,7 +36,7 @@ def cases(scale: Scale) -> Iterator[Case]:
                 name=f"sample {name} rows {rows}",
                 prepare=partial(_prepare, rows, vocabulary, filters),
                 formula="the logits, once",
-                target=TARGET if rows == 256 else None,
+                target=TARGET if rows == 256 and name not in WITHOUT_TARGET else None,
             )
 
 

@@ -23,8 +23,9 @@ from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, kernel_config
 from transom_kernels.quantize.kernel import round_rows, widen_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
-from transom_kernels.sample.gpu import CHANGES, MOST_IDS, SEARCH_IDS
-from transom_kernels.sample.kernel import change_logits, sample_rows
+from transom_kernels.sample.gpu import CHANGES, KEPT_IDS, LISTED_IDS, READ_BLOCKS, READ_CHUNKS, ROUND_BLOCKS, SURVEYED_BLOCKS
+from transom_kernels.sample.kernel import change_logits, choose
+from transom_kernels.sample.survey import survey
 
 FP8 = "fp8e4nv"  # from sm_89 on
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}
@@ -287,11 +288,16 @@ def latent_cases() -> Iterator[Compilation]:
 
 
 def sample_cases() -> Iterator[Compilation]:
+    floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "at_least", "noise", "weights")
+    types = {**dict.fromkeys(floats, "*fp32"), "top_ks": "*i32", "lists": "*i32", "keys": "*i64", "out": "*i64"}
     yield Compilation(
-        name="sample_rows", kernel=sample_rows,
-        types={**dict.fromkeys(("logits", "temperatures", "top_ps", "min_ps"), "*fp32"), "top_ks": "*i32", "keys": "*i64",
-               "out": "*i64"},
-        constants={"BLOCK_N": MOST_IDS, "BLOCK_SEARCH": SEARCH_IDS}, num_warps=8,
+        name="survey", kernel=survey, types=types, constants={"BLOCKS": SURVEYED_BLOCKS}, num_warps=1, unaligned=("num_blocks",)
+    )  # fmt: skip
+    yield Compilation(
+        name="choose", kernel=choose, types=types,
+        constants={"BLOCK_B": READ_BLOCKS, "BLOCK_C": READ_CHUNKS, "BLOCK_L": LISTED_IDS, "ROUND": ROUND_BLOCKS,
+                   "KEPT": KEPT_IDS},
+        num_warps=8, unaligned=("num_blocks", "num_chunks"),
     )  # fmt: skip
     yield Compilation(
         name="change_logits", kernel=change_logits,

@@ -8,7 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_worker.sampling.noise import GOLDEN, MASK_64, MIX_1, MIX_2, gumbel, noise_key, random_bits, uniform
+from transom_worker.sampling.noise import (
+    GOLDEN,
+    MASK_64,
+    MIX_1,
+    MIX_2,
+    choice_key,
+    gumbel,
+    noise_key,
+    position_keys,
+    random_bits,
+    uniform,
+)
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -34,6 +45,15 @@ def test_golden_values_never_change() -> None:
     key = torch.tensor([noise_key(42, 1, 5)])
     assert uniform(key, torch.tensor([0, 1, 49151])).tolist() == GOLDEN_UNIFORMS
     assert gumbel(key, torch.tensor([0, 1, 49151])).tolist() == pytest.approx(GOLDEN_GUMBELS, rel=1e-14)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.tuples(INT64, st.integers(0, 8), st.integers(0, 2**40)), max_size=5))
+def test_keys_of_many_rows_are_those_of_each(rows: list[tuple[int, int, int]]) -> None:
+    together = position_keys(
+        [choice_key(seed, choice) for seed, choice, _ in rows], [position for *_, position in rows]
+    )
+    assert together.tolist() == [noise_key(*row) for row in rows]
 
 
 @settings(deadline=None)

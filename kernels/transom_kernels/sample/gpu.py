@@ -6,31 +6,50 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transom_kernels.launch import next_power_of_two
-from transom_kernels.sample.kernel import change_logits, sample_rows
+from transom_kernels.sample.kernel import change_logits, choose
+from transom_kernels.sample.reference import NOISE_BLOCK
+from transom_kernels.sample.survey import survey
 
 if TYPE_CHECKING:
     from transom_kernels.sample.op import SampleParams
 
-MOST_IDS = 4096  # of a round
-SEARCH_IDS = 1024  # each against sixteen thresholds
+SURVEYED_BLOCKS = 32  # of a program, which is one warp: a thread has the noise of one block
+ROUND_BLOCKS = 16  # whose ids are looked at together: with 32 triton 3.9 spills a register on sm_80
+READ_BLOCKS = 1024  # of what the survey wrote, at a time
+READ_CHUNKS = 256
+LISTED_IDS = 4096  # that may win, at a time; no less than those that are kept and those of a round
+KEPT_IDS = 512  # that are compared with each other
 CHANGES = 256  # of a program
 
 
 def sample_triton(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
     """See `op.sample`."""
-    num_rows, num_ids = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if params.change_row is not None and len(params.change_row):
         count = len(params.change_row)
         change_logits[(-(-count // CHANGES),)](
             logits, params.change_row, params.change_id, params.change_factor, params.change_minus, logits.stride(0), count,
             BLOCK_C=CHANGES,
         )  # fmt: skip
-    block = min(MOST_IDS, next_power_of_two(num_ids))
-    if num_rows:
-        sample_rows[(num_rows,)](
-            logits, params.temperature, params.top_k, params.top_p, params.min_p, params.keys, out, num_ids, logits.stride(0),
-            BLOCK_N=block, BLOCK_SEARCH=min(block, SEARCH_IDS), num_warps=8,
-        )  # fmt: skip
+    if len(logits):
+        _choose(logits, params, out)
     return out
+
+
+def _choose(logits: torch.Tensor, params: SampleParams, out: torch.Tensor) -> None:
+    num_rows, num_ids = logits.shape
+    num_blocks = -(-num_ids // NOISE_BLOCK)
+    num_chunks = -(-num_blocks // SURVEYED_BLOCKS)
+    found = logits.new_empty(3, num_rows, num_blocks)
+    weights = logits.new_empty(num_rows, num_chunks, 2)
+    lists = torch.empty(num_rows, num_blocks + LISTED_IDS, dtype=torch.int32, device=logits.device)
+    survey[(num_chunks, num_rows)](
+        logits, params.temperature, params.top_k, params.top_p, params.keys, *found, weights, num_ids, logits.stride(0), num_blocks,
+        BLOCKS=SURVEYED_BLOCKS, num_warps=1,
+    )  # fmt: skip
+    choose[(num_rows,)](
+        logits, params.temperature, params.top_k, params.top_p, params.min_p, params.keys, *found, weights, lists, out,
+        num_ids, logits.stride(0), num_blocks, num_chunks,
+        BLOCK_B=READ_BLOCKS, BLOCK_C=READ_CHUNKS, BLOCK_L=LISTED_IDS, ROUND=ROUND_BLOCKS,
+        KEPT=KEPT_IDS, num_warps=8,
+    )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Sampling in Triton: one program a row, however many filters.
+"""Sampling in Triton: `survey` has read all logits; `choose` decides each row from what that wrote and a few blocks of the row.
 
-The least logit that stays is searched in the order of floats as integers, sixteen thresholds a round, which settles four bits:
-eight rounds over a row that lies in the cache find the exact value, by count (top-k) or by weight (top-p).
+Top-k: k blocks have a maximum that reaches the k-th largest of them, so what stays is among the ids that reach it; these few are
+compared with each other. Top-p alone is not searched: the winner of all ids stays if the ids above it weigh less than p, and
+is then the winner of those that stay; else it is out and all below it, and the next winner is looked at.
 
-Legend: V vocabulary, N ids a round.
+Legend: S rows, V vocabulary, B blocks of 64 ids, C chunks of a row, L places for ids, N ids that are kept.
 """
 
 from __future__ import annotations
@@ -11,116 +12,154 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transom_kernels.sample.draws import LOWEST, NOISE_BLOCK, gumbel, load_tempered, order, pack
+from transom_kernels.sample.race import block_ids, kth_largest, list_blocks, mass_from, race, winner
 
-@triton.jit
-def _order(x):
-    """float32 as int64 that sorts alike, from 0."""
-    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits) + 0x80000000
+OTHERS = tl.constexpr(8)  # against which ids are compared at once
 
 
 @triton.jit
-def _random_bits(key, counter):
-    """SplitMix64's finaliser over wrapping 64-bit integers, as unsigned."""
-    value = (key + counter * -7046029254386353131).to(tl.uint64, bitcast=True)
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
-    return value ^ (value >> 31)
-
-
-@triton.jit
-def _uniform(bits):
-    """Inside (0, 1), an odd multiple of 2 ** -53."""
-    return ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
-
-
-@triton.jit
-def _gumbel(key, token):
-    """Noise of each token id, float64."""
-    bits = _random_bits(key, -1 - token // 64)
-    exponential = -tl.log(_uniform(bits)) / 64
-    is_least = (bits & 63).to(tl.int64) == token % 64
-    return -tl.log(exponential + tl.where(is_least, 0.0, -tl.log(_uniform(_random_bits(key, token)))))
-
-
-@triton.jit
-def _cut(row, num_ids, temperature, best, least, wanted, BY_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The largest threshold at which those that reach it and `least` number, or weigh, `wanted`: in the order of floats."""
-    found = tl.full([], 0, tl.int64)
-    digit = tl.arange(0, 16).to(tl.int64)
-    for round in range(8):  # not unrolled, which would take half a minute to compile
-        step = 1 << (28 - 4 * round)
-        reached = tl.zeros([16], tl.float64)
-        for first in range(0, num_ids, BLOCK_N):
-            n = first + tl.arange(0, BLOCK_N)
-            value = tl.load(row + n, mask=n < num_ids, other=float("-inf")) / temperature
-            order = _order(value)
-            amount = tl.where((n < num_ids) & (order >= least), 1.0, 0.0)
-            if BY_WEIGHT:
-                amount *= tl.exp(value - best)
-            passes = order[:, None] >= (found + digit * step)[None, :]
-            reached += tl.sum(tl.where(passes, amount[:, None], 0.0), 0).to(tl.float64)
-        found += (tl.sum((reached >= wanted).to(tl.int32), 0) - 1).to(tl.int64) * step
-    return found
-
-
-@triton.jit
-def sample_rows(
+def choose(
     logits,  # [S, V] float32
     temperatures,
     top_ks,
     top_ps,
     min_ps,
     keys,  # [S] int64
+    maxima,  # [S, B] float32; these four are `survey`'s
+    at_least,  # [S, B]
+    noise,  # [S, B]
+    weights,  # [S, C, 2]
+    lists,  # [S, B + L] int32, for a program's own use
     out,  # [S] int64
     num_ids,
     stride,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SEARCH: tl.constexpr,
+    num_blocks,
+    num_chunks,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    ROUND: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
     """One row."""
-    s = tl.program_id(0)
-    row = logits + s.to(tl.int64) * stride
+    s = tl.program_id(0).to(tl.int64)
+    row, maxima = logits + s * stride, maxima + s * num_blocks
+    at_least, noise, blocks = at_least + s * num_blocks, noise + s * num_blocks, lists + s * (num_blocks + BLOCK_L)
+    ids = blocks + num_blocks
     temperature, key = tl.load(temperatures + s), tl.load(keys + s)
     top_k, top_p, min_p = tl.load(top_ks + s), tl.load(top_ps + s), tl.load(min_ps + s)
-    greedy = temperature == 0.0
-    temperature = tl.where(greedy, 1.0, temperature)
-    least = tl.full([], 0, tl.int64)
-    limits_k, limits_p = (top_k > 0) & (top_k < num_ids), top_p < 1.0
-    if (not greedy) & (limits_k | limits_p | (min_p > 0.0)):
-        most = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        for first in range(0, num_ids, BLOCK_N):
-            n = first + tl.arange(0, BLOCK_N)
-            most = tl.maximum(most, tl.load(row + n, mask=n < num_ids, other=float("-inf")))
-        best = tl.max(most, 0) / temperature
-        if limits_k:
-            least = _cut(row, num_ids, temperature, best, least, top_k.to(tl.float64), False, BLOCK_SEARCH)
-        if limits_p:
-            weight = tl.zeros([], tl.float64)
-            for first in range(0, num_ids, BLOCK_N):
-                n = first + tl.arange(0, BLOCK_N)
-                value = tl.load(row + n, mask=n < num_ids, other=float("-inf")) / temperature
-                weight += tl.sum(tl.where(_order(value) >= least, tl.exp(value - best), 0.0).to(tl.float64), 0)
-            least = tl.maximum(
-                least, _cut(row, num_ids, temperature, best, least, top_p.to(tl.float64) * weight, True, BLOCK_SEARCH)
-            )
-        if min_p > 0.0:
-            least = tl.maximum(least, _order(best + tl.log(min_p)))
-    top_score = tl.full([], float("-inf"), tl.float64)
-    top_id = tl.full([], 0, tl.int64)
-    for first in range(0, num_ids, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N).to(tl.int64)
-        value = tl.load(row + n, mask=n < num_ids, other=float("-inf")) / temperature
-        stays = (n < num_ids) & (_order(value) >= least)
-        score = value.to(tl.float64)
-        if not greedy:
-            score += _gumbel(key, n)
-        score = tl.where(stays, score, float("-inf"))
-        here = tl.max(score, 0)
-        if here > top_score:  # a later id of the same score does not count
-            top_score = here
-            top_id = first + tl.argmax(score, 0).to(tl.int64)
-    tl.store(out + s, top_id)
+    most, block = _highest_block(maxima, num_blocks, BLOCK_B)
+    if temperature == 0.0:
+        n = block * NOISE_BLOCK + tl.arange(0, NOISE_BLOCK)
+        _, token = winner(tl.load(row + n, mask=n < num_ids, other=float("-inf")), n)
+        tl.store(out + s, token.to(tl.int64))
+        return
+    best = tl.div_rn(most, temperature)
+    least = tl.full([], LOWEST, tl.int32)
+    if min_p > 0.0:
+        least = _at_least(best.to(tl.float64) + tl.log(min_p.to(tl.float64)))
+    token = tl.full([], -1, tl.int32)
+    wanted = tl.full([], float("inf"), tl.float64)  # weight of what stays
+    if (top_k > 0) & (top_k < num_ids):
+        floor = kth_largest(maxima, num_blocks, top_k, temperature, 4)
+        count = _list_ids(row, maxima, blocks, ids, temperature, floor, num_ids, num_blocks, BLOCK_B, ROUND, BLOCK_L)
+        if count <= KEPT:
+            token = _choose_among(row, ids, count, key, temperature, best, least, top_k, top_p, KEPT)
+        else:
+            cut = kth_largest(row, num_ids, top_k, temperature, 8)
+            if top_p < 1.0:
+                wanted = top_p.to(tl.float64) * mass_from(
+                    row, maxima, blocks, temperature, best, cut, num_ids, num_blocks, BLOCK_B, ROUND
+                )
+            least = tl.maximum(least, cut)
+    elif top_p < 1.0:
+        wanted = top_p.to(tl.float64) * _total(weights + s * num_chunks * 2, best, num_chunks, BLOCK_C)
+    while token < 0:
+        token = race(
+            row, maxima, at_least, noise, blocks, ids, key, temperature, least, num_ids, num_blocks,
+            BLOCK_B, ROUND, BLOCK_L, 256,
+        )  # fmt: skip
+        if wanted < float("inf"):
+            value = tl.div_rn(tl.load(row + token), temperature)
+            least = order(value) + 1
+            above = mass_from(row, maxima, blocks, temperature, best, least, num_ids, num_blocks, BLOCK_B, ROUND)
+            if (above >= wanted) & (value < best):
+                token = tl.full([], -1, tl.int32)
+    tl.store(out + s, token.to(tl.int64))
+
+
+@triton.jit
+def _highest_block(maxima, num_blocks, BLOCK_B: tl.constexpr):
+    """The largest logit of a row and the first block that has it."""
+    most, block = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        b = first + tl.arange(0, BLOCK_B)
+        value, found = winner(tl.load(maxima + b, mask=b < num_blocks, other=float("-inf")), b)
+        if value > most:
+            most = value
+            block = found
+    return most, block
+
+
+@triton.jit
+def _at_least(bound):
+    """The order of the first float32 from `bound` on, which is a float64."""
+    rounded = bound.to(tl.float32)
+    return order(rounded) + (rounded.to(tl.float64) < bound).to(tl.int32)
+
+
+@triton.jit
+def _total(weights, best, num_chunks, BLOCK_C: tl.constexpr):
+    """The weights of a whole row; the best id weighs 1."""
+    total = tl.zeros([], tl.float64)
+    for first in range(0, num_chunks, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        largest = tl.load(weights + c * 2, mask=c < num_chunks, other=float("-inf"))
+        weight = tl.load(weights + c * 2 + 1, mask=c < num_chunks, other=0.0)
+        total += tl.sum((weight * tl.exp(largest - best)).to(tl.float64), 0)
+    return total
+
+
+@triton.jit
+def _list_ids(
+    row, maxima, blocks, ids, temperature, floor, num_ids, num_blocks,
+    BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Lists the ids from `floor` on, in the order of floats; how many there are, at least, where they are too many for the list."""
+    num_listed = list_blocks(maxima, blocks, temperature, floor, num_blocks, BLOCK_B)
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, num_listed, ROUND):
+        if count <= BLOCK_L - ROUND * NOISE_BLOCK:
+            _, n = block_ids(blocks, first, num_listed, num_blocks, ROUND)
+            value = load_tempered(row, n, n < num_ids, temperature)
+            stays = tl.reshape((order(value) >= floor) & (value > float("-inf")), [ROUND * NOISE_BLOCK])
+            count += pack(stays, tl.reshape(n, [ROUND * NOISE_BLOCK]), ids + count)
+    return count
+
+
+@triton.jit
+def _choose_among(row, ids, count, key, temperature, best, least, top_k, top_p, KEPT: tl.constexpr):
+    """All filters and the choice over `count` listed ids, which hold the top k: each is compared with every other."""
+    i = tl.arange(0, KEPT)
+    token = tl.load(ids + i, mask=i < count, other=0)
+    value = load_tempered(row, token, i < count, temperature)
+    num_above, above = tl.zeros([KEPT], tl.int32), tl.zeros([KEPT], tl.float64)
+    for first in range(0, count, OTHERS):
+        j = first + tl.arange(0, OTHERS)
+        other = load_tempered(row, tl.load(ids + j, mask=j < count, other=0), j < count, temperature)
+        is_above = other[None, :] > value[:, None]  # [N, 8]
+        weight = tl.exp(other.to(tl.float64) - best)
+        num_above += tl.sum(is_above.to(tl.int32), 1)
+        above += tl.sum(tl.where(is_above, weight[None, :], 0.0), 1)
+    stays = (i < count) & (num_above < top_k)
+    if top_p < 1.0:
+        total = tl.sum(tl.where(stays, tl.exp(value.to(tl.float64) - best), 0.0), 0)
+        stays = stays & ((above < top_p.to(tl.float64) * total) | (num_above == 0))
+    stays = stays & (order(value) >= least)
+    score = tl.where(stays, value.to(tl.float64) + gumbel(key, token), float("-inf"))
+    _, found = winner(score, token)
+    return found
 
 
 @triton.jit(do_not_specialize=["num_changes"])
@@ -131,5 +170,5 @@ def change_logits(logits, rows, ids, factors, minus, stride, num_changes, BLOCK_
     place = logits + tl.load(rows + c, mask=inside, other=0) * stride + tl.load(ids + c, mask=inside, other=0)
     value = tl.load(place, mask=inside, other=0.0)
     factor = tl.load(factors + c, mask=inside, other=1.0)
-    value = tl.where(value > 0, value / factor, value * factor) - tl.load(minus + c, mask=inside, other=0.0)
+    value = tl.where(value > 0, tl.div_rn(value, factor), value * factor) - tl.load(minus + c, mask=inside, other=0.0)
     tl.store(place, value, mask=inside)

@@ -12,7 +12,7 @@ import torch
 
 from transom_kernels.sample import SampleParams, sample
 from transom_worker.sampling.adjustments import penalties
-from transom_worker.sampling.sequence_state import SequenceState
+from transom_worker.sampling.sequence_state import SequenceState, noise_keys
 
 WORDS = 4  # rows of parameters are padded to so many, so that each array begins at a multiple of 16 bytes whatever S is
 
@@ -32,7 +32,7 @@ def _params(states: Sequence[SequenceState], device: torch.device) -> SamplePara
     width = -(-num_rows // WORDS) * WORDS
     packed = np.zeros(3 * width, dtype=np.int64)  # keys, then four arrays of half the size
     floats = packed[width:].view(np.float32).reshape(4, width)
-    packed[:num_rows] = [state.noise_key for state in states]
+    packed[:num_rows] = noise_keys(states)
     floats[0, :num_rows] = [0.0 if p.greedy else p.temperature for p in params]
     floats[1, :num_rows] = [p.top_p for p in params]
     floats[2, :num_rows] = [p.min_p for p in params]

@@ -13,7 +13,11 @@ draws its minimum and that minimum's id, and every other id adds its own draw. T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -24,10 +28,20 @@ BLOCK = 64  # ids
 
 def noise_key(seed: int, choice_index: int, output_position: int) -> int:
     """The signed 64-bit key of one row; any Python ints are taken, modulo 2**64."""
-    key = 0
-    for value in (seed, choice_index, output_position):
-        key = _mix((key ^ (value & MASK_64)) + GOLDEN)
-    return _signed(key)
+    return _signed(_mixed_with(choice_key(seed, choice_index), output_position))
+
+
+def choice_key(seed: int, choice_index: int) -> int:
+    """What the keys of all positions of a choice come from, unsigned."""
+    return _mixed_with(_mixed_with(0, seed), choice_index)
+
+
+def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -> NDArray[np.int64]:
+    """`noise_key` of many rows at once."""
+    keys = (np.array(choice_keys, dtype=np.uint64) ^ np.array(output_positions, dtype=np.uint64)) + np.uint64(GOLDEN)
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+    return (keys ^ (keys >> np.uint64(31))).view(np.int64)
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -75,8 +89,8 @@ def _xor_shift(bits: torch.Tensor, shifted: torch.Tensor, count: int) -> torch.T
     return bits.bitwise_xor_(shifted)
 
 
-def _mix(value: int) -> int:
-    value &= MASK_64
+def _mixed_with(key: int, value: int) -> int:
+    value = ((key ^ (value & MASK_64)) + GOLDEN) & MASK_64
     value = (value ^ (value >> 30)) * MIX_1 & MASK_64
     value = (value ^ (value >> 27)) * MIX_2 & MASK_64
     return value ^ (value >> 31)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+WORDS = 4  # arrays of changes are padded to so many, so that each begins at a multiple of 16 bytes
+
 
 class TokenCounts:
     """Which tokens a sequence holds (prompt and output) and how often each is in its output."""
@@ -74,13 +76,17 @@ def penalty_changes(
     occurrences = np.concatenate([count.output_counts for count in counts])
     minus = np.repeat(np.array(presence, dtype=np.float32), lengths) * (occurrences > 0)
     minus += np.repeat(np.array(frequency, dtype=np.float32), lengths) * occurrences.astype(np.float32)
-    arrays = (
-        np.repeat(np.array(rows, dtype=np.int64), lengths),
-        np.concatenate([count.token_ids for count in counts]),
-        np.repeat(np.array(repetition, dtype=np.float32), lengths),
-        minus,
-    )
-    return PenaltyChanges(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+    num_changes = len(occurrences)
+    width = max(1, -(-num_changes // WORDS)) * WORDS
+    packed = np.zeros(3 * width, dtype=np.int64)  # rows, tokens, then two arrays of half the size, in one copy
+    floats = packed[2 * width :].view(np.float32).reshape(2, width)
+    packed[:num_changes] = np.repeat(np.array(rows, dtype=np.int64), lengths)
+    packed[width : width + num_changes] = np.concatenate([count.token_ids for count in counts])
+    floats[0, :num_changes] = np.repeat(np.array(repetition, dtype=np.float32), lengths)
+    floats[1, :num_changes] = minus
+    there = torch.from_numpy(packed).to(device, non_blocking=True)
+    factor, subtracted = there[2 * width :].view(torch.float32).view(2, width)[:, :num_changes]
+    return PenaltyChanges(there[:num_changes], there[width : width + num_changes], factor, subtracted)
 
 
 def apply_changes(logits_RV: torch.Tensor, changes: PenaltyChanges) -> None:

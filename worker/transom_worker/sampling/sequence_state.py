@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from transom_worker.contract import SamplingParams
-from transom_worker.sampling.noise import noise_key
+from transom_worker.sampling.noise import choice_key, position_keys
 from transom_worker.sampling.penalties import TokenCounts
 
 
@@ -24,7 +27,7 @@ class SequenceState:
     ) -> None:
         self.params = params
         self.output_position = len(token_ids) - num_prompt_tokens
-        self._seed, self._choice_index = seed, choice_index
+        self.choice_key = choice_key(seed, choice_index)
         self.counts = TokenCounts(token_ids, num_prompt_tokens) if self.has_penalties else None
         ends = () if params.ignore_eos else eos_token_ids
         self._enders = sorted({*ends, *params.stop_token_ids}) if params.min_tokens else []
@@ -46,13 +49,13 @@ class SequenceState:
         """Tokens that may not come yet: those that would end the sequence before `min_tokens`."""
         return self._enders if self.output_position < self.params.min_tokens else []
 
-    @property
-    def noise_key(self) -> int:
-        """The key of the next token's noise."""
-        return noise_key(self._seed, self._choice_index, self.output_position)
-
     def append(self, token_id: int) -> None:
         """One more output token."""
         self.output_position += 1
         if self.counts is not None:
             self.counts.append(token_id)
+
+
+def noise_keys(states: Sequence[SequenceState]) -> NDArray[np.int64]:
+    """The keys of each row's noise for its next token."""
+    return position_keys([state.choice_key for state in states], [state.output_position for state in states])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from transom_worker.sampling.sequence_state import SequenceState
+from transom_worker.sampling.sequence_state import noise_keys as row_keys
 
 
 def tempered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
@@ -22,4 +23,4 @@ def tempered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.
 
 def noise_keys(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
     """The keys of each row's noise, int64 [N, 1]."""
-    return torch.tensor([state.noise_key for state in states], dtype=torch.int64, device=logits_NV.device)[:, None]
+    return torch.from_numpy(row_keys(states)).to(logits_NV.device)[:, None]
