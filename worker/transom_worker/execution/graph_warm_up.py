@@ -105,11 +105,15 @@ class _NoiseSteps:
             block_rows(layout, slab, group)[rows] = 0
 
     def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
-        """A step that fills the size's sequences, one of them as long as its level allows, the others short."""
+        """A step that fills the size's sequences, one of them long, with the first seed as its level allows, the others short."""
         random = np.random.default_rng(seed)
         num, specs = size.num_seqs, self._specs
         starts = random.integers(0, sizes.reach_tokens(0), num)
-        starts[random.integers(num)] = max(0, sizes.longest_tokens(size) - seed)  # the last positions
+        longest = sizes.longest_tokens(size)
+        starts[random.integers(num)] = longest - 1 if seed == 1 else longest * 5 // 8
+        lowest = [
+            random.integers(0, starts // 4 + 1).tolist() for _ in specs
+        ]  # as a repair has it, so that it is checked too
         store = SequenceStore(specs, max_num_seqs=num)
         ids = random.integers(0, self._vocab_size, num)
         for seq_id, start in enumerate(starts.tolist()):
@@ -121,7 +125,7 @@ class _NoiseSteps:
             seq_ids=list(range(num)),
             start=starts.tolist(),
             count=[1] * num,
-            attend_from=[[0] * num for _ in specs],
+            attend_from=lowest,
             write_from=[self._write_from(group, starts.tolist()) for group in range(len(specs))],
             logits_from=starts.tolist(),
         )
