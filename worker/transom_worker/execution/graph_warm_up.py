@@ -111,9 +111,8 @@ class _NoiseSteps:
         starts = random.integers(0, sizes.reach_tokens(0), num)
         longest = sizes.longest_tokens(size)
         starts[random.integers(num)] = longest - 1 if seed == 1 else longest * 5 // 8
-        lowest = [
-            random.integers(0, starts // 4 + 1).tolist() for _ in specs
-        ]  # as a repair has it, so that it is checked too
+        # lower bounds, as a repair has them, so that they are checked too
+        lowest = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
         store = SequenceStore(specs, max_num_seqs=num)
         ids = random.integers(0, self._vocab_size, num)
         for seq_id, start in enumerate(starts.tolist()):
