@@ -167,6 +167,7 @@ def test_winners_outside_the_nucleus_are_passed_over(top_p: float) -> None:
 
 def test_lists_that_are_too_short_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that may win come in several lists; the top k that are too many to compare are found by search."""
+    monkeypatch.setattr(gpu, "READ_BLOCKS", 8)
     monkeypatch.setattr(gpu, "ROUND_BLOCKS", 2)
     monkeypatch.setattr(gpu, "LISTED_IDS", 256)
     monkeypatch.setattr(gpu, "KEPT_IDS", 16)

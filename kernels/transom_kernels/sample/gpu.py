@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transom_kernels.sample.op import SampleParams
 
 SURVEYED_BLOCKS = 32  # of a program, which is one warp: a thread has the noise of one block
-ROUND_BLOCKS = 16  # whose ids are looked at together: with 32 triton 3.9 spills a register on sm_80
-READ_BLOCKS = 1024  # of what the survey wrote, at a time
+ROUND_BLOCKS = 16  # whose ids are looked at together
+READ_BLOCKS = 2048  # of what the survey wrote, at a time
 READ_CHUNKS = 256
 LISTED_IDS = 4096  # that may win, at a time; no less than those that are kept and those of a round
 KEPT_IDS = 512  # that are compared with each other
