@@ -24,6 +24,7 @@ from transom_cluster.openai.errors import (
     wrong_api_key,
 )
 from transom_cluster.request_outcome import Outcome, broke_off
+from transom_cluster.routed_path import routed_path
 from transom_worker.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
@@ -69,8 +70,8 @@ def _endpoint(scope: Scope) -> str:
     if route is not None:
         path: str = getattr(route, "path", OTHER)
         return path
-    known = (getattr(one, "path", None) for one in scope["app"].routes)
-    return scope["path"] if scope["path"] in known else OTHER
+    known, path = (getattr(one, "path", None) for one in scope["app"].routes), routed_path(scope)
+    return path if path in known else OTHER
 
 
 class AnswerBugs:
@@ -136,14 +137,14 @@ class RequireApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 or 403."""
         if scope["type"] == "http":
-            given = _bearer_token(Headers(scope=scope).get("authorization", ""))
+            given, path = _bearer_token(Headers(scope=scope).get("authorization", "")), routed_path(scope)
             admin = self._admins.client(given) if given and self._admins.are_wanted else None
             client = self._keys.client(given) if given and self._keys.are_wanted else None
-            is_for_admins = self._admins.are_wanted and is_of_all_clients(scope["path"])
+            is_for_admins = self._admins.are_wanted and is_of_all_clients(path)
             if is_for_admins and admin is None and client is not None:
                 await send_error(not_an_admin(), send)
                 return
-            wants_key = is_for_admins or (self._keys.are_wanted and not _is_open(scope["path"]))
+            wants_key = is_for_admins or (self._keys.are_wanted and not _is_open(path))
             if wants_key and admin is None and client is None:
                 await send_error(wrong_api_key(missing=not given), send)
                 return

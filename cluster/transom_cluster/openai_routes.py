@@ -32,6 +32,7 @@ from transom_cluster.openai.prompts import (
 from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
 from transom_cluster.openai.writers import AnswerHeader, Writer
+from transom_cluster.routed_path import routed_path
 from transom_cluster.router import Router
 from transom_cluster.tracing import RequestTrace, asked
 from transom_worker import contract
@@ -199,7 +200,7 @@ class OpenAiRoutes:
             trace.describe(asked(params, num_choices=len(requests), stream=stream))
         life = RequestLife(
             requests,
-            endpoint=request.scope["path"],
+            endpoint=routed_path(request.scope),
             client=request.state.client,
             stream=stream,
             outer_id=request.state.outer_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from stub_worker import StubWorker
 
@@ -75,6 +76,31 @@ def test_every_route_of_metrics_and_of_the_maps_data_is_the_admins() -> None:
         "/blocks/assets/{name}",
         "/blocks/demo.bin",
     }
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics%0A", "/metrics/sd%0A", "/blocks/describe%0A", "/blocks/stream%0A?worker=none"]
+)
+async def test_a_line_feed_behind_a_path_opens_nothing(admins: str, path: str) -> None:
+    """Patterns of routes match in front of one."""
+    async with running_api(api_keys=("k",), admin_api_key_file=admins) as api:
+        assert [await status(api, path, key) for key in ("k", None)] == [403, 401]
+    async with running_api(admin_api_key_file=admins) as api:
+        assert await status(api, path, None) == 401
+
+
+async def test_an_app_that_is_mounted_below_a_prefix_has_the_same_rules(admins: str) -> None:
+    router = make_router(StubWorker(), api_keys=("k",), admin_api_key_file=admins)
+    transport = httpx.ASGITransport(app=build_api(router), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for path in SHARED:
+            wanted = {"authorization": "Bearer k"}
+            assert (await client.get(f"/llm{path}", headers=wanted)).status_code == 403
+        assert (await client.get("/llm/health")).status_code == 503  # no worker is ready, and no key is wanted
+        assert (await client.get("/llm/version")).status_code == 401
+    counts = router.metrics.text()
+    for endpoint, refused in (("/metrics", 403), ("/blocks/stream", 403), ("/health", 503), ("/version", 401)):
+        assert f'endpoint="{endpoint}",model="stub",router="r0",status="{refused}"}} 1.0' in counts
 
 
 def test_a_file_that_is_no_secret_is_refused(admins: str) -> None:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transom_cluster.lives.request_lives import RequestLife
 from transom_cluster.openai.document import BODIES
 from transom_cluster.request_outcome import CLIENT_LEFT
+from transom_cluster.routed_path import routed_path
 from transom_cluster.tracing import RouterTracing, answered
 from transom_worker.logs import about_request, following_requests
 
@@ -44,8 +45,8 @@ class FollowRequests:
         headers = Headers(scope=scope)
         state["outer_id"] = headers.get(ID_HEADER, "")[:MAX_ID_CHARS]
         trace = None
-        if self._tracing is not None and scope["method"] == "POST" and scope["path"] in BODIES:
-            trace = state["trace"] = self._tracing.begin(scope["path"], headers, time.time())
+        if self._tracing is not None and scope["method"] == "POST" and (path := routed_path(scope)) in BODIES:
+            trace = state["trace"] = self._tracing.begin(path, headers, time.time())
 
         async def followed_send(message: Message) -> None:
             nonlocal status
@@ -78,7 +79,8 @@ def name_request(request: Request, answer_id: str) -> None:
 
 def _log(scope: Scope, status: int, seconds: float, life: RequestLife | None) -> None:
     """One line for an HTTP request. Its path is the route's: what a client makes up may quote a prompt."""
-    path = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in BODIES else "other")
+    path = routed_path(scope)
+    path = getattr(scope.get("route"), "path", path if path in BODIES else "other")
     facts: dict[str, Any] = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
     state = scope["state"]
     facts |= {
