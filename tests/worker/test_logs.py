@@ -68,6 +68,16 @@ def test_an_exception_is_a_field() -> None:
     assert line["exception"].splitlines()[-1] == "ValueError: no good"
 
 
+def test_a_thread_that_ends_itself_is_no_error() -> None:
+    code = (
+        "import sys, threading; from transom_worker.logs import show_all_logs\n"
+        "show_all_logs('json', 'rank/0')\n"
+        "for what in (sys.exit, lambda: {}['x']): thread = threading.Thread(target=what); thread.start(); thread.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert [json.loads(line)["message"] for line in done.stderr.splitlines()] == ["KeyError was not caught."]
+
+
 def test_lines_name_the_request_that_they_are_about() -> None:
     as_json, as_text = JsonLines(""), TextLines()
     with following_requests():

@@ -111,7 +111,7 @@ def show_all_logs(log_format: LogFormat, process: str, about: Mapping[str, objec
         root.addHandler(own)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
-    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.excepthook = _log_uncaught_in_thread
 
 
 def process_name() -> str:
@@ -146,6 +146,11 @@ def _own_handler() -> _OwnHandler | None:
 def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
     found = None if error is None else (kind, error, traceback)
     logging.getLogger("transom").critical("%s was not caught.", kind.__name__, exc_info=found)
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_type is not SystemExit:  # which ends the thread on purpose
+        _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
 
 
 def _about(record: logging.LogRecord) -> tuple[str, str]:
