@@ -14,7 +14,7 @@ from transom_cluster.answer_meter import AnswerMeter
 from transom_cluster.client_presence import while_client_stays
 from transom_cluster.failures import traceback_lines
 from transom_cluster.lives.request_lives import RequestLife
-from transom_cluster.openai.errors import WireError, wire_error, wire_error_of
+from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_of
 from transom_cluster.openai.writers import Writer, data_line
 from transom_cluster.request_outcome import broke_off
 from transom_cluster.router import Router
@@ -112,18 +112,22 @@ class AnswerResponse(Response):
         parts: list[str] = []
         for index, event in events:
             if event.error is not None:
-                return "".join(parts), wire_error_of(event.error)
+                error = wire_error_of(event.error)
+                if error.code in STREAM_CODES:
+                    self._log(f"{event.error.kind}, {error.code}")
+                return "".join(parts), error
             try:
                 parts.append(self._writer.chunk(index, self._shown(index, event)))
             except Exception as bug:
-                self._log(bug)
+                details = traceback_lines(bug, with_messages=self._router.config.log_prompts)
+                self._log("".join(details))
                 return "".join(parts), wire_error(bug)
         return "".join(parts), None
 
-    def _log(self, bug: Exception) -> None:
-        request_id, shows_messages = self._requests[0].request_id, self._router.config.log_prompts
-        details = "".join(traceback_lines(bug, with_messages=shows_messages))
-        logger.error("The stream of %s broke off.\n%s", request_id, details, extra={"request_id": request_id})
+    def _log(self, reason: str) -> None:
+        """What is not the request's own fault; no access line tells, since the status was 200."""
+        request_id = self._requests[0].request_id
+        logger.error("The stream of %s broke off: %s", request_id, reason, extra={"request_id": request_id})
 
     def _shown(self, index: int, event: OutputEvent) -> OutputEvent:
         self._meter.came(index, event)

@@ -56,7 +56,9 @@ def known(api: Api) -> set[tuple[str, ...]]:
         (RequestError("x"), "400", "request_refused"),
     ],
 )
-async def test_a_stream_that_breaks_off_counts_as_its_error(error: Exception, status: str, reason: str) -> None:
+async def test_a_stream_that_breaks_off_counts_as_its_error(
+    error: Exception, status: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_api(
         StubWorker(step_error=ErrorInfo.of(error)), limits=LimitsConfig(request_timeout_s=60.0)
     ) as api:
@@ -66,6 +68,10 @@ async def test_a_stream_that_breaks_off_counts_as_its_error(error: Exception, st
         assert '"error"' in response.text
         assert ended(api) == ({status: 1}, {reason: 1})
         assert known(api) == series
+        lines = [line.getMessage() for line in caplog.records if "broke off" in line.getMessage()]
+        request_id = api.worker.submitted[0].request_id
+        told = [f"The stream of {request_id} broke off: {type(error).__name__}, {reason}"]
+        assert lines == ([] if isinstance(error, RequestError) else told)  # a client's error is not logged
 
 
 async def test_a_stream_whose_worker_is_lost_for_good_counts_as_its_error() -> None:
