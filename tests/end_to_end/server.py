@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -10,11 +9,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+
+PATIENCE_S = 240.0
+LOOK_S = 0.1
+PORTS = range(20_000, 30_000)  # from which neither the kernel nor Ray gives ports to those who take any
+_claims: list[socket.socket] = []  # for as long as this process lives
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,20 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, and that no other test process is given while this one lives."""
+    for port in PORTS:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0transom-test-port-{port}")
+            with socket.create_server(("127.0.0.1", port)):
+                _claims.append(claim)
+                return port
+        except OSError:  # another test's, or a stranger's
+            claim.close()
+    raise AssertionError(f"none of the ports {PORTS.start} to {PORTS.stop - 1} is free")
 
 
-def start_server(model: str, log: Path, *flags: str, timeout_s: float = 120) -> Server:
+def start_server(model: str, log: Path, *flags: str, timeout_s: float = PATIENCE_S) -> Server:
     """Start and wait until it answers; fails with the log's end when it does not."""
     port = free_port()
     with log.open("w") as out:
@@ -63,16 +76,10 @@ def stop_server(server: Server, number: int = signal.SIGINT) -> int:
     if server.process.poll() is None:
         server.process.send_signal(number)
     try:
-        return server.process.wait(60)
+        return server.process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         os.killpg(server.process.pid, signal.SIGKILL)
         return server.process.wait()
-
-
-def wait_a_moment(server: Server) -> None:
-    """A tenth of a second, or less if the server ends."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.process.wait(0.1)
 
 
 def processes(server: Server) -> list[tuple[int, str]]:
@@ -105,14 +112,22 @@ def assert_ended_cleanly(server: Server, code: int) -> None:
     assert code == 0, log[-4000:]
     assert log.endswith("Stopping.\n"), log[-4000:]
     assert "Traceback" not in log
-    assert processes(server) == []
+    wait_until(lambda: not processes(server), lambda: processes(server))
+
+
+def wait_until(condition: Callable[[], bool], told: Callable[[], object], give_up_s: float = PATIENCE_S) -> None:
+    """Look again and again until something holds; `told` says what is there instead."""
+    end_s = time.monotonic() + give_up_s
+    while not condition():
+        assert time.monotonic() < end_s, told()
+        time.sleep(LOOK_S)
 
 
 def metric(url: str, name: str, **labels: str) -> float:
     """Sum of the samples of one metric on `/metrics` whose labels match."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    page = httpx.get(f"{url}/metrics", timeout=30).text
+    page = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)

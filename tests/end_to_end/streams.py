@@ -67,7 +67,7 @@ def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
 
 def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
     """A client with as many connections as it takes."""
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=httpx.Limits(max_connections=None))
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=240, limits=httpx.Limits(max_connections=None))
 
 
 async def ask_all(

@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 from server import Server, assert_ended_cleanly, start_server, stop_server
-from streams import Stream, ask, ask_until, bodies, client_of
+from streams import ask_until, bodies, client_of
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]  # the sum of all patience
 
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +42,17 @@ async def num_workers(client: httpx.AsyncClient, *, becomes: int) -> int:
 
 def test_workers_follow_the_load(server: Server) -> None:
     async def ramp() -> None:
-        is_over = False
+        is_over = is_one = False
         async with client_of(server.url) as client:
             assert await num_workers(client, becomes=0) == 0  # idle since the first answer
             load = asyncio.create_task(ask_until(server.url, bodies(24, max_tokens=60), lambda: is_over))
             assert await num_workers(client, becomes=2) == 2
-            long = [asyncio.create_task(ask(client, body, Stream())) for body in bodies(4, max_tokens=1000)]
+            less = asyncio.create_task(ask_until(server.url, bodies(4, max_tokens=1000), lambda: is_one))
             is_over = True
             answers = [answer for rounds in await load for answer in rounds]
             assert await num_workers(client, becomes=1) == 1
-            answers += await asyncio.gather(*long)
+            is_one = True
+            answers += [answer for rounds in await less for answer in rounds]
             assert await num_workers(client, becomes=0) == 0
         assert [answer.error for answer in answers] == [None] * len(answers)
         assert all(answer.is_whole for answer in answers)
@@ -62,11 +63,13 @@ def test_workers_follow_the_load(server: Server) -> None:
 
 def test_a_request_starts_a_worker_where_there_is_none(server: Server) -> None:
     async def wake() -> None:
+        is_seen = False
         async with client_of(server.url) as client:
             assert await num_workers(client, becomes=0) == 0
-            answer = await ask(client, bodies(1, max_tokens=5)[0], Stream())
-            assert answer.is_whole
-            assert answer.error is None
+            asking = asyncio.create_task(ask_until(server.url, bodies(1, max_tokens=5), lambda: is_seen))
             assert await num_workers(client, becomes=1) == 1
+            is_seen = True
+            (answers,) = await asking
+            assert all(answer.is_whole and answer.error is None for answer in answers)
 
     asyncio.run(wake())
