@@ -15,7 +15,7 @@ from transom_cluster.request_outcome import CLIENT_LEFT
 from transom_worker.config import ServerConfig
 
 OTHER = "other"  # the endpoint of paths that do not exist
-_EVERYWHERE = (200, 401, 405, 431, CLIENT_LEFT, 500)
+_EVERYWHERE = (200, 401, 405, 413, 431, CLIENT_LEFT, 500)  # 413: whoever looks (GET) may send a body, too
 _OF_OTHERS = (401, 404, 413, 429, 431, 500)
 _HIDDEN: Mapping[str, tuple[int, ...]] = {  # routes that the document leaves out
     "/blocks": (304, 404),

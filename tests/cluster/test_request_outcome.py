@@ -175,6 +175,8 @@ async def test_no_request_makes_a_count_that_was_not_there() -> None:
         )
         statuses += [(await get(path, headers=key)).status_code for path in paths]
         statuses += [(await get("/", headers={**key, "x": "y" * 3000})).status_code]
+        statuses += [(await api.client.request("GET", "/v1/models", content="x" * 300, headers=key)).status_code]
+        assert statuses[-1] == 413
         assert set(statuses) == {200, 400, 401, 404, 405, 413, 429, 431, 503}
         assert known(api) == series
 
