@@ -6,6 +6,7 @@ launches just that: a number that the host worked out for one step stays as it w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,7 +42,10 @@ class CaptureDevice(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool, captured on one stream: they are replayed one at a time."""
+    """CUDA graphs in one memory pool, captured on one stream: they are replayed one at a time.
+
+    Graphs live and die together: from torch 2.12 on destroying one frees cuBLAS's workspace of the stream, which all of them use.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,13 +71,35 @@ class CudaCapture:
         # on the stream of the capture, for which cuBLAS then has its workspace outside the graphs' pool
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
-        with torch.cuda.stream(self._stream):
-            run()
-        now.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+        finally:  # behind an error too: what was launched before it still runs
+            now.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # a capture cannot free what is cached to make room
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        # not torch.cuda.graph: where a capture fails its end fails too, which hides why, and leaves this thread on the stream
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                run()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph)
+                raise
         return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Neither stream nor allocator is left capturing.
+
+        With torch 2.11 the allocator would be, if ending fails: it then never frees again what it has cached, and memory runs out.
+        The pool stays allocated: to release it once too often, where torch does so itself, would end the process.
+        """
+        with contextlib.suppress(Exception):
+            graph.capture_end()
+        with contextlib.suppress(Exception):  # private, and an error where nothing is left to end
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
 
 
 def capture_device(device: torch.device) -> CaptureDevice | None:

@@ -40,10 +40,14 @@ def make_graphs(
     The slab is as blank behind it as before. An error of a forward pass that is not captured is raised.
     """
     steps = _NoiseSteps(builder.layout, vocab_size=model.architecture.vocab_size, most_seqs=sizes.num_seqs[-1])
-    steps.spread(builder, slab)
+    asks = _asks(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
+
+    def make() -> DecodeGraphs:
+        steps.spread(builder, slab)
+        return DecodeGraphs(model, builder, sizes, asks, device)
+
     try:
-        asks = _asks(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
-        return _captured(lambda: DecodeGraphs(model, builder, sizes, asks, device), steps)
+        return _captured(make, steps)
     finally:
         steps.wipe(builder.layout, slab)
 
