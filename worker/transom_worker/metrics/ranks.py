@@ -32,6 +32,20 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
             )
         ],
     )
+    yield from _work(own, named)
+    yield own.gauges(
+        "transom_rank_info",
+        "A rank's device, process id and host; the value is always 1.",
+        ("rank", "device", "pid", "host"),
+        [
+            ((rank, report.info.memory.device, str(report.info.process_id), _host(report.info.ip)), 1)
+            for rank, report in named
+        ],
+    )
+
+
+def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
+    """What each has done so far."""
     yield own.counters(
         "transom_rank_forward_seconds",
         "Seconds that a rank has spent in forward passes, waiting for other ranks inside them included.",
@@ -53,15 +67,6 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
             ((rank, forward), num_steps)
             for rank, report in named
             for forward, num_steps in (("launched", report.use.num_launched), ("replayed", report.use.num_replayed))
-        ],
-    )
-    yield own.gauges(
-        "transom_rank_info",
-        "A rank's device, process id and host; the value is always 1.",
-        ("rank", "device", "pid", "host"),
-        [
-            ((rank, report.info.memory.device, str(report.info.process_id), _host(report.info.ip)), 1)
-            for rank, report in named
         ],
     )
 
