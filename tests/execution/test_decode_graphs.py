@@ -20,8 +20,11 @@ from checkpoints import make_checkpoint
 from graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, Recording, recorded
 from tiny_checkpoints import tiny_llama
 from transom_kernels.launch import INTERPRETED, prefer
+from transom_kernels.moe.dispatch import block_rows
+from transom_kernels.moe.sort import MOST_PAIRS
 from transom_kernels.paged_attention import tuning
 from transom_worker.execution import dry_run, forward_pass
+from transom_worker.execution.decode_graphs import GraphMismatch
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.static_batch import StaticBatch
 from transom_worker.layers.forward_batch import ForwardBatch
@@ -246,6 +249,63 @@ def test_an_input_that_is_kept_from_the_first_step_is_noticed(
         runner_of(checkpoint, RecorderDevice(), max_num_seqs=1, max_model_len=32) as runner,
     ):
         assert runner.info.num_graphs == 0 or "differs by up to" in caplog.text
+
+
+def no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 20 MiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("_NoiseSteps.spread", no_room, "capturing them failed (OutOfMemoryError: Tried to allocate 20 MiB)"),
+        ("LIMIT_S", -1.0, "from 2 sequences at level 0 on run without CUDA graphs: capturing took too long"),
+    ],
+    ids=["no room for noise", "no time"],
+)
+def test_a_start_without_room_or_time_does_without_graphs(
+    checkpoint: Path,
+    name: str,
+    value: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(f"transom_worker.execution.graph_warm_up.{name}", value)
+    device = RecorderDevice()
+    with caplog.at_level(logging.WARNING), runner_of(checkpoint, device, max_num_seqs=2, max_model_len=8) as runner:
+        assert message in caplog.text
+        assert (runner.info.num_graphs, runner._forward._graphs, device.graphs) == (0, None, [])
+
+
+def test_infinite_logits_do_not_void_the_check(checkpoint: Path) -> None:
+    """The tolerance goes by the largest finite logit."""
+    with runner_of(checkpoint, RecorderDevice(), max_num_seqs=1, max_model_len=8) as runner:
+        graphs, (size,) = runner._forward._graphs, runner._decode_sizes.all  # type: ignore[union-attr]
+        assert graphs is not None
+        right = torch.tensor([[1.0, -torch.inf, torch.nan]])
+        graphs._compare(size, right.clone(), right)
+        for wrong in ([[2.0, -torch.inf, torch.nan]], [[1.0, 5.0, torch.nan]], [[1.0, -torch.inf, 0.0]]):
+            with pytest.raises(GraphMismatch):
+                graphs._compare(size, torch.tensor(wrong), right)
+
+
+def test_experts_of_many_sequences_are_found_in_a_graph() -> None:
+    """Beyond `MOST_PAIRS` torch sorts: a thousand rows, more than random steps here have."""
+    experts = torch.randint(8, (MOST_PAIRS + 7,), generator=torch.Generator().manual_seed(0))
+    pairs, owners = (found.clone() for found in block_rows(experts, 8, 16))
+
+    def run() -> None:
+        for out, found in zip((pairs, owners), block_rows(experts, 8, 16), strict=True):
+            out.copy_(found)
+
+    with torch.inference_mode():
+        graph = RecorderDevice().capture(run)
+        experts.copy_(experts.flip(0).clamp(max=5))
+        graph.replay()
+    wanted = block_rows(experts, 8, 16)
+    assert torch.equal(pairs, wanted[0])
+    assert torch.equal(owners, wanted[1])
 
 
 def test_eager_is_eager(checkpoint: Path) -> None:

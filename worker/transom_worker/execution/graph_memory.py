@@ -13,9 +13,11 @@ from transom_worker.execution.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.models.architecture import Architecture
 
-GRAPH_BYTES = (
-    8 * 2**20
-)  # of one graph in the driver: some hundred launches and their arguments; an estimate, never measured here
+# Of one graph in the driver: some hundred launches and their arguments. An estimate, never measured here.
+GRAPH_BYTES = 8 * 2**20
+WORKSPACE_BYTES = (
+    32 * 2**20
+)  # of cuBLAS for the stream of captures, on Hopper; a profiled step has only its own stream's
 FLOAT_BYTES = 4
 
 
@@ -33,7 +35,7 @@ def graph_bytes(
     )
     logits = most_seqs * architecture.vocab_size * FLOAT_BYTES
     inputs = max(_table_bytes(size, sizes) for size in sizes.all)
-    return pool + logits + inputs + len(sizes.all) * GRAPH_BYTES
+    return pool + logits + inputs + WORKSPACE_BYTES + len(sizes.all) * GRAPH_BYTES
 
 
 def _split_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:

@@ -35,7 +35,7 @@ logger = logging.getLogger("transom.worker")
 def make_graphs(
     model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CaptureDevice, *, slab: torch.Tensor
 ) -> DecodeGraphs | None:
-    """Graphs of all sizes; None, and a warning, if one cannot be captured or computes something else.
+    """Graphs of all sizes that `LIMIT_S` suffices for; None, and a warning, if one cannot be captured or computes something else.
 
     The slab is as blank behind it as before. An error of a forward pass that is not captured is raised.
     """
@@ -73,7 +73,7 @@ def _captured(make: Callable[[], DecodeGraphs], steps: _NoiseSteps) -> DecodeGra
         "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
         graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
     )  # fmt: skip
-    return graphs
+    return graphs if graphs.num_graphs else None
 
 
 def _asks(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[Ask, ...]:
