@@ -1,0 +1,93 @@
+"""The streams' kernels against their reference, in the interpreter (or on a GPU where there is one)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transom_kernels.streams.gpu import (
+    collapse_streams_triton,
+    expand_streams_triton,
+    merge_streams_triton,
+    normalise_streams_triton,
+)
+from transom_kernels.streams.reference import (
+    collapse_streams_reference,
+    expand_streams_reference,
+    merge_streams_reference,
+    normalise_streams_reference,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # the interpreter cuts bfloat16 off
+EPS = 1e-6
+SIZES = [(0, 4, 8), (1, 1, 1), (5, 3, 7), (1, 4, 64), (5, 4, 1030), (2, 5, 33)]
+
+pytestmark = [
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+    pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes))),
+]
+Sizes = tuple[int, int, int]
+
+
+@pytest.fixture(autouse=True)
+def memory_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel leaves out is seen."""
+    torch.manual_seed(5)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(float("nan")))
+
+
+def streams_of(sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+    """Strided, as nothing promises otherwise; its neighbours are NaN."""
+    tokens, size, width = sizes
+    wide = torch.full((tokens, size + 1, width + 3), float("nan"), dtype=dtype)
+    wide[:, 1:, 2:-1] = torch.randn(tokens, size, width).to(dtype)
+    return wide[:, 1:, 2:-1]
+
+
+def coefficients(tokens: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return 4 * torch.randn(tokens, size), torch.rand(size) + 0.5, torch.randn(size)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.dtype == wanted.dtype
+    limit = LIMIT[got.dtype]
+    torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)
+
+
+def test_normalised(dtype: torch.dtype, sizes: Sizes) -> None:
+    x = streams_of(sizes, dtype)
+    close(normalise_streams_triton(x, EPS), normalise_streams_reference(x, EPS))
+
+
+@pytest.mark.parametrize("rounds", [1, 20])
+def test_collapsed(dtype: torch.dtype, sizes: Sizes, rounds: int) -> None:
+    x, size = streams_of(sizes, dtype), sizes[1]
+    parts = coefficients(len(x), size * (size + 2))
+    wanted = collapse_streams_reference(x, *parts, rounds=rounds, eps=EPS)
+    for got, want in zip(collapse_streams_triton(x, *parts, rounds=rounds, eps=EPS), wanted, strict=True):
+        close(got, want)
+
+
+def test_merged(dtype: torch.dtype, sizes: Sizes) -> None:
+    x = streams_of(sizes, dtype)
+    parts = coefficients(len(x), sizes[1])
+    close(merge_streams_triton(x, *parts, eps=EPS), merge_streams_reference(x, *parts, eps=EPS))
+
+
+def test_expanded(dtype: torch.dtype, sizes: Sizes) -> None:
+    tokens, size, width = sizes
+    x, y = streams_of(sizes, dtype), torch.randn(tokens, width + 2).to(dtype)[:, 1:-1]
+    expand, mix = 2 * torch.rand(tokens, size), torch.rand(tokens, size, size).softmax(2)
+    close(expand_streams_triton(y, x, expand, mix), expand_streams_reference(y, x, expand, mix))
+
+
+def test_streams_that_are_one_tensor_still(dtype: torch.dtype, sizes: Sizes) -> None:
+    tokens, size, width = sizes
+    x, y = torch.randn(tokens, 1, width).to(dtype).expand(-1, size, -1), torch.randn(tokens, width).to(dtype)
+    parts = coefficients(tokens, size * (size + 2))
+    close(normalise_streams_triton(x, EPS), normalise_streams_reference(x, EPS))
+    collapsed, expand, mix = collapse_streams_triton(x, *parts, rounds=5, eps=EPS)
+    close(collapsed, collapse_streams_reference(x, *parts, rounds=5, eps=EPS)[0])
+    close(expand_streams_triton(y, x, expand, mix), expand_streams_reference(y, x, expand, mix))
