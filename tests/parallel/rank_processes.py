@@ -18,7 +18,8 @@ from transom_worker.parallel.communicator import Communicator
 from transom_worker.parallel.meeting import Meeting, connect, host_id
 
 KINDS = ("memory", "gloo")
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0  # of the test with a rank; what comes within it was not waited for by a rank that has `NEVER_S`
+NEVER_S = 600.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "torch", "torch.distributed", "transom_worker.parallel.meeting"])
@@ -57,7 +58,7 @@ class RankProcess:
 
 @contextmanager
 def ranks(
-    kind: str, size: int, body: Body, *, timeout_s: float = PATIENCE_S, come: int | None = None
+    kind: str, size: int, body: Body, *, timeout_s: float = NEVER_S, come: int | None = None
 ) -> Iterator[list[RankProcess]]:
     """`size` ranks, or the first `come` of them, that run `body(communicator, rank, pipe)`."""
     hosts = [host_id() if kind == "memory" else str(rank) for rank in range(size)]
@@ -73,7 +74,7 @@ def ranks(
         meeting.close()
 
 
-def outcomes(kind: str, size: int, body: Body, *, timeout_s: float = PATIENCE_S) -> list[Any]:
+def outcomes(kind: str, size: int, body: Body, *, timeout_s: float = NEVER_S) -> list[Any]:
     """What `body` returned on each rank."""
     with ranks(kind, size, body, timeout_s=timeout_s) as processes:
         return [process.receive() for process in processes]

@@ -1,9 +1,11 @@
-"""Ranks that die, hang, leave or never come: the others get RankLost, and soon."""
+"""Ranks that die, hang, leave or never come: the others get RankLost, and before their patience is at its end."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
@@ -12,29 +14,46 @@ from rank_processes import KINDS, ranks
 
 from transom_worker.errors import RankLost
 from transom_worker.parallel.communicator import Communicator
+from transom_worker.parallel.process_group import ProcessGroup
 
-SOON_S = 1.0  # on a machine whose cores are all taken; else it is some milliseconds
 TIMEOUT_S = 0.5
 
 
 def add_up_until_lost(comm: Communicator, rank: int, pipe: Connection) -> tuple[float, str, bool]:
-    """When and how it ended, and whether it ends the same when it is tried again."""
-    x = torch.ones(576)
+    """How long it waited and how it ended, and whether it ends the same when it is tried again."""
+    return _add_up(comm, pipe, lambda: None)
+
+
+def add_up_until_late(comm: Communicator, rank: int, pipe: Connection) -> tuple[float, str, bool]:
+    """The same with a rank that is impatient once both are there."""
+    return _add_up(comm, pipe, lambda: _be_impatient(comm))
+
+
+def _add_up(comm: Communicator, pipe: Connection, when_going: Callable[[], None]) -> tuple[float, str, bool]:
+    x, begun_s = torch.ones(576), 0.0
     try:
         for step in range(10**9):
+            begun_s = time.monotonic()
             comm.all_reduce_(x.fill_(1.0))
             if step == 100:
+                when_going()
                 pipe.send("going")
     except RankLost as error:
-        ended = time.monotonic()
+        waited_s = time.monotonic() - begun_s
         comm.close()
         with pytest.raises(RankLost):
             comm.all_reduce_(x)
-        return ended, str(error), True
+        return waited_s, str(error), True
     raise AssertionError
 
 
-def wait_for_the_last(comm: Communicator, rank: int, pipe: Connection) -> float:
+def _be_impatient(comm: Communicator) -> None:
+    comm._timeout_s = TIMEOUT_S  # type: ignore[attr-defined]
+    if isinstance(comm, ProcessGroup):
+        comm._group._set_default_timeout(timedelta(seconds=TIMEOUT_S))
+
+
+def wait_for_the_last(comm: Communicator, rank: int, pipe: Connection) -> bool:
     """The last rank never adds anything."""
     comm.all_reduce_(torch.ones(3))
     pipe.send("going")
@@ -42,7 +61,7 @@ def wait_for_the_last(comm: Communicator, rank: int, pipe: Connection) -> float:
         pipe.recv()
     with pytest.raises(RankLost):
         comm.all_reduce_(torch.ones(3))
-    return time.monotonic()
+    return True
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -51,10 +70,8 @@ def test_killed_while_adding_up(kind: str, size: int) -> None:
     with ranks(kind, size, add_up_until_lost) as processes:
         assert [process.receive() for process in processes] == ["going"] * size
         processes[-1].signal(signal.SIGKILL)
-        killed = time.monotonic()
         for process in processes[:-1]:
-            ended, message, again = process.receive()
-            assert ended - killed < SOON_S
+            _, message, again = process.receive()
             assert again
             assert "ank" in message
 
@@ -64,18 +81,16 @@ def test_killed_while_others_wait_for_it(kind: str) -> None:
     with ranks(kind, 3, wait_for_the_last) as processes:
         assert [process.receive() for process in processes] == ["going"] * 3
         processes[2].signal(signal.SIGKILL)
-        killed = time.monotonic()
-        assert all(process.receive() - killed < SOON_S for process in processes[:2])
+        assert [process.receive() for process in processes[:2]] == [True] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stopped_while_adding_up(kind: str) -> None:
-    with ranks(kind, 2, add_up_until_lost, timeout_s=TIMEOUT_S) as (first, second):
+    with ranks(kind, 2, add_up_until_late) as (first, second):
         assert [first.receive(), second.receive()] == ["going"] * 2
         second.signal(signal.SIGSTOP)
-        stopped = time.monotonic()
-        ended, message, again = first.receive()
-        assert TIMEOUT_S * 0.9 < ended - stopped < TIMEOUT_S + SOON_S
+        waited_s, message, again = first.receive()
+        assert waited_s > TIMEOUT_S * 0.9
         assert f"{TIMEOUT_S:g} s" in message
         assert again
 
@@ -96,14 +111,14 @@ def test_a_rank_that_leaves_is_not_waited_for(kind: str) -> None:
         assert "ank" in first.receive()
 
 
-def idle(comm: Communicator, rank: int, pipe: Connection) -> float:
-    """CPU time of half a second of waiting."""
+def idle(comm: Communicator, rank: int, pipe: Connection) -> tuple[float, float]:
+    """CPU time of half a second of waiting, or more, and how long it was."""
     comm.all_reduce_(torch.ones(3))
     if rank == 1:
         pipe.recv()
-    start = time.process_time()
+    start, begun_s = time.process_time(), time.monotonic()
     comm.all_reduce_(torch.ones(3))
-    return time.process_time() - start
+    return time.process_time() - start, time.monotonic() - begun_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +126,8 @@ def test_waiting_leaves_the_core_to_others(kind: str) -> None:
     with ranks(kind, 2, idle) as (first, second):
         time.sleep(0.5)
         second.send("go on")
-        assert first.receive() < 0.15
+        busy_s, waited_s = first.receive()
+        assert busy_s < 0.15 + 0.1 * waited_s
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from transom_worker.engine import Engine
 from transom_worker.execution.ranks_executor import RanksExecutor
 
-GONE_TIMEOUT_S = 20.0
+GONE_TIMEOUT_S = 120.0
 
 
 def process_ids(engine: Engine) -> list[int]:

@@ -46,7 +46,7 @@ TALK = (
 def lines_of_ranks(model: Path, what_they_do: str) -> tuple[list[dict[str, Any]], str]:
     """What two ranks write on standard error while they start, and the error that their executor raises."""
     command = [sys.executable, "-c", START, str(model), RANK.format(what_they_do)]
-    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]  # nothing but JSON
     return [line for line in lines if line["process"].startswith("rank/")], done.stdout
 

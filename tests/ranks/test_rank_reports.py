@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
 from rank_watch import process_ids
@@ -16,10 +18,12 @@ def test_every_rank_tells_what_it_uses(tiny_model: Path) -> None:
     try:
         assert [report.use.busy_s for report in executor.rank_reports()] == [0.0, 0.0]
         run(engine, [make_request("a", list(range(5, 45)), max_tokens=4)])
-        for step in range(10_000):  # the first report of a rank is on its way
-            if all(report.use.busy_s for report in executor.rank_reports()):
-                break
-            executor.submit(StepPlan(step_id=1_000 + step))
+        give_up_s, step_ids = time.monotonic() + 120, itertools.count(1_000)
+        while not all(
+            report.use.busy_s for report in executor.rank_reports()
+        ):  # the first report of a rank is on its way
+            assert time.monotonic() < give_up_s
+            executor.submit(StepPlan(step_id=next(step_ids)))
             executor.receive()
         engine._publish_stats()
         reports = executor.rank_reports()

@@ -14,7 +14,7 @@ from transom_worker.execution.rank_launcher import Launcher
 from transom_worker.execution.rank_messages import Failed, RankSetup
 from transom_worker.logs import process_name
 
-LAST_WORDS_S = 0.03  # a lost rank shows in several ways at once; whoever knows the cause may say so until then
+LAST_WORDS_S = 1.0  # a lost rank shows in several ways at once; whoever knows the cause may say so until then
 
 
 class RankGroup:
@@ -30,6 +30,8 @@ class RankGroup:
         self._launcher, self._on_lost = launcher, on_lost
         self._ended: str | None = None  # the first rank that ended
         self._struck: str | None = None  # the first that could not say why, and how it ended
+        self._silent: set[int] = set()  # ranks that ended so, of which no word comes any more
+        self._interrupted = False
         self._channel = ExecutorChannel(launcher.ip)
         channel = self._channel
         worker = process_name().removeprefix("worker/") or "0"
@@ -88,7 +90,7 @@ class RankGroup:
 
     def interrupt(self, reason: str) -> None:
         """End all processes, and have whoever waits for them raise RankLost with this reason; from any thread."""
-        self._ended = self._ended or reason
+        self._ended, self._interrupted = self._ended or reason, True
         try:
             self._launcher.kill()
         finally:
@@ -105,6 +107,7 @@ class RankGroup:
     def _rank_ended(self, rank: int, how: str | None) -> None:
         if how is not None:
             self._struck = self._struck or f"Rank {rank} of {self.size}: {how}"
+            self._silent.add(rank)
         self._ended = self._ended or self._struck or f"Rank {rank} of {self.size} ended."
         self._channel.wake()
         self._on_lost()
@@ -113,12 +116,15 @@ class RankGroup:
         """The error for the last words of a rank, or for its end without any; others may know better than that a peer left."""
         until_s = time.monotonic() + LAST_WORDS_S
         words: tuple[int, Failed] | None = None
-        while True:
+        spoken: set[int] = set()
+        while not self._interrupted:
             if found is not None and isinstance(found[1], Failed):
                 words = found
+                spoken.add(found[0])
                 if found[1].error.kind != RankLost.__name__:
                     break
-            if (left_s := until_s - time.monotonic()) <= 0:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or len(spoken | self._silent) == self.size:
                 break
             found = self._channel.receive(left_s)
         if words is None or (self._struck and words[1].error.kind == RankLost.__name__):

@@ -23,7 +23,10 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 T = TypeVar("T")
 
 SILENCE_TIMEOUT_S = 120.0  # in start-up, without a word from any rank: those that load tell of it every second
-FAILURE_TIMEOUT_S = 1.0  # within which a step that failed on one rank has failed on all, if it is the same failure
+FAILURE_TIMEOUT_S = 10.0  # within which a step that failed on one rank has failed on all, if it is the same failure
+HANG_GRACE_S = (
+    5.0  # after a step's time is over: ranks that wait for one another say which of them hangs, if they get to run
+)
 INTERRUPTED = "The start of the ranks was interrupted: their worker shuts down."
 
 
@@ -170,7 +173,7 @@ class RanksExecutor(Executor):
         """When the oldest step is too late; a step that failed on some ranks must soon have failed on the others."""
         if self._failures:
             return self._failed_s + FAILURE_TIMEOUT_S
-        return max(self._in_flight[0][1], self._answered_s) + self._config.ranks.step_timeout_s
+        return max(self._in_flight[0][1], self._answered_s) + self._config.ranks.step_timeout_s + HANG_GRACE_S
 
     def _failed(self, rank: int, failed: Failed) -> None:
         """A step that failed on every rank before they did anything together leaves them as they were."""
