@@ -175,6 +175,30 @@ def test_lists_that_are_too_short_for_a_row(monkeypatch: pytest.MonkeyPatch) -> 
         check(torch.randn(len(KINDS), 1000) * scale, all_kinds())
 
 
+@pytest.mark.parametrize("highs", [16, 17, 129])
+def test_as_many_candidates_as_are_compared_and_one_more(highs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are so near to each other that all reach the floor: 16 are compared, 17 searched in their list, 129 in the row."""
+    monkeypatch.setattr(gpu, "ROUND_BLOCKS", 2)
+    monkeypatch.setattr(gpu, "LISTED_IDS", 256)
+    monkeypatch.setattr(gpu, "KEPT_IDS", 16)
+    ids = torch.arange(highs) * (8 if highs > 17 else 64)
+    logits = torch.full((2, 1100), -1.0)
+    logits[:, ids] = 10.0 + torch.rand(2, highs) * 0.05
+    check(logits, params_of(2, top_k=15))
+    check(logits, params_of(2, top_k=15, top_p=0.5))
+
+
+def test_numbers_that_are_none_neither_hang_nor_reach_other_rows() -> None:
+    logits, params = torch.randn(len(KINDS), 150), all_kinds()
+    wanted = sample_reference(logits, params)
+    for first, share in ((0, 0.3), (1, 1.0)):
+        broken = logits.clone()
+        broken[first::2].masked_fill_(torch.rand(len(KINDS) // 2, 150) < share, math.nan)
+        got = sample_triton(broken, params)
+        assert ((got >= 0) & (got < 150)).all()
+        assert got[1 - first :: 2].equal(wanted[1 - first :: 2])
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     logits, params = torch.randn(len(KINDS), 700) * 3, all_kinds()
     together = sample_triton(logits.clone(), params).tolist()
@@ -230,3 +254,5 @@ def test_what_does_not_fit_is_refused() -> None:
         sample(torch.zeros(2, 4).half(), params_of(2))
     with pytest.raises(ValueError, match="temperature has shape"):
         sample(torch.zeros(3, 4), params_of(2))
+    with pytest.raises(ValueError, match="2 apart"):
+        sample(torch.zeros(4, 2).T, params_of(2))

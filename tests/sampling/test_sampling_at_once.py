@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -10,6 +12,8 @@ import torch
 from test_sampler import KINDS, VOCABULARY, add, run
 
 from transom_kernels.launch import INTERPRETED, prefer
+from transom_kernels.sample import gpu
+from transom_worker.contract import SamplingParams
 from transom_worker.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
@@ -33,3 +37,46 @@ def test_parameters_of_any_number_of_rows(num_rows: int) -> None:
     with prefer("interpreted"):
         assert sampler.sample(logits, list(range(num_rows)), mask) == wanted
     assert logits.equal(kept)
+
+
+class Watched:
+    """A kernel; keeps what a launch makes Triton compile for: tensors that begin at multiples of 16 bytes, numbers by 1 and 16."""
+
+    def __init__(self, kernel: Any, seen: set[tuple[object, ...]], ignored: set[int]) -> None:
+        self._kernel, self._seen, self._ignored = kernel, seen, ignored
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            kinds = (
+                value.data_ptr() % 16 == 0 if isinstance(value, torch.Tensor) else (value == 1, value % 16 == 0)
+                for at, value in enumerate(arguments)
+                if at not in self._ignored
+            )
+            self._seen.add((*kinds, *constants.items()))
+            self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def test_no_batch_makes_triton_compile_what_one_row_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six blocks of 64 ids: three numbers a block begin at multiples of 16 bytes only if they are tensors of their own."""
+    seen: dict[str, set[tuple[object, ...]]] = {name: set() for name in ("survey", "choose", "change_logits")}
+    for name, calls in seen.items():
+        ignored = {6} if name == "change_logits" else set()  # the number of changes, which is not specialised
+        monkeypatch.setattr(gpu, name, Watched(getattr(gpu, name), calls, ignored))
+    kinds = ["penalised", "greedy", "top_k", "greedy_penalised", "top_p"]  # the first is what a warm-up samples
+    for num_rows in (1, 2, 5):
+        sampler = Sampler()
+        for row, kind in enumerate(kinds[:num_rows]):
+            add(sampler, row, list(range(row + 3)), 2, KINDS[kind])
+        with prefer("interpreted"):
+            sampler.sample(torch.randn(num_rows, 384), list(range(num_rows)))
+    assert {name: len(calls) for name, calls in seen.items()} == {"survey": 1, "choose": 1, "change_logits": 1}
+
+
+def test_top_k_beyond_any_vocabulary_is_off() -> None:
+    sampler, logits = Sampler(), torch.randn(1, VOCABULARY)
+    add(sampler, 0, [1], 1, SamplingParams(top_k=2**40))
+    wanted = sampler.sample(logits, [0])
+    with prefer("interpreted"):
+        assert sampler.sample(logits, [0]) == wanted

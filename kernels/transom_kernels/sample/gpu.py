@@ -40,16 +40,18 @@ def _choose(logits: torch.Tensor, params: SampleParams, out: torch.Tensor) -> No
     num_rows, num_ids = logits.shape
     num_blocks = -(-num_ids // NOISE_BLOCK)
     num_chunks = -(-num_blocks // SURVEYED_BLOCKS)
-    found = logits.new_empty(3, num_rows, num_blocks)
+    # Of their own each: Triton compiles anew where a tensor begins at no multiple of 16 bytes, as parts of one tensor may.
+    maxima, lucky, noise = (logits.new_empty(num_rows, num_blocks) for _ in range(3))
     weights = logits.new_empty(num_rows, num_chunks, 2)
     lists = torch.empty(num_rows, num_blocks + LISTED_IDS, dtype=torch.int32, device=logits.device)
     survey[(num_chunks, num_rows)](
-        logits, params.temperature, params.top_k, params.top_p, params.keys, *found, weights, num_ids, logits.stride(0), num_blocks,
+        logits, params.temperature, params.top_k, params.top_p, params.keys, maxima, lucky, noise, weights,
+        num_ids, logits.stride(0), num_blocks,
         BLOCKS=SURVEYED_BLOCKS, num_warps=1,
     )  # fmt: skip
     choose[(num_rows,)](
-        logits, params.temperature, params.top_k, params.top_p, params.min_p, params.keys, *found, weights, lists, out,
-        num_ids, logits.stride(0), num_blocks, num_chunks,
+        logits, params.temperature, params.top_k, params.top_p, params.min_p, params.keys,
+        maxima, lucky, noise, weights, lists, out, num_ids, logits.stride(0), num_blocks, num_chunks,
         BLOCK_B=READ_BLOCKS, BLOCK_C=READ_CHUNKS, BLOCK_L=LISTED_IDS, ROUND=ROUND_BLOCKS,
         KEPT=KEPT_IDS, num_warps=8,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from transom_kernels.sample.draws import LOWEST, NOISE_BLOCK, gumbel, load_tempe
 from transom_kernels.sample.race import block_ids, kth_largest, list_blocks, mass_from, race, winner
 
 OTHERS = tl.constexpr(8)  # against which ids are compared at once
+DRAWN = tl.constexpr(256)  # ids that draw noise at once
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def choose(
     min_ps,
     keys,  # [S] int64
     maxima,  # [S, B] float32; these four are `survey`'s
-    at_least,  # [S, B]
+    lucky,  # [S, B]
     noise,  # [S, B]
     weights,  # [S, C, 2]
     lists,  # [S, B + L] int32, for a program's own use
@@ -45,7 +46,7 @@ def choose(
     """One row."""
     s = tl.program_id(0).to(tl.int64)
     row, maxima = logits + s * stride, maxima + s * num_blocks
-    at_least, noise, blocks = at_least + s * num_blocks, noise + s * num_blocks, lists + s * (num_blocks + BLOCK_L)
+    lucky, noise, blocks = lucky + s * num_blocks, noise + s * num_blocks, lists + s * (num_blocks + BLOCK_L)
     ids = blocks + num_blocks
     temperature, key = tl.load(temperatures + s), tl.load(keys + s)
     top_k, top_p, min_p = tl.load(top_ks + s), tl.load(top_ps + s), tl.load(min_ps + s)
@@ -56,37 +57,62 @@ def choose(
         tl.store(out + s, token.to(tl.int64))
         return
     best = tl.div_rn(most, temperature)
-    least = tl.full([], LOWEST, tl.int32)
+    cut = tl.full([], LOWEST, tl.int32)  # what stays are ids from there on, in the order of floats
     if min_p > 0.0:
-        least = _at_least(best.to(tl.float64) + tl.log(min_p.to(tl.float64)))
+        cut = _first_from(best.to(tl.float64) + tl.log(min_p.to(tl.float64)))
     token = tl.full([], -1, tl.int32)
     wanted = tl.full([], float("inf"), tl.float64)  # weight of what stays
     if (top_k > 0) & (top_k < num_ids):
-        floor = kth_largest(maxima, num_blocks, top_k, temperature, 4)
+        floor = kth_largest(maxima, ids, num_blocks, top_k, temperature, False, 4)
         count = _list_ids(row, maxima, blocks, ids, temperature, floor, num_ids, num_blocks, BLOCK_B, ROUND, BLOCK_L)
         if count <= KEPT:
-            token = _choose_among(row, ids, count, key, temperature, best, least, top_k, top_p, KEPT)
+            token = _choose_among(row, ids, count, key, temperature, best, cut, top_k, top_p, KEPT)
         else:
-            cut = kth_largest(row, num_ids, top_k, temperature, 8)
+            kth = _kth_of_many(row, ids, count, top_k, temperature, num_ids, BLOCK_L - ROUND * NOISE_BLOCK)
             if top_p < 1.0:
                 wanted = top_p.to(tl.float64) * mass_from(
-                    row, maxima, blocks, temperature, best, cut, num_ids, num_blocks, BLOCK_B, ROUND
+                    row, maxima, blocks, temperature, best, kth, num_ids, num_blocks, BLOCK_B, ROUND
                 )
-            least = tl.maximum(least, cut)
+            cut = tl.maximum(cut, kth)
     elif top_p < 1.0:
         wanted = top_p.to(tl.float64) * _total(weights + s * num_chunks * 2, best, num_chunks, BLOCK_C)
+    if token < 0:
+        token = _winner_inside(
+            row, maxima, lucky, noise, blocks, ids, key, temperature, best, cut, wanted, num_ids, num_blocks,
+            BLOCK_B, ROUND, BLOCK_L,
+        )  # fmt: skip
+    tl.store(out + s, token.to(tl.int64))
+
+
+@triton.jit
+def _winner_inside(
+    row, maxima, lucky, noise, blocks, ids, key, temperature, best, cut, wanted, num_ids, num_blocks,
+    BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """The id that wins among those from `cut` on that stay: the ids above it weigh less than `wanted`, or it is the best."""
+    token = tl.full([], -1, tl.int32)
     while token < 0:
         token = race(
-            row, maxima, at_least, noise, blocks, ids, key, temperature, least, num_ids, num_blocks,
-            BLOCK_B, ROUND, BLOCK_L, 256,
+            row, maxima, lucky, noise, blocks, ids, key, temperature, cut, num_ids, num_blocks,
+            BLOCK_B, ROUND, BLOCK_L, DRAWN,
         )  # fmt: skip
         if wanted < float("inf"):
             value = tl.div_rn(tl.load(row + token), temperature)
-            least = order(value) + 1
-            above = mass_from(row, maxima, blocks, temperature, best, least, num_ids, num_blocks, BLOCK_B, ROUND)
+            cut = order(value) + 1
+            above = mass_from(row, maxima, blocks, temperature, best, cut, num_ids, num_blocks, BLOCK_B, ROUND)
             if (above >= wanted) & (value < best):
                 token = tl.full([], -1, tl.int32)
-    tl.store(out + s, token.to(tl.int64))
+    return token
+
+
+@triton.jit
+def _kth_of_many(row, ids, count, k, temperature, num_ids, LONGEST: tl.constexpr):
+    """The order of a row's k-th largest value: among `count` listed ids, or where the list may have been cut short among all."""
+    if count <= LONGEST:
+        found = kth_largest(row, ids, count, k, temperature, True, 8)
+    else:
+        found = kth_largest(row, ids, num_ids, k, temperature, False, 8)
+    return found
 
 
 @triton.jit
@@ -103,7 +129,7 @@ def _highest_block(maxima, num_blocks, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def _at_least(bound):
+def _first_from(bound):
     """The order of the first float32 from `bound` on, which is a float64."""
     rounded = bound.to(tl.float32)
     return order(rounded) + (rounded.to(tl.float64) < bound).to(tl.int32)
@@ -139,7 +165,7 @@ def _list_ids(
 
 
 @triton.jit
-def _choose_among(row, ids, count, key, temperature, best, least, top_k, top_p, KEPT: tl.constexpr):
+def _choose_among(row, ids, count, key, temperature, best, cut, top_k, top_p, KEPT: tl.constexpr):
     """All filters and the choice over `count` listed ids, which hold the top k: each is compared with every other."""
     i = tl.arange(0, KEPT)
     token = tl.load(ids + i, mask=i < count, other=0)
@@ -156,7 +182,7 @@ def _choose_among(row, ids, count, key, temperature, best, least, top_k, top_p, 
     if top_p < 1.0:
         total = tl.sum(tl.where(stays, tl.exp(value.to(tl.float64) - best), 0.0), 0)
         stays = stays & ((above < top_p.to(tl.float64) * total) | (num_above == 0))
-    stays = stays & (order(value) >= least)
+    stays = stays & (order(value) >= cut)
     score = tl.where(stays, value.to(tl.float64) + gumbel(key, token), float("-inf"))
     _, found = winner(score, token)
     return found

@@ -35,6 +35,7 @@ class SampleParams:
 def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
     """The token of each row of `logits` [S, V] float32, [S] int64; of equal scores the lowest id. Changes are made in place.
 
+    A row without a score above -inf (all are forbidden, or NaN) gives an id all the same.
     top_p is taken over what top_k left, min_p is relative to the most likely token; equal logits stay or go together.
 
     Raises:
@@ -43,6 +44,8 @@ def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
     rows = len(logits)
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}; give [rows, vocabulary] in float32.")
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError(f"logits of a row lie {logits.stride(1)} apart; give rows that are contiguous.")
     for name in ("temperature", "top_k", "top_p", "min_p", "keys"):
         if getattr(params, name).shape != (rows,):
             raise ValueError(

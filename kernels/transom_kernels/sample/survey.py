@@ -22,7 +22,7 @@ def survey(
     top_ps,
     keys,  # [S] int64
     maxima,  # [S, B] float32, of logits
-    at_least,  # [S, B] float32, the logit of the id that has the least variable; nothing for greedy rows
+    lucky,  # [S, B] float32, the logit of the id that has the least variable, so the most noise; nothing for greedy rows
     noise,  # [S, B] float32, of that id; nothing for greedy rows
     weights,  # [S, C, 2] float32, the largest value and the sum of exp(value - largest); for rows with top-p alone
     num_ids,
@@ -45,7 +45,7 @@ def survey(
         exponential, place = least_of_block(tl.load(keys + s), b)
         token = b * NOISE_BLOCK + place
         tl.store(noise + at, (-tl.log(exponential)).to(tl.float32), mask=inside)
-        tl.store(at_least + at, tl.load(row + token, mask=token < num_ids, other=float("-inf")), mask=inside)
+        tl.store(lucky + at, tl.load(row + token, mask=token < num_ids, other=float("-inf")), mask=inside)
         top_k = tl.load(top_ks + s)
         if (tl.load(top_ps + s) < 1.0) & ((top_k <= 0) | (top_k >= num_ids)):
             value = tl.div_rn(value, tl.zeros_like(value) + temperature)

@@ -14,6 +14,7 @@ from transom_kernels.sample import SampleParams, sample
 from transom_worker.sampling.adjustments import penalties
 from transom_worker.sampling.sequence_state import SequenceState, noise_keys
 
+MOST_IDS = 2**31 - 1  # more than any vocabulary; a request may ask for more still
 WORDS = 4  # rows of parameters are padded to so many, so that each array begins at a multiple of 16 bytes whatever S is
 
 
@@ -36,7 +37,7 @@ def _params(states: Sequence[SequenceState], device: torch.device) -> SamplePara
     floats[0, :num_rows] = [0.0 if p.greedy else p.temperature for p in params]
     floats[1, :num_rows] = [p.top_p for p in params]
     floats[2, :num_rows] = [p.min_p for p in params]
-    floats[3].view(np.int32)[:num_rows] = [max(0, p.top_k) for p in params]
+    floats[3].view(np.int32)[:num_rows] = [min(max(0, p.top_k), MOST_IDS) for p in params]
     there = torch.from_numpy(packed).to(device, non_blocking=True)
     temperature, top_p, min_p, top_k = (row[:num_rows] for row in there[width:].view(torch.float32).view(4, width))
     changes = penalties(states, device)
