@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from deepseek_v4_checkpoint import SLIDING, make_deepseek_v4
 from launches import decoding_step
 from test_dense_families import CASES as DENSE
 from test_moe_families import CASES as MIXTURES
@@ -21,6 +23,11 @@ DENSE_LAYER = Counter(norm_rows=2, product=4, prepare_and_write=1, attend=1, act
 ROUTER = Counter(product=1, _softmax=1, topk=1, gather=1, sum=1, add=1, div=1, mul=1)
 EXPERTS = Counter(full=1, sort_pairs=1, into_experts=1, out_of_experts=1, add_up=1)
 MIXTURE_LAYER = Counter(norm_rows=2, product=2, prepare_and_write=1, attend=1) + ROUTER + EXPERTS
+STREAMS = Counter(normalise=1, product=1, collapse=1, expand=1)  # of a sublayer, however many rounds
+LATENT = Counter(norm_rows=3, product=3, bmm=1, prepare_and_write=1, attend_rows=1, neg=1, rotate=1)
+SQUARE_ROOTS = Counter(product=1, softplus=1, sqrt=1, add=2, topk=1, gather=1, sum=1, div=1, mul=1)  # V4's router
+SHARED_EXPERT = Counter(product=2, activate=1, add=1)
+WINDOW_LAYER = STREAMS + STREAMS + LATENT + SQUARE_ROOTS + EXPERTS + SHARED_EXPERT
 LAYERS = {
     "llama3": DENSE_LAYER,
     "gpt_oss": MIXTURE_LAYER,
@@ -41,17 +48,32 @@ def test_launches_of_other_layers(tmp_path: Path, name: str) -> None:
     assert layer_of(tmp_path, name) == LAYERS[name]
 
 
+def test_launches_of_a_layer_over_streams(tmp_path: Path) -> None:
+    def make(num_layers: int) -> Path:
+        kinds = {"layer_types": [SLIDING] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
+        return make_deepseek_v4(tmp_path / str(num_layers), num_hidden_layers=num_layers, hc_sinkhorn_iters=20, **kinds)
+
+    assert added_by_a_layer(make) == WINDOW_LAYER
+
+
 def layer_of(folder: Path, name: str) -> Counter[str]:
-    """By what the second layer adds to the first."""
-    case, steps = (DENSE | MIXTURES)[name], []
-    for num_layers in (1, 2):
+    case = (DENSE | MIXTURES)[name]
+
+    def make(num_layers: int) -> Path:
         config = case.config | {"num_hidden_layers": num_layers}
         if name == "qwen3_moe":
             config["mlp_only_layers"] = []
         if name in ("gemma3", "olmo3"):
             config["layer_types"] = ["sliding_attention"] * num_layers
-        steps.append(decoding_step(make_checkpoint(folder / str(num_layers), case.family, **config)))
-    steps[1].subtract(steps[0])
-    layer = Counter({kind: count for kind, count in steps[1].items() if count})
+        return make_checkpoint(folder / str(num_layers), case.family, **config)
+
+    return added_by_a_layer(make)
+
+
+def added_by_a_layer(make: Callable[[int], Path]) -> Counter[str]:
+    """What the second layer adds to the first; `make` writes a checkpoint of so many."""
+    one, two = (decoding_step(make(num_layers)) for num_layers in (1, 2))
+    two.subtract(one)
+    layer = Counter({kind: count for kind, count in two.items() if count})
     layer["product"] = layer.pop("mm", 0) + layer.pop("addmm", 0)
     return layer
