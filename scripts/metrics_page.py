@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 INTRODUCTION = ROOT / "scripts" / "metrics_page_intro.md"
 OWN_LABELS = ("model", "worker", "router")
-LISTED = frozenset(["change", "finish_reason", "forward", "kind", "mode", "outcome", "part", "phase", "reason", "state", "target"])
+LISTED = frozenset(
+    ["change", "finish_reason", "forward", "kind", "mode", "outcome", "part", "phase", "reason", "state", "target"]
+)
 """Labels whose values are few and always the same: the page names them."""
 
 Section = tuple[str, tuple[str, ...]]  # title, beginnings of names
