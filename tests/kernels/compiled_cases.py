@@ -288,7 +288,7 @@ def latent_cases() -> Iterator[Compilation]:
 
 
 def sample_cases() -> Iterator[Compilation]:
-    floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "at_least", "noise", "weights")
+    floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "lucky", "noise", "weights")
     types = {**dict.fromkeys(floats, "*fp32"), "top_ks": "*i32", "lists": "*i32", "keys": "*i64", "out": "*i64"}
     yield Compilation(
         name="survey", kernel=survey, types=types, constants={"BLOCKS": SURVEYED_BLOCKS}, num_warps=1, unaligned=("num_blocks",)
