@@ -23,9 +23,19 @@ from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, kernel_config
 from transom_kernels.quantize.kernel import round_rows, widen_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
-from transom_kernels.sample.gpu import CHANGES, KEPT_IDS, LISTED_IDS, READ_BLOCKS, READ_CHUNKS, ROUND_BLOCKS, SURVEYED_BLOCKS
+from transom_kernels.sample.gpu import (
+    CHANGES,
+    KEPT_IDS,
+    LISTED_IDS,
+    READ_BLOCKS,
+    READ_CHUNKS,
+    ROUND_BLOCKS,
+    SURVEYED_BLOCKS,
+)
 from transom_kernels.sample.kernel import change_logits, choose
 from transom_kernels.sample.survey import survey
+from transom_kernels.streams.gpu import row_block, stream_blocks
+from transom_kernels.streams.kernel import collapse, expand, normalise
 
 FP8 = "fp8e4nv"  # from sm_89 on
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}
@@ -306,6 +316,27 @@ def sample_cases() -> Iterator[Compilation]:
     )  # fmt: skip
 
 
+def stream_cases() -> Iterator[Compilation]:
+    for dtype, size, width in (("bf16", 4, 4096), ("bf16", 4, 7168), ("fp32", 4, 7168), ("bf16", 3, 2880)):
+        block_s, block_n = stream_blocks(size, width)
+        block_w, num_warps = row_block(size * width)
+        what, sizes = f"{dtype} {size} x {width}", {"S": size, "N": width, "BLOCK_S": block_s, "BLOCK_N": block_n}
+        types = {
+            **dict.fromkeys(("x", "y", "out"), f"*{dtype}"),
+            **dict.fromkeys(("projected", "scale", "base", "weights", "mix"), "*fp32"),
+        }
+        yield Compilation(
+            name=f"normalise streams {what}", kernel=normalise, types={"x": f"*{dtype}", "out": "*fp32", "eps": "fp32"},
+            constants={"WIDTH": size * width, "BLOCK_W": block_w}, num_warps=num_warps,
+        )  # fmt: skip
+        for name, coefficients in (("collapse", size * (size + 2)), ("merge", size)):
+            yield Compilation(
+                name=f"{name} streams {what}", kernel=collapse, types={**types, "eps": "fp32"},
+                constants={**sizes, "M": coefficients}, unaligned=("rounds",),
+            )  # fmt: skip
+        yield Compilation(name=f"expand streams {what}", kernel=expand, types=types, constants=sizes)
+
+
 def all_cases() -> list[Compilation]:
-    cases = (*attention_cases(), *small_cases(), *expert_cases(), *latent_cases(), *sample_cases())
+    cases = (*attention_cases(), *small_cases(), *expert_cases(), *latent_cases(), *sample_cases(), *stream_cases())
     return list({case.name: case for case in cases}.values())  # some sizes get the same tile
