@@ -55,7 +55,7 @@ def command(tmp_path: Path) -> list[str]:
 
 
 def test_one_child_answers_all_jobs_that_do_it_no_harm(command: list[str]) -> None:
-    first, failed, last = run_jobs(command, ["one", "fail", "two"], budget_s=60, job_s=60)
+    first, failed, last = run_jobs(command, ["one", "fail", "two"], budget_s=600, job_s=600)
     assert (first["status"], first["pid"]) == ("passed", last["pid"])
     assert failed["status"] == "failed"
     assert failed["error"] == "ValueError: such a number"
@@ -63,7 +63,7 @@ def test_one_child_answers_all_jobs_that_do_it_no_harm(command: list[str]) -> No
 
 def test_a_child_that_ends_or_loses_its_device_is_replaced(command: list[str]) -> None:
     first, ended, second, broken, third = run_jobs(
-        command, ["one", "exit", "two", "break", "three"], budget_s=60, job_s=60
+        command, ["one", "exit", "two", "break", "three"], budget_s=600, job_s=60
     )
     assert (ended["status"], ended["exit_code"]) == ("crashed", 3)
     assert "about to end" in ended["error"]
@@ -72,24 +72,24 @@ def test_a_child_that_ends_or_loses_its_device_is_replaced(command: list[str]) -
 
 
 def test_a_job_that_suffers_from_an_earlier_one_is_asked_once_more_of_a_new_child(command: list[str]) -> None:
-    first, asked_again = run_jobs(command, ["one", "suffer"], budget_s=60, job_s=60)
+    first, asked_again = run_jobs(command, ["one", "suffer"], budget_s=600, job_s=600)
     assert asked_again["status"] == "passed"
     assert asked_again["asked_again"]
     assert first["pid"] != asked_again["pid"]
-    [broken] = run_jobs(command, ["break"], budget_s=60, job_s=60)
+    [broken] = run_jobs(command, ["break"], budget_s=600, job_s=600)
     assert "asked_again" not in broken
     assert "fatal" not in broken
 
 
 def test_a_figure_stands_whose_child_must_not_be_used_any_more(command: list[str]) -> None:
-    spoilt, after = run_jobs(command, ["spoil", "two"], budget_s=60, job_s=60)
+    spoilt, after = run_jobs(command, ["spoil", "two"], budget_s=600, job_s=600)
     assert (spoilt["status"], after["status"]) == ("passed", "passed")
     assert spoilt["pid"] != after["pid"]
     assert "asked_again" not in spoilt
 
 
 def test_what_was_told_before_a_crash_stands(command: list[str]) -> None:
-    told, ended = run_jobs(command, ["rival", "exit"], budget_s=60, job_s=60)
+    told, ended = run_jobs(command, ["rival", "exit"], budget_s=600, job_s=600)
     assert (told["status"], told["figure"], told["broke_later"], told["exit_code"]) == ("passed", 7, "crashed", 4)
     assert ended["status"] == "crashed"
     assert "figure" not in ended
@@ -97,27 +97,27 @@ def test_what_was_told_before_a_crash_stands(command: list[str]) -> None:
 
 def test_children_side_by_side_answer_every_job_once(command: list[str]) -> None:
     jobs = ["one", "exit", "two", "three", "break", "four"]
-    results = {result["job"]: result for result in run_jobs(command, jobs, budget_s=60, job_s=60, at_once=3)}
+    results = {result["job"]: result for result in run_jobs(command, jobs, budget_s=600, job_s=600, at_once=3)}
     assert set(results) == set(jobs)
     assert results["exit"]["status"] == "crashed"
     assert all(results[job]["status"] == "passed" for job in ("one", "two", "three", "four"))
 
 
 def test_a_child_that_cannot_be_started_is_an_answer() -> None:
-    [result] = run_jobs(["/nowhere/python"], ["one"], budget_s=60, job_s=60)
+    [result] = run_jobs(["/nowhere/python"], ["one"], budget_s=600, job_s=600)
     assert result["status"] == "failed"
     assert "FileNotFoundError" in result["error"]
 
 
 def test_a_job_that_hangs_is_ended(command: list[str]) -> None:
-    first, hung, second = run_jobs(command, ["one", "hang", "two"], budget_s=60, job_s=1.0)
+    first, hung, second = run_jobs(command, ["one", "hang", "two"], budget_s=600, job_s=1.0)
     assert hung["status"] == "timed out"
     assert second["status"] == "passed"
     assert first["pid"] != second["pid"]
 
 
 def test_what_the_budget_does_not_reach_is_listed(command: list[str]) -> None:
-    results = list(run_jobs(command, ["one", "two"], budget_s=0.5, job_s=60))
+    results = list(run_jobs(command, ["one", "two"], budget_s=0.5, job_s=600))
     assert [result["status"] for result in results] == ["skipped", "skipped"]
     assert tally(results) == "2 skipped"
     assert is_sound(results)

@@ -29,7 +29,7 @@ def workload(**changes):
 
 
 async def measure(server, loads, **changes):
-    client = LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=10)
+    client = LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=120)
     return await load.measure(client, workload(**changes), loads, 6, 2, QUIET)
 
 

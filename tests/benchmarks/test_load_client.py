@@ -15,7 +15,7 @@ def bodies(num_tokens=3):
 
 
 def client(server, **options):
-    return LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=10, **options)
+    return LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=120, **options)
 
 
 @pytest.mark.parametrize("keep_alive", [False, True])
@@ -45,7 +45,7 @@ async def test_closed_loop_never_has_more_in_flight_than_clients():
 
     async with (
         StubServer(completion) as server,
-        Counting(base_url=server.url, api="completions", api_key=None, timeout_s=10) as load,
+        Counting(base_url=server.url, api="completions", api_key=None, timeout_s=120) as load,
     ):
         await load.run(Load(concurrency=2), bodies(), 9, seed=0)
     assert peak == 2
@@ -82,7 +82,7 @@ async def test_a_server_that_is_not_there_is_an_error():
 async def test_url_may_end_in_v1_and_the_key_is_sent():
     async with StubServer(completion) as server:
         url = server.url + "/v1/"
-        async with LoadClient(base_url=url, api="completions", api_key="secret", timeout_s=10) as load:
+        async with LoadClient(base_url=url, api="completions", api_key="secret", timeout_s=120) as load:
             raw = await load.stream(next(bodies()))
     assert raw.error is None
     assert server.headers[0].startswith("POST /v1/completions ")

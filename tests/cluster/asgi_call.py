@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+GIVE_UP_S = 120
+
 
 class AsgiCall:
     """A POST in flight. `sent` are the app's messages so far; `leave` disconnects."""
@@ -41,12 +43,12 @@ class AsgiCall:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
     async def begun(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(GIVE_UP_S):
             while not self.sent:
                 await self._changed.wait()
 
     async def ended(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(GIVE_UP_S):
             await self.task
 
     async def leave(self) -> None:

@@ -68,9 +68,12 @@ async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]
         await router.stop()
 
 
+GIVE_UP_S = 120  # what is waited for comes at once, but for a machine that is full
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Let the event loop run until `condition` holds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(GIVE_UP_S):
         while not condition():
             await asyncio.sleep(0)
 
@@ -91,7 +94,7 @@ class HttpServer:
     loop: asyncio.AbstractEventLoop
 
     def call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(GIVE_UP_S)
 
 
 @contextlib.contextmanager
@@ -114,13 +117,13 @@ def http_server(**config: Any) -> Iterator[HttpServer]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(GIVE_UP_S)
     port = listener.getsockname()[1]
     try:
         yield HttpServer(f"http://127.0.0.1:{port}", made["worker"], made["router"], made["loop"])
     finally:
         made["server"].should_exit = True
-        thread.join(10)
+        thread.join(GIVE_UP_S)
         assert not thread.is_alive()
 
 

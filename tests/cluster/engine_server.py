@@ -21,8 +21,8 @@ from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
 from transom_worker.tokenizer import Tokenizer
 
-START_S = 60
-QUIET_S = 20
+START_S = 120
+QUIET_S = 120
 
 
 class OneWorker:

@@ -226,7 +226,7 @@ class StubWorker:
 
     async def until(self, condition: Any) -> None:
         """Wait until something that this worker was told makes `condition` true."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

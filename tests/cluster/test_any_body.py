@@ -90,7 +90,7 @@ def post() -> Iterator[Any]:
         api: Api = runner.run(running.__aenter__())
 
         async def send(path: str, content: bytes) -> httpx.Response:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 response = await api.client.post(path, content=content)
             assert api.router.num_in_flight == 0
             return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 from engine_server import EngineServer, engine_server
 
 from block_map_decoder import ACTIVE, HELD, LOOSE, Map
+from conftest import until
+from transom_worker.scheduling.step import StepResult
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +52,32 @@ async def ask(server: EngineServer, prompt: str, max_tokens: int) -> None:
         (await client.post("/v1/completions", json=body)).raise_for_status()
 
 
-async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(server: EngineServer) -> None:
+@pytest.fixture
+def ran(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Steps take longer than it takes to look at them, until this is set."""
+    event, receive = threading.Event(), server.replica.engine._executor.receive
+
+    def slow() -> StepResult:
+        event.wait(0.1)
+        return receive()
+
+    monkeypatch.setattr(server.replica.engine._executor, "receive", slow)
+    return event
+
+
+async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
+    server: EngineServer, ran: threading.Event
+) -> None:
     seen = Map()
     async with frames_of(server) as frames:
         assert seen.take(await anext(frames)).header["whole"]
         asking = asyncio.create_task(ask(server, "The quick brown fox jumps over the lazy dog. " * 8, 200))
-        ran = False
         while "finished" not in {event["kind"] for event in seen.events} or seen.sequences:
             seen.take(await anext(frames))
-            ran |= any(block.state == ACTIVE for block in seen.blocks.values())
+            if any(block.state == ACTIVE for block in seen.blocks.values()):
+                ran.set()
         await asking
-        assert ran
+        assert ran.is_set()
         cached = [key for key, block in seen.shown.items() if block.state in (HELD, LOOSE)]
         stats = server.replica.engine.stats()
         assert len(cached) == sum(group.cached_blocks for group in stats.groups) > 0
@@ -76,11 +94,9 @@ async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(ser
 async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) -> None:
     async with frames_of(server) as frames:
         await anext(frames)
-        assert server.replica._blocks.num_watchers == 1
+        await until(lambda: server.replica._blocks.num_watchers == 1)  # the test before has left, which takes a moment
     catalog = server.replica.engine.scheduler.cache._catalog
-    async with asyncio.timeout(WAIT_S):
-        while server.replica._blocks.num_watchers or catalog._touched is not None:
-            await asyncio.sleep(0.002)
+    await until(lambda: not server.replica._blocks.num_watchers and catalog._touched is None)
     await ask(server, "Nobody looks.", 4)
     async with frames_of(server) as frames:  # the next begins where the cache is now
         seen = Map()

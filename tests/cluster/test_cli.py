@@ -162,7 +162,7 @@ def test_rays_signal_handlers_do_not_stay():
 
 
 def test_the_server_ends_when_a_process_of_ray_does(monkeypatch):
-    daemon = subprocess.Popen(["sleep", "60"])
+    daemon = subprocess.Popen(["sleep", "600"])
     monkeypatch.setattr(
         local_ray, "children_of", lambda _: [p for p in children_of(os.getpid()) if p.pid == daemon.pid]
     )
@@ -170,7 +170,7 @@ def test_the_server_ends_when_a_process_of_ray_does(monkeypatch):
     timer = threading.Timer(0.05, daemon.kill)
     timer.start()
     local_ray.LocalRay(Settings.parse(model="m")).wait()
-    assert daemon.wait(10) == -signal.SIGKILL
+    assert daemon.wait(120) == -signal.SIGKILL
 
 
 def test_a_failed_deployment_is_told_by_its_reason():
@@ -188,7 +188,7 @@ def test_a_failed_deployment_is_told_by_its_reason():
 
 
 def test_processes_that_were_started_are_found_and_ended():
-    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     grandchild = int(parent.stdout.readline())
@@ -197,7 +197,7 @@ def test_processes_that_were_started_are_found_and_ended():
     end_processes([Process(below[0].pid, below[0].start_ticks - 1)])  # an earlier owner of that pid: nothing to end
     assert processes_below(parent.pid) == below
     end_processes(below)
-    assert parent.wait(10) == 0
+    assert parent.wait(120) == 0
     parent.stdout.close()
 
 
@@ -241,7 +241,6 @@ def test_chat_loop(server, monkeypatch, capsys):
     assert "\nab\n" in out
 
 
-@pytest.mark.timeout(60)
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(server):
     """The real command on pipes: an answer that never ends is cut, the next one is whole."""
     command = [sys.executable, "-m", "transom_cluster.cli", "chat", "--url", server.url, "--max-tokens", "3"]
@@ -258,7 +257,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(server):
             _read_until(chat.stdout, b" [ended]\n> ")
             server.call(server.worker.until(lambda: len(server.worker.aborted) > num_aborted))
             server.worker.max_events = None
-            rest, _ = chat.communicate(b"two\n/quit\n", timeout=20)
+            rest, _ = chat.communicate(b"two\n/quit\n", timeout=120)
         finally:
             server.worker.max_events = None
             chat.kill()

@@ -51,7 +51,10 @@ async def test_a_life_from_arrival_to_the_end(api: Api) -> None:
     life = await life_of(api, request_id)
     assert sorted(kinds(life), key=USUAL.index) == USUAL
     assert the(life, "arrived").items() >= {"endpoint": "/v1/completions", "prompt_tokens": 2, "choices": 1}.items()
-    assert the(life, "placed").items() >= {"worker": "w0", "policy": "kv", "reason": "only_one", "predicted_hit_tokens": 0}.items()
+    assert (
+        the(life, "placed").items()
+        >= {"worker": "w0", "policy": "kv", "reason": "only_one", "predicted_hit_tokens": 0}.items()
+    )
     assert the(life, "first_token")["hit_tokens"] == 3
     assert the(life, "finished").items() >= {"reason": "length", "output_tokens": 4}.items()
     assert life["state"] == "finished"
@@ -128,7 +131,7 @@ def test_times_are_those_of_the_slowest_choice_over_its_attempts() -> None:
 
 async def test_a_worker_that_dies_in_mid_stream() -> None:
     workers = (StubWorker(worker="w0", max_events=3), StubWorker(worker="w1", max_events=3))
-    failover = FailoverConfig(wait_s=10.0)
+    failover = FailoverConfig(wait_s=120.0)
     async with running_api(*workers, routing_policy="round_robin", failover=failover) as api:
         call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
         await until(lambda: any(worker.num_silent for worker in workers))
@@ -270,7 +273,7 @@ async def test_lives_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> N
 def test_through_a_real_engine(tiny_model: Path) -> None:
     with engine_server(tiny_model, kv_cache_memory_bytes="8MiB", num_threads=1, block_size=8) as server:
         body = {"prompt": list(range(10, 40)), "max_tokens": 5, "ignore_eos": True, "temperature": 0}
-        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
+        with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client:
             lives = []
             for _ in range(2):
                 request_id = client.post("/v1/completions", json=body).json()["id"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 
 import httpx
@@ -179,7 +180,7 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
         waiting = asyncio.create_task(api.complete())
         await until(lambda: api.router.num_in_flight)
         worker.die()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             assert (await waiting).status_code == 503
         await until(lambda: not api.router._room._tasks._tasks)  # nobody waits for the worker's answer any more
 
@@ -213,13 +214,16 @@ def test_a_client_that_leaves_aborts_its_requests(server, stream):
     server.worker.max_events = 1
     body = {"prompt": ["x", "y"], "max_tokens": 20, "stream": stream}
     before = len(server.worker.aborted)
-    with httpx.Client(base_url=server.url, timeout=20) as client:
-        if stream:
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                next(response.iter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body, timeout=0.3)
+    num_submitted = len(server.worker.submitted)
+    if stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+            next(response.iter_lines())
+    else:
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as connection:
+            connection.sendall(head.encode() + content)
+            server.call(server.worker.until(lambda: len(server.worker.submitted) == num_submitted + 2))
     server.call(server.worker.until(lambda: len(server.worker.aborted) >= before + 2))
     server.worker.max_events = None
     assert server.router.num_in_flight == 0
@@ -229,7 +233,10 @@ def test_a_client_that_leaves_aborts_its_requests(server, stream):
 
 def test_a_slow_client_gets_everything_and_holds_nobody_up(server):
     """While one client does not read, others are served; then it gets its whole answer."""
-    with httpx.Client(base_url=server.url, timeout=20) as slow, httpx.Client(base_url=server.url, timeout=20) as quick:
+    with (
+        httpx.Client(base_url=server.url, timeout=120) as slow,
+        httpx.Client(base_url=server.url, timeout=120) as quick,
+    ):
         body = {"prompt": "x", "max_tokens": 26, "stream": True}
         with slow.stream("POST", "/v1/completions", json=body) as response:
             for _ in range(5):

@@ -120,7 +120,7 @@ async def routed(tiny_model: Path, *workers: Mortal) -> AsyncIterator[Router]:
         workers=Workers(*workers),
         tokenizer=Tokenizer.load(resolve_model(str(tiny_model))),
         config=ServerConfig(
-            served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=30.0)
+            served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)
         ),
         router_id="r",
         drain_s=0.0,

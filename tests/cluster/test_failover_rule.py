@@ -134,7 +134,7 @@ def value(api: Api, outcome: str) -> float | None:
 async def test_poison_among_many_ends_two_workers_and_itself(poison_at: int, stream: bool) -> None:
     """32 streams; all others get their whole answer."""
     workers = [StubWorker(worker=f"w{i}", poison=POISON, poison_at=poison_at) for i in range(4)]
-    async with running_api(*workers, routing_policy="round_robin", failover=FailoverConfig(wait_s=20.0)) as api:
+    async with running_api(*workers, routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)) as api:
         prompts = ["innocent"] * 20 + ["poison!"] + ["innocent"] * 11
         answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26, stream=stream)) for p in prompts]
         responses = await asyncio.gather(*answers)
@@ -160,7 +160,7 @@ async def test_poison_among_many_ends_two_workers_and_itself(poison_at: int, str
 async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
     """One worker, always replaced: there is nobody to spread suspects over, so they take turns."""
     workers = [StubWorker(worker="w0", poison=POISON, poison_at=3)]
-    async with running_api(*workers, failover=FailoverConfig(wait_s=20.0)) as api:
+    async with running_api(*workers, failover=FailoverConfig(wait_s=120.0)) as api:
         prompts = ["poison!"] + ["innocent"] * 7
         answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in prompts]
         while not all(answer.done() for answer in answers):
@@ -177,7 +177,7 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
     first, second, third, last = (
         StubWorker(worker=f"w{i}", max_events=1, poison=POISON, poison_at=2) for i in range(4)
     )
-    config = FailoverConfig(wait_s=20.0)
+    config = FailoverConfig(wait_s=120.0)
     async with running_api(first, failover=config) as api:
         innocent, poison = (asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in ("innocent", "poison!"))
         await until(lambda: first.num_silent == 2 and first.is_read)
@@ -202,7 +202,7 @@ async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once(
     """Two places, both streaming: the others never ran, and need not be looked at one by one."""
     first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))
     first.load = WorkerLoad(max_num_seqs=2)
-    async with running_api(first, failover=FailoverConfig(wait_s=20.0)) as api:
+    async with running_api(first, failover=FailoverConfig(wait_s=120.0)) as api:
         streaming = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(2)]
         await until(lambda: first.num_silent == 2 and first.is_read)
         first.max_events = 0

@@ -35,5 +35,7 @@ schema = schemathesis.openapi.from_dict(build_api(make_router(StubWorker(), api_
 def test_whatever_is_sent_the_answer_is_as_described(case: Case, guarded: HttpServer) -> None:
     if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
         case.body["model"] = "stub"  # any other one is 404
-    case.call_and_validate(base_url=guarded.url, headers={"Authorization": f"Bearer {KEY}"}, checks=CHECKED, timeout=10)
+    case.call_and_validate(
+        base_url=guarded.url, headers={"Authorization": f"Bearer {KEY}"}, checks=CHECKED, timeout=120
+    )
     assert guarded.router.num_in_flight == 0

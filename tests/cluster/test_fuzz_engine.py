@@ -25,7 +25,7 @@ SETTINGS = {
     "window": 32,
     "window_pattern": "SF",
 }
-CLIENT_S = 30
+CLIENT_S = 120
 PROBE = {"prompt": list(range(5, 45)), "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 FUZZ = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -35,9 +35,10 @@ def server(tiny_model) -> Iterator[EngineServer]:
     """Its text for the same prompt is the same before and after all that is done to it, preemptions among it."""
     with engine_server(tiny_model, **SETTINGS) as running:
         before = probe(running)
+        crowd(running)
+        assert running.replica.engine.num_preemptions > 0
         yield running
         asyncio.run(running.until_quiet())
-        assert running.replica.engine.num_preemptions > 0
         assert probe(running) == before
 
 
@@ -49,6 +50,12 @@ def client(server: EngineServer) -> Iterator[httpx.Client]:
 
 def probe(server: EngineServer) -> str:
     return httpx.post(f"{server.url}/v1/completions", json=PROBE, timeout=CLIENT_S).json()["choices"][0]["text"]
+
+
+def crowd(server: EngineServer) -> None:
+    """Six sequences in one request, which are admitted together, and of which the cache can hold two."""
+    body = {"prompt": [list(range(5 + 90 * i, 95 + 90 * i)) for i in range(6)], "max_tokens": 60, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=CLIENT_S).raise_for_status()
 
 
 content_types = st.sampled_from(

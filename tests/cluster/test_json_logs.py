@@ -25,7 +25,7 @@ endpoint = "http://127.0.0.1:9/v1/traces"
 server = {"log_format": "json", "tracing": TracingConfig(endpoint=endpoint)}
 settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "log_format": "json", "otlp_traces_endpoint": endpoint}
 with engine_server(pathlib.Path(sys.argv[1]), server=server, **settings) as running:
-    with httpx.Client(base_url=running.url, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=running.url, timeout=120, trust_env=False) as client:
         body = {"prompt": "zebra4711", "max_tokens": 4, "ignore_eos": True}
         headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
         for more in ({}, {"stream": True}, {"temperature": -1}):
@@ -40,7 +40,7 @@ with engine_server(pathlib.Path(sys.argv[1]), server=server, **settings) as runn
 def served(tiny_model: Path) -> tuple[list[str], list[dict[str, Any]], str]:
     """Ids of the answers, lines in JSON, and everything that was written."""
     command = [sys.executable, "-c", SERVE, str(tiny_model)]
-    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True, cwd=Path(__file__).parent)
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     return done.stdout.split(), lines, done.stderr
 

@@ -9,7 +9,7 @@ from stub_worker import VOCAB_SIZE
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -180,7 +180,7 @@ def test_errors_have_the_clients_classes(client):
 
 
 async def test_async_client(server):
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20) as client:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         answer = await client.chat.completions.create(**CHAT, max_tokens=2)
         assert answer.choices[0].message.content == "ab"
         stream = await client.completions.create(model="stub", prompt="x", max_tokens=3, stream=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 
 import httpx
@@ -230,12 +231,13 @@ async def test_what_is_quoted_back_is_short(api):
 
 async def test_the_deadline_goes_to_the_worker_and_its_passing_is_408_or_an_event():
     worker = StubWorker(step_error=ErrorInfo.of(RequestTimeout("late")))
-    async with running_api(worker, limits=LimitsConfig(request_timeout_s=7.5)) as api:
+    begin_s = time.time()
+    async with running_api(worker, limits=LimitsConfig(request_timeout_s=120.5)) as api:
         assert problem(await api.complete(max_tokens=5), 408)["code"] == "request_timeout"
         assert '"code":"request_timeout"' in (await api.complete(max_tokens=5, stream=True)).text
         for request in worker.submitted:
-            assert request.deadline_s == request.arrival_s + 7.5
-            assert abs(request.arrival_s - time.time()) < 10
+            assert request.deadline_s == request.arrival_s + 120.5
+            assert begin_s <= request.arrival_s <= time.time()
     async with running_api() as api:
         await api.complete()
         assert api.worker.submitted[0].deadline_s is None
@@ -252,15 +254,19 @@ async def test_a_body_that_does_not_come_is_408():
 
 @pytest.fixture(scope="module")
 def slow_server(tiny_model):
-    config = {"limits": LimitsConfig(request_timeout_s=0.3)}
+    """A step takes so long that no machine is through with a long answer in time, and has a while to begin it."""
+    config = {"limits": LimitsConfig(request_timeout_s=2.0)}
     with engine_server(tiny_model, server=config, kv_cache_memory_bytes="4MiB") as running:
+        executor, never = running.replica.engine._executor, threading.Event()
+        receive = executor.receive
+        executor.receive = lambda: never.wait(0.002) or receive()
         yield running
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_that_takes_too_long_ends_and_leaves_no_block(slow_server, stream):
     body = {"prompt": [5] * 50, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
-    response = httpx.post(f"{slow_server.url}/v1/completions", json=body, timeout=30)
+    response = httpx.post(f"{slow_server.url}/v1/completions", json=body, timeout=120)
     assert response.status_code == (200 if stream else 408)
     assert "request_timeout" in response.text
     assert "[DONE]" not in response.text

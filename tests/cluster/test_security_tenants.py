@@ -22,7 +22,7 @@ def server(request: pytest.FixtureRequest, tiny_model) -> Iterator[tuple[EngineS
 def num_cached(server: EngineServer, key: str, **fields: object) -> int:
     body = {"prompt": PROMPT, "max_tokens": 1, **fields}
     headers = {"authorization": f"Bearer {key}"}
-    usage = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=30).json()["usage"]
+    usage = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120).json()["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 

@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_ends_its_spans(collector: Collector) -> None
 async def two_engines(model: Path, dying: Mortal, other: Mortal) -> AsyncIterator[httpx.AsyncClient]:
     """A router over both, and a client of it."""
     config = ServerConfig(
-        served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=30.0), tracing=TRACED
+        served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0), tracing=TRACED
     )
     tokenizer = Tokenizer.load(resolve_model(str(model)))
     router = Router(workers=Workers(dying, other), tokenizer=tokenizer, config=config, router_id="r", drain_s=0.0)

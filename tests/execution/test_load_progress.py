@@ -19,7 +19,7 @@ def test_a_long_download_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(told) == 2:
             told_twice.set()
 
-    assert fetched(lambda: told_twice.wait(30), tell)
+    assert fetched(lambda: told_twice.wait(120), tell)
     assert told[:2] == [(0.0, 0)] * 2
 
 

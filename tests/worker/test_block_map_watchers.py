@@ -75,14 +75,14 @@ async def watching(worker: Worker) -> AsyncIterator[AsyncGenerator[bytes, None]]
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.0005)
 
 
 async def follow(frames: AsyncGenerator[bytes, None], seen: Map, condition: Callable[[], object]) -> None:
     """Take frames until `condition` holds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():
             seen.take(await anext(frames))
 

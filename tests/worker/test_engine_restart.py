@@ -20,7 +20,7 @@ from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.scheduling.step import StepResult
 
 PROMPT = list(range(5, 45))
-WAIT_S = 30
+WAIT_S = 120
 
 
 class Fragile(LocalExecutor):
