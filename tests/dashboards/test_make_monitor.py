@@ -59,7 +59,7 @@ def router() -> Iterator[str]:
 @pytest.fixture
 def prometheus() -> None:
     command = [ROOT / "scripts/prometheus", "prometheus", "--offline"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())
 
@@ -130,7 +130,7 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
         assert (tmp_path / "data/prometheus.yml").stat().st_mode & 0o077 == 0
     finally:
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=30)
+        rest, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (0, ""), rest
     for url in (base, grafana):
         with pytest.raises(httpx.ConnectError):
@@ -141,7 +141,7 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
 def test_a_port_that_is_taken_is_named(router: str, tmp_path: Path) -> None:
     """The router's own port stands for one that is taken. It answers 401, which is not ready."""
     process = monitor("--url", router, "--port", router.rpartition(":")[2], "--data", str(tmp_path))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "address already in use" in errors
     assert "answers 401. Give the server's keys with --api-key-file." in errors
@@ -192,7 +192,7 @@ def test_debians_package_is_unpacked_where_nothing_is_installed(tmp_path: Path) 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["/bin/sh", str(tmp_path / "scripts/prometheus"), *arguments]
         return subprocess.run(
-            command, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=20, check=False
+            command, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=240, check=False
         )
 
     assert "not on PATH" in call("promtool", "--offline").stderr

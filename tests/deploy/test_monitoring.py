@@ -35,7 +35,7 @@ def promtool(text: str) -> str:
     if PROMTOOL is None:
         return ""
     command = [PROMTOOL, "check", "config", "--syntax-only", "/dev/stdin"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=240, check=False)
     return done.stdout + done.stderr if done.returncode else ""
 
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"transom_cluster": "cluster", "transom_worker": "worker", "transom_kernels": "kernels"}
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 

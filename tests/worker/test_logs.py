@@ -32,7 +32,7 @@ def test_where_the_memory_went_is_shown_once(tiny_model: Path, setup: str, shown
         "from transom_worker import LLM\n"
         f"LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1).shutdown()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=240, capture_output=True, text=True)
     for part in ("activations", "bytes per block", "at once run"):
         assert done.stderr.count(part) == (1 if shown else 0), done.stderr
 
@@ -74,7 +74,7 @@ def test_a_thread_that_ends_itself_is_no_error() -> None:
         "show_all_logs('json', 'rank/0')\n"
         "for what in (sys.exit, lambda: {}['x']): thread = threading.Thread(target=what); thread.start(); thread.join()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=240, capture_output=True, text=True)
     assert [json.loads(line)["message"] for line in done.stderr.splitlines()] == ["KeyError was not caught."]
 
 
@@ -117,7 +117,7 @@ def test_a_worker_in_json_has_a_line_for_each_request(tiny_model: Path, setup: s
         "llm.generate(['zebra4711'], params, use_tqdm=False); llm.shutdown()\n"
         "logging.getLogger('another').warning('is left alone')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=240, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     others = [line for line in done.stderr.splitlines() if "is left alone" in line]
     assert len(others) == 1
