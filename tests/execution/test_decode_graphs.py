@@ -27,7 +27,9 @@ from transom_worker.execution import dry_run, forward_pass
 from transom_worker.execution.decode_graphs import GraphMismatch
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.static_batch import StaticBatch
+from transom_worker.execution.step_sampling import sample_step
 from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.scheduling.step import StepPlan
 from transom_worker.settings import Settings
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
@@ -64,12 +66,14 @@ def runner_of(checkpoint: Path, device: RecorderDevice | None, **settings: Any) 
 def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
     """A step's logits; what it samples goes on."""
     kept: list[torch.Tensor] = []
-    plain = runner._sample
     plan = hand.plan(counts)
+
+    def sampled(plan: StepPlan, logits: torch.Tensor, *rest: Any, **what: Any) -> dict[int, int]:
+        kept.append(logits.clone())
+        return sample_step(plan, logits, *rest, **what)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            runner, "_sample", lambda plan, logits, result: (kept.append(logits.clone()), plain(plan, logits, result))
-        )
+        patch.setattr("transom_worker.execution.runner.sample_step", sampled)
         hand.received(plan, runner.execute(plan))
     return kept[0]
 

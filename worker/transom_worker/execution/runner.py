@@ -1,6 +1,6 @@
 """One rank: loads a model, owns its slab and sequences, and executes plans.
 
-Legend: B scheduled sequences, R rows with logits, S sampling rows, V vocabulary.
+Legend: B scheduled sequences, R rows with logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import torch
 
 from transom_worker.config import EngineConfig
-from transom_worker.contract import SamplingParams, TokenLogprobs
+from transom_worker.contract import SamplingParams
 from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution import memory
 from transom_worker.execution.batch import BatchBuilder
@@ -24,11 +24,11 @@ from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_m
 from transom_worker.execution.sequences import SequenceStore
 from transom_worker.execution.slab import allocate_slab
 from transom_worker.execution.step_clock import Mark, step_clock
+from transom_worker.execution.step_sampling import sample_step
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.models.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_shares
-from transom_worker.sampling.sampler import Sampled
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult
 
@@ -170,7 +170,7 @@ class ModelRunner:
             self.in_forward = True
             logits_RV = forward()
             clock.mark(Mark.FORWARDED)
-            self._sample(plan, logits_RV, result)
+            self._sampled_by_row = sample_step(plan, logits_RV, result, sampler=self._sampler, store=self._store)
             clock.mark(Mark.SAMPLED)
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
@@ -212,36 +212,6 @@ class ModelRunner:
     def _forget(self, seq_id: int) -> None:
         self._store.remove(seq_id)
         self._sampler.remove(seq_id)
-
-    def _sample(self, plan: StepPlan, logits_RV: torch.Tensor, result: StepResult) -> None:
-        ends = _logit_row_ends(plan)
-        rows = [b for b, sample in enumerate(plan.sample) if sample]
-        last_rows = [ends[b] - 1 for b in rows]
-        logits_SV = logits_RV
-        if last_rows != list(range(len(logits_RV))):
-            rows_S = torch.tensor(last_rows, dtype=torch.int64).to(logits_RV.device, non_blocking=True)
-            logits_SV = logits_RV[rows_S]
-        sampled: Sampled = self._sampler.sample(logits_SV, [plan.seq_ids[b] for b in rows], plan.grammar_mask)
-        self._sampled_by_row = dict(zip(rows, sampled.token_ids, strict=True))
-        result.sampled_ids, result.logprobs = sampled.token_ids, sampled.logprobs
-        for b in range(len(plan.seq_ids)):
-            logprobs = self._prompt_logprobs(plan, b, logits_RV, ends[b])
-            if logprobs:
-                result.prompt_logprobs[b] = logprobs
-
-    def _prompt_logprobs(self, plan: StepPlan, b: int, logits_RV: torch.Tensor, row_end: int) -> list[TokenLogprobs]:
-        sequence = self._store[plan.seq_ids[b]]
-        if sequence.prompt_logprobs is None:
-            return []
-        first, end = plan.logits_from[b], plan.start[b] + plan.count[b]
-        last = min(end, sequence.num_prompt_tokens - 1)  # the last prompt position predicts the output
-        if last <= first:
-            return []
-        row = row_end - (end - first)
-        chosen = sequence.tokens(first + 1, last + 1).tolist()
-        return self._sampler.token_logprobs(
-            logits_RV[row : row + last - first], chosen, [sequence.prompt_logprobs] * len(chosen)
-        )
 
     def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:
         return cache_groups(
@@ -303,12 +273,3 @@ class ModelRunner:
             self._sampler.remove(-1)
         if self._decode_sizes is not None:
             self._forward.capture(self._decode_sizes, self._slab)
-
-
-def _logit_row_ends(plan: StepPlan) -> list[int]:
-    """One past each sequence's last row of logits, [B]."""
-    ends, total = [], 0
-    for start, count, first in zip(plan.start, plan.count, plan.logits_from, strict=True):
-        total += max(0, start + count - first)
-        ends.append(total)
-    return ends
