@@ -21,7 +21,7 @@ from transom_kernels.streams.reference import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # the interpreter cuts bfloat16 off
 EPS = 1e-6
-SIZES = [(0, 4, 8), (1, 1, 1), (5, 3, 7), (1, 4, 64), (5, 4, 1030), (2, 5, 33)]
+SIZES = [(0, 4, 8), (1, 1, 1), (5, 3, 7), (1, 4, 64), (5, 4, 1030), (2, 5, 33), (3, 4, 1)]
 
 pytestmark = [
     pytest.mark.parametrize("dtype", DTYPES, ids=str),

@@ -28,6 +28,8 @@ def stream_blocks(num_streams: int, width: int) -> tuple[int, int]:
 def normalise_streams_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
     """See `op.normalise_streams`."""
     rows = x.flatten(1)  # a copy where streams are one tensor still, as embeddings are
+    if rows.stride(1) != 1:  # widths of 1, and streams that lie crosswise
+        rows = rows.contiguous()
     out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
     block, num_warps = row_block(rows.shape[1])
     if len(rows):
