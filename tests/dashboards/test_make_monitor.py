@@ -90,7 +90,7 @@ def output_until(process: subprocess.Popen[str], word: str) -> str:
 
 def value_when_there(url: str, query: str) -> Any:
     """What the first scrape brings; it comes within the scrape interval of 5 s."""
-    give_up_s = time.monotonic() + 60
+    give_up_s = time.monotonic() + 240
     while time.monotonic() < give_up_s:
         found = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
         if found:

@@ -30,14 +30,14 @@ def body(conversation: int, turn: int) -> dict[str, Any]:
     }
 
 
-async def press(url: str, until: Callable[[], bool], *, give_up_s: float = 90.0) -> int:
+async def press(url: str, until: Callable[[], bool], *, give_up_s: float = 240.0) -> int:
     """Clients that ask without a pause until `until()` holds or time is up; how many answers came, all of them whole.
 
     `until` is called off the event loop, one call at a time.
     """
     turns = itertools.count()
     done = asyncio.Event()
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=give_up_s) as client:
 
         async def ask() -> int:
             answered = 0

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import yaml
-from server import free_port
+from server import PATIENCE_S, free_port
 
-START_S = 30.0
+START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,21 @@ class Prometheus:
 
     url: str
 
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an instant query."""
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30).json()
+    def query(self, expression: str, *, at_s: float | None = None) -> list[dict[str, Any]]:
+        """The series of an instant query, now or as they were then."""
+        params: dict[str, str | float] = {"query": expression, **({} if at_s is None else {"time": at_s})}
+        answer = httpx.get(f"{self.url}/api/v1/query", params=params, timeout=PATIENCE_S).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
-    def value(self, expression: str) -> float:
+    def value(self, expression: str, *, at_s: float | None = None) -> float:
         """The sum of an instant query's series, 0 without any."""
-        return sum(float(series["value"][1]) for series in self.query(expression))
+        return sum(float(series["value"][1]) for series in self.query(expression, at_s=at_s))
 
     def get(self, path: str) -> Any:
         """The data of another part of its API."""
-        answer = httpx.get(f"{self.url}/api/v1/{path}", timeout=30).json()
+        answer = httpx.get(f"{self.url}/api/v1/{path}", timeout=PATIENCE_S).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
@@ -75,7 +76,7 @@ def prometheus(
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -86,7 +87,7 @@ def _wait_until_ready(server: Prometheus, process: subprocess.Popen[bytes], log:
     give_up_s = time.monotonic() + START_S
     while time.monotonic() < give_up_s and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/-/ready", timeout=5).status_code == 200:
+            if httpx.get(f"{server.url}/-/ready", timeout=START_S).status_code == 200:
                 return
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)

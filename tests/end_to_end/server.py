@@ -9,15 +9,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 PATIENCE_S = 240.0
 LOOK_S = 0.1
+RAY_WAS_LATE = "timed out during startup"
+Seen = TypeVar("Seen")
 PORTS = range(20_000, 30_000)  # from which neither the kernel nor Ray gives ports to those who take any
 _claims: list[socket.socket] = []  # for as long as this process lives
 
@@ -46,7 +51,20 @@ def free_port() -> int:
 
 
 def start_server(model: str, log: Path, *flags: str, timeout_s: float = PATIENCE_S) -> Server:
-    """Start and wait until it answers; fails with the log's end when it does not."""
+    """Start and wait until it answers; fails with the log's end when it does not.
+
+    Ray gives its own processes 30 s to start, of which a full machine may make too little: then it is started again.
+    """
+    for _ in range(3):
+        server = _started(model, log, flags, timeout_s)
+        if server is not None:
+            return server
+        if RAY_WAS_LATE not in log.read_text():
+            break
+    pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+def _started(model: str, log: Path, flags: Sequence[str], timeout_s: float) -> Server | None:
     port = free_port()
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -68,7 +86,7 @@ def start_server(model: str, log: Path, *flags: str, timeout_s: float = PATIENCE
         except subprocess.TimeoutExpired:
             continue
     stop_server(server)
-    pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
+    return None
 
 
 def stop_server(server: Server, number: int = signal.SIGINT) -> int:
@@ -112,25 +130,30 @@ def assert_ended_cleanly(server: Server, code: int) -> None:
     assert code == 0, log[-4000:]
     assert log.endswith("Stopping.\n"), log[-4000:]
     assert "Traceback" not in log
-    wait_until(lambda: not processes(server), lambda: processes(server))
+    look_until(lambda: processes(server), lambda left: not left)
 
 
-def wait_until(condition: Callable[[], bool], told: Callable[[], object], give_up_s: float = PATIENCE_S) -> None:
-    """Look again and again until something holds; `told` says what is there instead."""
-    end_s = time.monotonic() + give_up_s
-    while not condition():
-        assert time.monotonic() < end_s, told()
+def look_until(look: Callable[[], Seen], is_it: Callable[[Seen], bool]) -> Seen:
+    """Look again and again until what is seen is as it should be; what was seen then."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_it(seen := look()):
+        assert time.monotonic() < end_s, seen
         time.sleep(LOOK_S)
+    return seen
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    """Sum of the samples of one metric on `/metrics` whose labels match."""
-    from prometheus_client.parser import text_string_to_metric_families
+    """Sum of the samples of one metric on `/metrics` whose labels match; a page on which a slow worker is missing is no page."""
 
-    page = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    def samples() -> list[Sample]:
+        page = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+        return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+    def has_worker(found: list[Sample]) -> bool:
+        return any(sample.name == "transom_build_info" and "worker" in sample.labels for sample in found)
+
     return sum(
         sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
+        for sample in look_until(samples, has_worker)
         if sample.name == name and all(sample.labels.get(k) == v for k, v in labels.items())
     )

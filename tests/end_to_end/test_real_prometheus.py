@@ -10,6 +10,7 @@ import json
 import math
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,9 @@ import pytest
 import yaml
 from pressure import press
 from prometheus_server import Prometheus, prometheus
-from server import Server, assert_ended_cleanly, start_server, stop_server
+from server import Server, assert_ended_cleanly, look_until, start_server, stop_server
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]  # one of them waits for the server and its traffic
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "dashboards" / "json").glob("*.json"))
@@ -33,6 +34,7 @@ FLAGS = (
     *("--max-num-seqs", "8", "--kv-cache-memory-bytes", "190KiB"),
 )
 SCRAPES = 8
+OF_EACH_PROCESS = ("transom_kv_pool_bytes", "transom_router_waiting_requests")  # two workers, two routers
 # What that traffic must have shown before the queries run.
 SHOWN = (
     'transom_prefix_tokens_total{outcome="hit"}',
@@ -59,12 +61,13 @@ class Monitored:
     server: Server
     pages: Prometheus  # by one router's page
     processes: Prometheus  # process by process, as the router lists them
+    at_s: float  # right after the traffic: later on, rates over the last minute would be of nothing
 
 
 @pytest.fixture(scope="module")
 def monitored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Monitored]:
     command = [ROOT / "scripts" / "prometheus", "prometheus", "--offline"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())
     program = found.stdout.strip()
@@ -79,7 +82,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
         ):
             asyncio.run(press(server.url, lambda: not missing(pages)))
             assert missing(pages) == []
-            yield Monitored(server, pages, processes)
+            yield Monitored(server, pages, processes, scraped_after(pages, time.time()))
     finally:
         code = stop_server(server)
     assert_ended_cleanly(server, code)
@@ -95,6 +98,17 @@ def missing(pages: Prometheus) -> list[str]:
     if pages.value('sum_over_time(up{job="transom"}[5m])') < SCRAPES:
         return ["scrapes"]
     return [name for name in SHOWN if not pages.value(f"sum(rate({name}[1m]))") > 0]
+
+
+def scraped_after(pages: Prometheus, then_s: float) -> float:
+    """When a page was read later than `then_s`, on which none of the processes is missing because it was slow."""
+    scraped_s = 'timestamp(up{job="transom"} == 1)'
+
+    def is_whole(at_s: float) -> bool:
+        counts = [pages.value(f"count({name})", at_s=at_s) for name in OF_EACH_PROCESS]
+        return at_s > then_s and counts == [2.0, 2.0]
+
+    return look_until(lambda: pages.value(scraped_s), is_whole)
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -120,7 +134,7 @@ def test_every_panel_shows_something(monitored: Monitored, path: Path) -> None:
     empty = set()
     for panel in panels(dashboard):
         for target in panel.get("targets", []):
-            series = monitored.pages.query(substituted(target["expr"], dashboard))
+            series = monitored.pages.query(substituted(target["expr"], dashboard), at_s=monitored.at_s)
             numbers = [one["value"][1] for one in series]
             if not any(math.isfinite(float(number)) for number in numbers):
                 empty.add((panel["title"], target["expr"]))
@@ -136,7 +150,9 @@ def test_every_variable_has_values(monitored: Monitored, path: Path) -> None:
         if variable["type"] == "query":
             assert match, (variable["name"], text)
             selector = substituted(match[1], json.loads(path.read_text()))
-            assert any(match[2] in series["metric"] for series in monitored.pages.query(selector)), text
+            assert any(
+                match[2] in series["metric"] for series in monitored.pages.query(selector, at_s=monitored.at_s)
+            ), text
 
 
 def test_every_alert_is_looked_at(monitored: Monitored) -> None:
@@ -150,25 +166,32 @@ def test_every_alert_is_looked_at(monitored: Monitored) -> None:
 
 def test_parts_add_up(monitored: Monitored) -> None:
     """Reasons to prompt tokens, states to pools, one page to all processes."""
-    query = monitored.pages.value
-    assert query("sum(transom_prefix_tokens_total)") == query("sum(transom_prompt_tokens_total)") > 0
-    assert query("count(transom_kv_pool_bytes)") == 2
-    assert query("count(transom_router_waiting_requests)") == 2
+
+    def value(expression: str) -> float:
+        return monitored.pages.value(expression, at_s=monitored.at_s)
+
+    assert value("sum(transom_prefix_tokens_total)") == value("sum(transom_prompt_tokens_total)") > 0
     used = "sum by (worker) (transom_kv_bytes)"
-    assert query(f"count({used} <= on (worker) transom_kv_pool_bytes)") == 2
+    assert value(f"count({used} <= on (worker) transom_kv_pool_bytes)") == 2
 
 
 def test_every_process_can_be_scraped_by_itself(monitored: Monitored) -> None:
-    targets = monitored.processes.get("targets")["activeTargets"]
-    assert {target["health"] for target in targets} == {"up"}
-    assert len({target["labels"]["instance"] for target in targets}) == 4  # two workers, two routers
     both = "count(count by (worker) (transom_requests_running)) + count(count by (router) (transom_router_waiting_requests))"
-    assert monitored.processes.value(both) == monitored.pages.value(both) == 4
+
+    def seen() -> tuple[set[str], int, float, float]:
+        targets = monitored.processes.get("targets")["activeTargets"]
+        instances = {target["labels"]["instance"] for target in targets}
+        health = {target["health"] for target in targets}
+        return health, len(instances), monitored.processes.value(both), monitored.pages.value(both)
+
+    look_until(
+        seen, lambda found: found == ({"up"}, 4, 4.0, 4.0)
+    )  # two workers, two routers; a scrape may come too late
 
 
 def test_exemplars_name_requests(monitored: Monitored) -> None:
     query = {"query": "transom_first_token_seconds_bucket", "start": "0", "end": "99999999999"}
-    answer = httpx.get(f"{monitored.pages.url}/api/v1/query_exemplars", params=query, timeout=30).json()
+    answer = httpx.get(f"{monitored.pages.url}/api/v1/query_exemplars", params=query, timeout=60).json()
     ids = [one["labels"]["request_id"] for series in answer["data"] for one in series["exemplars"]]
     assert ids
     assert all(one.startswith("cmpl-") for one in ids)

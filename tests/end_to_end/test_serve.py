@@ -13,10 +13,20 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from server import Server, assert_ended_cleanly, free_port, metric, replica_pids, start_server, stop_server
+from server import (
+    PATIENCE_S,
+    Server,
+    assert_ended_cleanly,
+    free_port,
+    look_until,
+    metric,
+    replica_pids,
+    start_server,
+    stop_server,
+)
 from streams import ask_all
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 MODEL = "smollm2"
 KEY = {"Authorization": "Bearer sesame"}
@@ -25,7 +35,7 @@ QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
 
 @pytest.fixture(scope="session")
 def client(demo_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 def test_models_and_health(client: openai.OpenAI, demo_server: Server) -> None:
@@ -109,7 +119,7 @@ def test_token_ids_batches_logprobs_and_echo(client: openai.OpenAI, demo_server:
 )
 def test_wrong_input_has_openais_shape(demo_server: Server, change: dict[str, object], status: int, names: str) -> None:
     body = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, **change}
-    reply = httpx.post(f"{demo_server.url}/v1/chat/completions", json=body, timeout=30)
+    reply = httpx.post(f"{demo_server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == status
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -118,26 +128,32 @@ def test_wrong_input_has_openais_shape(demo_server: Server, change: dict[str, ob
 
 def test_a_client_that_leaves_frees_its_blocks(demo_server: Server) -> None:
     body = {"model": MODEL, "prompt": "A long story:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{demo_server.url}/v1/completions", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{demo_server.url}/v1/completions", json=body, timeout=PATIENCE_S) as reply:
         lines = reply.iter_lines()
         for _ in range(6):
             next(lines)
-        assert metric(demo_server.url, "transom_requests_running") == 1
-    for _ in range(100):  # one scrape is one round trip; the abort is a step away
-        if metric(demo_server.url, "transom_requests_running") == 0:
-            break
-    assert metric(demo_server.url, "transom_requests_running") == 0
-    assert metric(demo_server.url, "transom_kv_blocks", state="active") == 0
-    assert metric(demo_server.url, "transom_requests_total", finish_reason="abort") >= 1
+        look_until(lambda: metric(demo_server.url, "transom_requests_running"), lambda running: running == 1)
+
+    def left() -> tuple[float, float, bool]:
+        running = metric(demo_server.url, "transom_requests_running")
+        active = metric(demo_server.url, "transom_kv_blocks", state="active")
+        return running, active, metric(demo_server.url, "transom_requests_total", finish_reason="abort") >= 1
+
+    look_until(left, lambda found: found == (0, 0, True))
 
 
 def test_metrics_count_tokens(client: openai.OpenAI, demo_server: Server) -> None:
     before = metric(demo_server.url, "transom_output_tokens_total")
     client.completions.create(model=MODEL, prompt="One two", max_tokens=5, extra_body={"ignore_eos": True})
-    assert metric(demo_server.url, "transom_output_tokens_total") == before + 5
-    prompt_tokens = metric(demo_server.url, "transom_prompt_tokens_total")
-    outcomes = metric(demo_server.url, "transom_prefix_tokens_total")
-    assert outcomes == prompt_tokens > 0
+    names = ("transom_output_tokens_total", "transom_prompt_tokens_total", "transom_prefix_tokens_total")
+
+    def counted() -> list[float]:
+        return [metric(demo_server.url, name) for name in names]
+
+    found = look_until(
+        counted, lambda counts: counts[0] == before + 5
+    )  # a step is counted once its answers are on their way
+    assert found[1] == found[2] > 0
 
 
 def check_that_a_stream_outlives_the_only_worker(server: Server, body: dict[str, object]) -> None:
@@ -148,6 +164,14 @@ def check_that_a_stream_outlives_the_only_worker(server: Server, body: dict[str,
     assert cut[0].error is None
     assert cut[0].is_whole
     assert cut[0].text == whole[0].text
+
+    def workers() -> tuple[list[int], list[str]]:
+        states = [
+            worker["state"] for worker in httpx.get(server.url, headers=KEY, timeout=PATIENCE_S).json()["workers"]
+        ]
+        return replica_pids(server, ":Worker"), states
+
+    look_until(workers, lambda seen: len(seen[0]) == 1 and victim not in seen[0] and seen[1] == ["open"])
 
 
 def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
@@ -162,8 +186,8 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
         url = f"{server.url}/v1/completions"
         body = {"model": MODEL, "prompt": "Hello", "max_tokens": 3}
         assert httpx.post(url, json=body).status_code == 401
-        assert httpx.post(url, json=body, headers=KEY, timeout=60).status_code == 200
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0, timeout=60) as client:
+        assert httpx.post(url, json=body, headers=KEY, timeout=PATIENCE_S).status_code == 200
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0, timeout=PATIENCE_S) as client:
             stream = client.completions.create(model=MODEL, prompt="Hello", max_tokens=3, temperature=0, stream=True)
             assert len(list(stream)) >= 2
         (worker,) = httpx.get(server.url, headers=KEY).json()["workers"]
@@ -190,7 +214,7 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path) -> None:
 )
 def test_a_start_that_cannot_work_says_why(arguments: tuple[str, ...], message: str) -> None:
     command = [sys.executable, "-m", "transom_cluster.cli", "serve", *arguments, "--port", str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=dict(os.environ))
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -22,16 +22,17 @@ from prometheus_client.samples import Sample
 from server import (
     Server,
     assert_ended_cleanly,
+    look_until,
     ray_address,
     replica_pids,
     start_server,
     stop_server,
-    wait_until,
 )
 from streams import Stream, ask_all, ask_until, bodies
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]
 
+Page = dict[str, list[Sample]]
 REQUESTS = bodies(32, max_tokens=100)
 SETTINGS = {"kv_cache_memory_bytes": "16MiB", "replicas": 2, "tensor_parallel_size": 2, "router_replicas": 2}
 
@@ -61,7 +62,7 @@ def check_answers(streams: list[Stream], undisturbed: list[Stream]) -> None:
     assert {stream.usage["completion_tokens"] for stream in streams if stream.usage} == {100}
 
 
-def page_of(server: Server, path: str = "/metrics") -> dict[str, list[Sample]]:
+def page_of(server: Server, path: str = "/metrics") -> Page:
     """A page of metrics, by family; the usual one has all routers', workers' and ranks'."""
     text = httpx.get(f"{server.url}{path}", timeout=240).text
     return {family.name: family.samples for family in text_string_to_metric_families(text)}
@@ -84,13 +85,12 @@ def workers_of_routers(server: Server) -> list[tuple[dict[str, float], set[str]]
 def wait_for_workers(server: Server, count: int, *, other_than: Set[str] = frozenset()) -> set[str]:
     """Wait until both routers have streams to the same `count` workers, and not to just those of before; who they are."""
 
-    def agree() -> bool:
-        first, *others = workers_of_routers(server) or [({}, set())]
+    def agree(routers: list[tuple[dict[str, float], set[str]]]) -> bool:
+        first, *others = routers or [({}, set())]
         states, names = first
         return others == [first] and states == {"open": count} and len(names) == count and names != other_than
 
-    wait_until(agree, lambda: workers_of_routers(server))
-    return workers_of_routers(server)[0][1]
+    return look_until(lambda: workers_of_routers(server), agree)[0][1]
 
 
 def wait_for_processes(server: Server, kind: str, victim: int, count: int) -> None:
@@ -98,12 +98,7 @@ def wait_for_processes(server: Server, kind: str, victim: int, count: int) -> No
 
     A kill whose answers had all been computed is noticed after them.
     """
-
-    def replaced() -> bool:
-        pids = replica_pids(server, kind)
-        return len(pids) == count and victim not in pids
-
-    wait_until(replaced, lambda: replica_pids(server, kind))
+    look_until(lambda: replica_pids(server, kind), lambda pids: len(pids) == count and victim not in pids)
 
 
 def test_a_killed_rank_costs_nobody_an_answer(server: Server, undisturbed: list[Stream]) -> None:
@@ -126,65 +121,75 @@ def test_a_killed_worker_costs_nobody_an_answer(server: Server, undisturbed: lis
 def test_a_crash_is_the_same_to_every_router(server: Server) -> None:
     """No stream runs on the worker, so a router may hear of it from Serve before its own stream to the worker breaks."""
     workers = wait_for_workers(server, 2)
-    before = worker_changes(server)
+    before = look_until(lambda: worker_changes(server), lambda changes: len({router for router, _ in changes}) == 2)
     (victim, _) = replica_pids(server, ":Worker")
     os.kill(victim, signal.SIGKILL)
     wait_for_processes(server, ":Worker", victim, 2)
     wait_for_workers(server, 2, other_than=workers)
     expected = {key: count + (key[1] != "drained") for key, count in before.items()}
-    wait_until(lambda: worker_changes(server) == expected, lambda: worker_changes(server))
-    assert len({router for router, _ in expected}) == 2
+    look_until(lambda: worker_changes(server), lambda changes: changes == expected)
 
 
 def worker_changes(server: Server) -> dict[tuple[str, str], float]:
     """How many workers joined, were lost or drained, by router."""
-    samples = page_of(server)["transom_router_worker_changes"]
+    samples = page_of(server).get("transom_router_worker_changes", [])
     return {(sample.labels["router"], sample.labels["change"]): sample.value for sample in samples}
 
 
 def test_any_routers_page_has_all_routers_workers_and_ranks(server: Server) -> None:
     """New connections come to either router; each process that discovery names has a page of its own behind the same address."""
     wait_for_workers(server, 2)
-    for _ in range(4):
-        assert labels_on(server, "/metrics", "transom_router_process_cpu_seconds", "router") == 2
-        assert labels_on(server, "/metrics", "transom_rank_info", "worker", "rank") == 4
-    targets = httpx.get(f"{server.url}/metrics/sd").json()
-    assert sorted(one["labels"]["__meta_transom_kind"] for one in targets) == ["router", "router", "worker", "worker"]
+    # twenty in a row, so that both routers have answered; a process that is slow may be missing at first
+    look_until(lambda: [page_of(server) for _ in range(20)], lambda pages: all(map(has_all_processes, pages)))
+    kinds = ["router", "router", "worker", "worker"]
+    targets = look_until(
+        lambda: httpx.get(f"{server.url}/metrics/sd", timeout=240).json(),
+        lambda found: sorted(one["labels"]["__meta_transom_kind"] for one in found) == kinds,
+    )
     for one in targets:
         assert one["targets"] == [server.url.removeprefix("http://")]
         path = f"/metrics/process?name={one['labels']['__param_name']}"
-        assert labels_on(server, path, "transom_build_info", one["labels"]["__meta_transom_kind"]) == 1
+        wait_for_page_of_its_own(server, path, one["labels"]["__meta_transom_kind"])
 
 
-def labels_on(server: Server, path: str, family: str, *labels: str) -> int:
+def wait_for_page_of_its_own(server: Server, path: str, kind: str) -> None:
+    """A page of one process only; there is none while that is slow."""
+    look_until(lambda: page_of(server, path), lambda page: num_labels(page, "transom_build_info", kind) == 1)
+
+
+def has_all_processes(page: Page) -> bool:
+    """Two routers and four ranks."""
+    num_routers = num_labels(page, "transom_router_process_cpu_seconds", "router")
+    return (num_routers, num_labels(page, "transom_rank_info", "worker", "rank")) == (2, 4)
+
+
+def num_labels(page: Page, family: str, *labels: str) -> int:
     """The number of different values that a family's labels have together on a page of metrics."""
-    return len({tuple(sample.labels[label] for label in labels) for sample in page_of(server, path).get(family, [])})
+    return len({tuple(sample.labels[label] for label in labels) for sample in page.get(family, [])})
 
 
 def test_routers_agree_where_a_prefix_is(server: Server) -> None:
     """Requests of new connections come to either router; both find the worker that has the prefix."""
     body = {"prompt": "Once upon a time there was a very long prompt. " * 20, "max_tokens": 1}
-    wait_until(lambda: mirrors_agree(server), lambda: mirror_versions(server))
-    before = mirror_versions(server)
+    before = look_until(lambda: mirror_versions(server), mirrors_agree)
     cached = []
     for _ in range(8):
         usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
         # the answer went through one router, and may be here before the other knows what it left in the cache
-        wait_until(lambda: mirror_versions(server) != before and mirrors_agree(server), lambda: mirror_versions(server))
+        look_until(lambda: mirror_versions(server), lambda versions: versions != before and mirrors_agree(versions))
     assert cached[0] == 0
     assert cached[1:] == [(usage["prompt_tokens"] - 1) // 16 * 16] * 7
 
 
 def mirror_versions(server: Server) -> dict[tuple[str, str], float]:
     """How far each router knows the prefixes of each worker."""
-    samples = page_of(server)["transom_router_mirror_version"]
+    samples = page_of(server).get("transom_router_mirror_version", [])
     return {(sample.labels["router"], sample.labels["worker"]): sample.value for sample in samples}
 
 
-def mirrors_agree(server: Server) -> bool:
+def mirrors_agree(versions: dict[tuple[str, str], float]) -> bool:
     """Whether both routers know each of the two workers equally well."""
-    versions = mirror_versions(server)
     return len(versions) == 4 and len({(worker, version) for (_, worker), version in versions.items()}) == 2
 
 
@@ -204,7 +209,7 @@ def test_a_redeploy_of_workers_and_routers_costs_nobody_an_answer(
     for rounds, expected in zip(answers, undisturbed, strict=True):
         check_answers(rounds, [expected] * len(rounds))
     wait_for_workers(server, 2)
-    wait_until(lambda: not before & replicas(server), lambda: replicas(server))  # old ones end once they are drained
+    look_until(lambda: replicas(server), lambda pids: not before & pids)  # old ones end once they are drained
 
 
 def replicas(server: Server) -> set[int]:
