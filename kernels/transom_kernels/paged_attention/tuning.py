@@ -33,7 +33,8 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
         block_m *= 2
     widest = max(key_size, value_size)
     if element_bytes > 2:  # products without tensor cores, for exactness alone
-        return KernelConfig(block_m=block_m, block_n=max(LEAST_ROWS, block_size), num_warps=8, num_stages=1)
+        num_warps = 4 if block_m > LEAST_ROWS and 64 < widest < 96 else 8  # 80 wide, more warps spill
+        return KernelConfig(block_m=block_m, block_n=max(LEAST_ROWS, block_size), num_warps=num_warps, num_stages=1)
     if block_m <= 32:  # decoding: memory-bound, keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
         num_warps = 8 if block_m * widest * element_bytes > 32 * 256 else 4  # accumulators need the registers of more
