@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 from typer.testing import CliRunner
@@ -163,12 +162,14 @@ def test_rays_signal_handlers_do_not_stay():
 
 def test_the_server_ends_when_a_process_of_ray_does(monkeypatch):
     daemon = subprocess.Popen(["sleep", "600"])
-    monkeypatch.setattr(
-        local_ray, "children_of", lambda _: [p for p in children_of(os.getpid()) if p.pid == daemon.pid]
-    )
+
+    def look_and_kill(_):
+        found = [p for p in children_of(os.getpid()) if p.pid == daemon.pid]
+        daemon.kill()  # not before it was seen
+        return found
+
+    monkeypatch.setattr(local_ray, "children_of", look_and_kill)
     monkeypatch.setattr(local_ray, "WATCH_S", 0.01)
-    timer = threading.Timer(0.05, daemon.kill)
-    timer.start()
     local_ray.LocalRay(Settings.parse(model="m")).wait()
     assert daemon.wait(120) == -signal.SIGKILL
 
