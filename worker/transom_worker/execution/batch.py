@@ -60,15 +60,15 @@ class BatchBuilder:
             num_pinned_blocks=group.num_pinned_blocks,
             block_table=self._tensor(group.block_table),
             first_block=self._tensor(group.first_block.astype(np.int32)),
-            attend_from=self._tensor(np.array(group.attend_from, dtype=np.int32)),
+            attend_from=self._tensor(np.array(group.attend_from_host, dtype=np.int32)),
             slots=self._tensor(group.slots),
             query_offset=bounds[0],
             start=bounds[1],
             block_table_host=[] if self._finds_blocks_itself else group.block_table.tolist(),
-            first_block_host=group.first_block.tolist(),
-            attend_from_host=group.attend_from,
-            start_host=group.spans.start_host,
-            count_host=group.spans.count_host,
+            first_block_host=group.first_block_host,
+            attend_from_host=group.attend_from_host,
+            start_host=group.start_host,
+            count_host=group.count_host,
         )
 
     def _bounds(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,9 +108,8 @@ class DecodeGraphs:
     def _compare(self, size: DecodeSize, replayed_BV: torch.Tensor, logits_BV: torch.Tensor) -> None:
         if torch.equal(replayed_BV, logits_BV):
             return
-        most = float(
-            logits_BV.abs().nan_to_num(posinf=0.0).max()
-        )  # of what is finite: infinities must be the same ones
+        # of what is finite: infinities must be the same ones
+        most = float(logits_BV.abs().nan_to_num(posinf=0.0).max())
         differs = float((replayed_BV - logits_BV).abs().nan_to_num(nan=most).max())
         if not torch.allclose(replayed_BV, logits_BV, rtol=0.0, atol=self._tolerance * most, equal_nan=True):
             raise GraphMismatch(

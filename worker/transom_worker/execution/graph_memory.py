@@ -15,9 +15,8 @@ from transom_worker.models.architecture import Architecture
 
 # Of one graph in the driver: some hundred launches and their arguments. An estimate, never measured here.
 GRAPH_BYTES = 8 * 2**20
-WORKSPACE_BYTES = (
-    32 * 2**20
-)  # of cuBLAS for the stream of captures, on Hopper; a profiled step has only its own stream's
+# Of cuBLAS for the stream of captures, on Hopper; a profiled step has only its own stream's.
+WORKSPACE_BYTES = 32 * 2**20
 FLOAT_BYTES = 4
 
 

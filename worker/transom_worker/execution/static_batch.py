@@ -9,7 +9,7 @@ Legend: B sequences of the size, N table columns, W programs and J joins of a ki
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,33 +30,9 @@ Array = NDArray[np.int64] | NDArray[np.int32]
 Ask = tuple[int, Asked]  # a group, and what one kind of its layers asks for
 
 
-@dataclass(slots=True, kw_only=True)
-class _HostBatch:
-    """What `plan_work` reads."""
-
-    block_size: int
-    num_pinned_blocks: int
-    first_block_host: list[int]
-    attend_from_host: list[int]
-    start_host: list[int]
-    count_host: list[int]
-
-
 def plan_works(arrays: StepArrays, asks: Sequence[Ask]) -> list[WorkPlan]:
     """A decode step's programs, by ask."""
-    works = []
-    for index, asked in asks:
-        group = arrays.groups[index]
-        host = _HostBatch(
-            block_size=group.block_size,
-            num_pinned_blocks=group.num_pinned_blocks,
-            first_block_host=group.first_block.tolist(),
-            attend_from_host=group.attend_from,
-            start_host=group.spans.start_host,
-            count_host=group.spans.count_host,
-        )
-        works.append(plan_work(host, asked.rule, asked.tilings[0]))
-    return works
+    return [plan_work(arrays.groups[index], asked.rule, asked.tilings[0]) for index, asked in asks]
 
 
 def need_of(arrays: StepArrays, works: Sequence[WorkPlan]) -> Need:
@@ -106,7 +82,7 @@ class StaticBatch:
             table = to[f"block_table {index}"]
             table[:real, : group.block_table.shape[1]] = group.block_table  # other columns are not read
             _fill(to[f"first_block {index}"], group.first_block)
-            _fill(to[f"attend_from {index}"], group.attend_from)
+            _fill(to[f"attend_from {index}"], group.attend_from_host)
             _fill(to[f"slots {index}"], group.slots, added=layout.dump_block(index) * group.block_size)
         for index, work in enumerate(works):
             self._with_added(work, real).write(to[f"items {index}"], to[f"joins {index}"])  # type: ignore[arg-type]

@@ -33,15 +33,31 @@ class Spans:
 
 @dataclass(slots=True, kw_only=True)
 class GroupArrays:
-    """One group's side of a step: a `PagedBatch` on the host."""
+    """One group's side of a step: a `PagedBatch` on the host, whose programs can be planned."""
 
     block_size: int
     num_pinned_blocks: int
     block_table: NDArray[np.int32]  # [B, N]
     first_block: Ints  # [B]
-    attend_from: list[int]  # [B]
+    attend_from_host: list[int]  # [B]
     slots: Ints  # [T]
     spans: Spans
+
+    @property
+    def first_block_host(self) -> list[int]:
+        """`first_block`, [B]."""
+        numbers: list[int] = self.first_block.tolist()
+        return numbers
+
+    @property
+    def start_host(self) -> list[int]:
+        """Positions of the first rows, [B]."""
+        return self.spans.start_host
+
+    @property
+    def count_host(self) -> list[int]:
+        """Numbers of rows, [B]."""
+        return self.spans.count_host
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +113,7 @@ def _group_arrays(
         num_pinned_blocks=tables.num_pinned,
         block_table=block_table,
         first_block=first_block,
-        attend_from=attend_from,
+        attend_from_host=attend_from,
         slots=_slots(places, group.rows_per_block, spans, write_from, layout.dump_block(index)),
         spans=spans,
     )

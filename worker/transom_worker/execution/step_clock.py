@@ -91,9 +91,8 @@ class StepClock:
         )
 
     def _between(self, first: Mark, last: Mark) -> float:
-        if (
-            last in self._events and self._events[last].query()
-        ):  # not where nothing was sampled, hence nothing waited for
+        # not where nothing was sampled, hence nothing waited for
+        if last in self._events and self._events[last].query():
             return float(self._events[first].elapsed_time(self._events[last])) / 1e3
         return self._times_s[last] - self._times_s[first]
 
