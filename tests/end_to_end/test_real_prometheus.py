@@ -102,7 +102,7 @@ def missing(pages: Prometheus) -> list[str]:
 
 def scraped_after(pages: Prometheus, then_s: float) -> float:
     """When a page was read later than `then_s`, on which none of the processes is missing because it was slow."""
-    scraped_s = 'timestamp(up{job="transom"} == 1)'
+    scraped_s = 'timestamp(up{job="transom"}) and up{job="transom"} == 1'  # of anything but a selector it is the query's time
 
     def is_whole(at_s: float) -> bool:
         counts = [pages.value(f"count({name})", at_s=at_s) for name in OF_EACH_PROCESS]
