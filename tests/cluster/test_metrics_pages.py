@@ -7,12 +7,14 @@ import gzip
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api
+from transom_cluster.ingress import build_api
 from transom_cluster.metrics import page as metrics_page
 from transom_cluster.router import Router
 from transom_cluster.router_peers import answer_peer
@@ -173,6 +175,48 @@ async def test_discovery_has_a_target_for_each_process_behind_the_address_asked(
             assert own == {process_id}
         names = [group["labels"]["instance"] for group in document]
         assert names == ["router/r0", "router/r1", "router/r2", "worker/w0", "worker/w1"]
+
+
+HTTPS = {"x-forwarded-proto": "https"}
+PROXIED = {"x-forwarded-host": "llm.example", "x-forwarded-prefix": "/inner", **HTTPS}
+
+
+@pytest.mark.parametrize(
+    ("root_path", "headers", "place"),
+    [
+        ("/llm", {}, (None, "r:8000", "/llm/metrics/process")),
+        ("", PROXIED, ("https", "llm.example", "/inner/metrics/process")),
+        ("/llm", PROXIED, ("https", "llm.example", "/inner/llm/metrics/process")),
+        (
+            "/inner/llm",
+            PROXIED,
+            ("https", "llm.example", "/inner/llm/metrics/process"),
+        ),  # Serve's own `root_path` has it
+        ("", {"x-forwarded-host": "outer:8443, inner"}, (None, "outer:8443", "/metrics/process")),
+        ("", {"x-forwarded-host": "[::1]:80"}, (None, "[::1]:80", "/metrics/process")),
+        ("", {"x-forwarded-host": "a b", "x-forwarded-prefix": "//evil"}, (None, "r:8000", "/metrics/process")),
+        ("", {"x-forwarded-prefix": "/", "x-forwarded-proto": "http"}, (None, "r:8000", "/metrics/process")),
+    ],
+)
+async def test_discovery_behind_a_prefix_and_a_proxy(
+    root_path: str, headers: dict[str, str], place: tuple[str | None, str, str]
+) -> None:
+    """Targets are where the one that asked has come by; a job's own scheme holds unless TLS is certain."""
+    transport = httpx.ASGITransport(app=build_api(make_router(stub("w0"))), root_path=root_path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://r:8000") as client:
+        (target,) = (await client.get(f"{root_path}/metrics/sd", headers=headers)).json()
+    labels = target["labels"]
+    assert (labels.get("__scheme__"), target["targets"][0], labels["__metrics_path__"]) == place
+
+
+async def test_targets_below_a_prefix_answer() -> None:
+    transport = httpx.ASGITransport(app=build_api(make_router(stub("w0"))), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://r:8000") as client:
+        (target,) = (await client.get("/llm/metrics/sd")).json()
+        labels = target["labels"]
+        page = await client.get(labels["__metrics_path__"], params={"name": labels["__param_name"]})
+    assert page.status_code == 200
+    assert set(labels_of(page.text, "transom_build_info", "router")) == {"r0"}
 
 
 async def test_processes_that_are_unknown_or_silent() -> None:

@@ -85,6 +85,18 @@ def test_outcomes_sum_to_the_prompt_tokens_whatever_happens(engine: Engine) -> N
     assert total(engine, "transom_queue_seconds_count") == 2
 
 
+def test_outcomes_sum_to_the_prompt_tokens_on_every_page(engine: Engine) -> None:
+    """Whenever somebody scrapes, also between two publications of the state."""
+    pages = []
+    for i in range(4):
+        engine.add(make_request(f"r{i}", list(range(5, 45 + i)), max_tokens=3))
+    while engine.has_work:
+        engine.step()
+        pages.append((total(engine, "transom_prompt_tokens_total"), total(engine, "transom_prefix_tokens_total")))
+    assert all(prompt == outcomes for prompt, outcomes in pages)
+    assert pages[-1] == (166, 166)
+
+
 def test_preempted_requests_count_once(tiny_model: Path) -> None:
     engine = make_engine(
         str(tiny_model), kv_cache_memory_bytes=300 << 10, block_size=8, max_model_len=256, max_num_seqs=8

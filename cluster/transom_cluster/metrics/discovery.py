@@ -8,25 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from transom_cluster.metrics.public_address import PublicAddress
+
 PROCESS_PATH = "/metrics/process"
 
 
-def discovery(names: Iterable[str], *, address: str, model: str) -> list[dict[str, Any]]:
+def discovery(names: Iterable[str], *, at: PublicAddress, model: str) -> list[dict[str, Any]]:
     """The document for processes by their names (`router/ID`, `worker/ID`).
 
     Pages have labels `model`, `router` and `worker` themselves, so targets carry none of these. Labels that begin with `__meta_`
-    are for relabelling.
+    are for relabelling. `__scheme__` is told only where it is certain: the job's own `scheme` holds elsewhere.
     """
+    shared = {"__metrics_path__": at.prefix + PROCESS_PATH, "__meta_transom_model": model}
+    if at.is_https:
+        shared["__scheme__"] = "https"
     return [
         {
-            "targets": [address],
+            "targets": [at.host],
             "labels": {
-                "__metrics_path__": PROCESS_PATH,
+                **shared,
                 "__param_name": name,
                 "instance": name,
                 "__meta_transom_kind": name.partition("/")[0],
                 "__meta_transom_id": name.partition("/")[2],
-                "__meta_transom_model": model,
             },
         }
         for name in names

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from transom_cluster.metrics.discovery import PROCESS_PATH, discovery
 from transom_cluster.metrics.format import page_response, wants_openmetrics
 from transom_cluster.metrics.page import collect_page, process_names, process_page
+from transom_cluster.metrics.public_address import public_address
 from transom_cluster.router import Router
 
 _OF_ONE: dict[int | str, dict[str, Any]] = {
@@ -32,7 +33,7 @@ def add_to(api: FastAPI, router: Router) -> None:
     @api.get("/metrics/sd", summary="Every process as a target, for Prometheus' HTTP service discovery")
     async def service_discovery(request: Request) -> list[dict[str, Any]]:
         names = await process_names(router)
-        return discovery(names, address=request.url.netloc, model=router.config.served_model_name)
+        return discovery(names, at=public_address(request), model=router.config.served_model_name)
 
     @api.get(PROCESS_PATH, summary="Prometheus metrics of one process that /metrics/sd names", responses=_OF_ONE)
     async def process(request: Request, name: str) -> Response:

@@ -32,10 +32,13 @@ def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 
 def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     fixed = ("hit", "repaired", *(f"missed_{reason}" for reason in MISS_REASONS))
+    yield own.counter(  # of the same moment as their outcomes, so that these sum to it on every page
+        "transom_prompt_tokens", "Prompt tokens of admitted requests.", sum(stats.outcome_tokens.values())
+    )
     yield own.counters(
         "transom_prefix_tokens",
         "Prompt tokens of admitted requests by outcome of the hit search: hit, repaired (computed again to restore a window) or "
-        "missed for a reason; they sum to all prompt tokens.",
+        "missed for a reason; they sum to transom_prompt_tokens_total.",
         ("outcome", "reason"),
         [(_outcome(name), tokens) for name, tokens in with_zeros(fixed, stats.outcome_tokens).items()],
     )

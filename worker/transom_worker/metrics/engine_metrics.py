@@ -51,7 +51,7 @@ class EngineMetrics:
         self._identity.start_s = start_s
 
     def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
-        """A request left the queue for the first time: its prompt tokens are counted with their prefix outcomes."""
+        """A request left the queue for the first time. Its prompt tokens are in the published state, with their outcomes."""
         self._requests.admitted(times, num_prompt_tokens=num_prompt_tokens)
 
     def scheduled(self, *, num_tokens: int, num_seqs: int) -> None:

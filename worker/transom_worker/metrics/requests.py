@@ -35,9 +35,6 @@ class Requests:
         )
         self._ended = {reason: ended.labels(*own.values, reason) for reason in FINISH_REASONS}
         self._request_s = {reason: request_s.labels(*own.values, reason) for reason in FINISH_REASONS}
-        self._prompt_tokens = Counter(
-            "transom_prompt_tokens", "Prompt tokens of admitted requests.", own.names, registry=registry
-        ).labels(*own.values)
         self._prompt_length = self._lengths("transom_request_prompt_tokens", "Prompt tokens of each admitted request.")
         self._output_length = self._lengths(
             "transom_request_output_tokens", "Tokens of each answer that ended, those from lost workers included."
@@ -58,9 +55,8 @@ class Requests:
         )
 
     def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
-        """A request left the queue for the first time: its prompt tokens are counted with their prefix outcomes."""
+        """A request left the queue for the first time."""
         times.scheduled_s = time.time()
-        self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_length.observe(num_prompt_tokens)
         self._queue_s.observe(max(0.0, times.scheduled_s - times.arrival_s), times.exemplar)
 
