@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 from transom_worker.config import ServerConfig
@@ -21,6 +21,13 @@ logger = logging.getLogger("transom.router")
 
 ONLY_CLIENT = "all"  # everybody's name where no keys are wanted
 ADMIN_FLAG = "--admin-api-key-file"
+KEY_VARIABLES: dict[str, tuple[str, ...]] = {
+    "api_key": ("TRANSOM_API_KEYS", "TRANSOM_API_KEY"),
+    "api_key_file": ("TRANSOM_API_KEY_FILE",),
+    "admin_api_key_file": ("TRANSOM_ADMIN_API_KEY_FILE",),
+}
+"""Settings about keys, and the environment's names for them; `transom serve` reads these."""
+
 LOOK_AGAIN_S = 1.0
 _CLIENT_DIGITS = 32
 _SHARED_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
@@ -107,8 +114,10 @@ def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]
     """Keys, one a line; empty lines and those that begin with # do not count. `flag` names the file in errors.
 
     Raises:
-        ConfigError: the file is not there, everybody on this machine may read it, it is not text, or it has no key.
+        ConfigError: the path is empty, the file is not there, everybody on this machine may read it, it is not text, or has no key.
     """
+    if not path.strip():
+        raise ConfigError(f"{flag} is empty; give a file with a key a line, or leave it out to do without.")
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -128,6 +137,27 @@ def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]
     if not keys:
         raise ConfigError(f"{flag} {path} has no key; give at least one, a key a line.")
     return keys
+
+
+def check_key_variables(environment: Mapping[str, str], given: Mapping[str, object]) -> None:
+    """See that a variable about keys has become a setting; `given` are those that have a value.
+
+    One that is set and empty, as after a secret that is missing, must not open the server.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    for setting, variables in KEY_VARIABLES.items():
+        needed = ("api_key", "api_key_file") if setting == "api_key" else (setting,)
+        if any(given.get(name) for name in needed):
+            continue
+        for variable in variables:
+            if not environment.get(variable, "unset").strip():
+                raise ConfigError(f"{variable} is empty; give it a value, or unset it to serve without.")
+            if variable in environment:
+                raise ConfigError(
+                    f"{variable} is set, but only `transom serve` reads it; give {setting} among the app's settings, or unset it."
+                )
 
 
 def known_keys(config: ServerConfig) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from transom_cluster.api_keys import ADMIN_FLAG, read_key_file
+from transom_cluster.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
 from transom_cluster.worker_resources import check_gpus, gpus_of
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
@@ -44,7 +44,15 @@ def check_start(settings: Settings) -> None:
 
 
 def check_api_keys(settings: Settings) -> None:
-    """Raise ConfigError for a key that is no secret, such as an unset variable's, and for a file without keys."""
+    """See that whoever asked for keys gets them.
+
+    Raises:
+        ConfigError: a key is no secret, such as an unset variable's; a file has none; a setting or a variable is there and empty.
+    """
+    for name in ("api_key_file", "admin_api_key_file"):
+        if name in settings.model_fields_set and getattr(settings, name) is None:
+            raise ConfigError(f"{name} has no value; give a file with a key a line, or leave it out to do without.")
+    check_key_variables(os.environ, settings.model_dump(include=set(KEY_VARIABLES)))
     if not all(key.strip() for key in settings.api_key):
         raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
     if settings.api_key_file is not None:

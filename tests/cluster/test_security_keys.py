@@ -13,6 +13,8 @@ from conftest import make_router, running_api
 from transom_cluster.api_keys import LOOK_AGAIN_S, ApiKeys, known_keys, read_key_file
 from transom_cluster.cli import app
 from transom_cluster.commands import serve as serve_command
+from transom_cluster.commands.local_ray import LocalRay
+from transom_cluster.commands.serve import START_FAILED
 from transom_cluster.ingress import build_api
 from transom_cluster.start_checks import check_api_keys
 from transom_worker.config import ServerConfig
@@ -21,6 +23,7 @@ from transom_worker.kvcache.hashing import chain_root
 from transom_worker.settings import Settings
 
 KEYS = ("first", "second", "dritter Schlüssel")
+VARIABLES = ("TRANSOM_API_KEY_FILE", "TRANSOM_ADMIN_API_KEY_FILE")
 OPEN = {"/health", "/blocks", "/blocks/demo.bin", "/blocks/assets/{name}"}  # as in docs/security.md
 
 
@@ -190,6 +193,46 @@ def test_keys_come_from_the_environment_too(tmp_path, monkeypatch, environment, 
     env = {name: str(path) if value == "FILE" else value for name, value in environment.items()}
     assert CliRunner().invoke(app, ["serve", "smollm2"], env=env).exit_code == 0
     assert known_keys(started[0].server_config()) == keys
+
+
+@pytest.mark.parametrize("variable", [*VARIABLES, "TRANSOM_API_KEY", "TRANSOM_API_KEYS"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_a_variable_that_is_empty_opens_nothing(monkeypatch, variable, value):
+    """As after `TRANSOM_API_KEY="$A_SECRET_THAT_IS_MISSING" transom serve ...`."""
+    monkeypatch.setattr(LocalRay, "start", lambda *_: pytest.fail("It started."))
+    result = CliRunner().invoke(app, ["serve", "smollm2", "--port", "0"], env={variable: value})
+    assert result.exit_code == START_FAILED
+    assert "is empty" in result.output
+
+
+@pytest.mark.parametrize("flag", ["--api-key-file", "--admin-api-key-file"])
+@pytest.mark.parametrize(("text", "said"), [(None, "is empty"), ("", "has no key"), ("# none yet\n\n", "has no key")])
+def test_a_file_without_keys_opens_nothing(tmp_path, monkeypatch, flag, text, said):
+    monkeypatch.setattr(LocalRay, "start", lambda *_: pytest.fail("It started."))
+    path = "" if text is None else str(key_file(tmp_path, text))
+    result = CliRunner().invoke(app, ["serve", "smollm2", "--port", "0", flag, path])
+    assert result.exit_code == START_FAILED
+    assert f"{flag} {path}".rstrip() + f" {said}" in result.output
+
+
+@pytest.mark.parametrize("variable", [*VARIABLES, "TRANSOM_API_KEY"])
+def test_an_app_does_not_ignore_variables_that_it_does_not_read(monkeypatch, variable):
+    monkeypatch.setenv(variable, "something")
+    with pytest.raises(ConfigError, match=f"{variable} is set, but only `transom serve` reads it"):
+        check_api_keys(Settings.parse(model="smollm2"))
+
+
+def test_variables_are_no_matter_where_the_settings_have_keys(tmp_path, monkeypatch):
+    path = str(key_file(tmp_path, "key\n"))
+    for variable in (*VARIABLES, "TRANSOM_API_KEY"):
+        monkeypatch.setenv(variable, "")
+    check_api_keys(Settings.parse(model="smollm2", api_key_file=path, admin_api_key_file=path))
+
+
+@pytest.mark.parametrize("name", ["api_key_file", "admin_api_key_file"])
+def test_a_file_left_blank_in_yaml_opens_nothing(name):
+    with pytest.raises(ConfigError, match=f"{name} has no value"):
+        check_api_keys(Settings.parse(model="smollm2", **{name: None}))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from transom_cluster.api_keys import KEY_VARIABLES
 from transom_worker.settings import NOT_YET, Settings
 
 _ENVIRONMENT: dict[str, list[str]] = {
-    "api_key": ["TRANSOM_API_KEYS", "TRANSOM_API_KEY"],
-    "api_key_file": ["TRANSOM_API_KEY_FILE"],
-    "admin_api_key_file": ["TRANSOM_ADMIN_API_KEY_FILE"],
+    **{name: list(variables) for name, variables in KEY_VARIABLES.items()},
     "otlp_traces_endpoint": ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"],
 }
 _HELP = {"host": "Address to listen on.", "port": "0 takes a free one."}
