@@ -19,10 +19,18 @@ import pytest
 import torch
 from hypothesis import settings
 
+from language_patches import look_up_once
+
 settings.register_profile("untimed", deadline=None)  # how fast an example runs is the machine's affair
 settings.load_profile("untimed")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quicker_interpreter() -> None:
+    """For modules that have imported Triton."""
+    look_up_once()
 
 
 @pytest.fixture(scope="session")
