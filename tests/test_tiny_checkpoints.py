@@ -52,6 +52,17 @@ def test_greedy_text_is_varied_and_clear(folder: Path, case: HybridCase) -> None
         assert whole.argmax(-1).tolist() == tokens
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_guess_changes_nothing(folder: Path, case: HybridCase) -> None:
+    plain = reference_steps(folder, prompt(30), 12, case)
+    tokens = [token for token, _ in plain]
+    for right in (0, 1, 5, 11, 12):  # as many of its tokens are right; what follows them is not
+        for guess in (tokens[:right], [*tokens[:right], 7, *tokens[right + 1 :]], tokens[:right] + tokens[::-1]):
+            steps = reference_steps(folder, prompt(30), 12, case, guess=guess)
+            assert [token for token, _ in steps] == tokens
+            assert [margin for _, margin in steps] == pytest.approx([margin for _, margin in plain], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("case", "mistake"),
     [

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -153,23 +154,42 @@ def reference_logits(model: LlamaForCausalLM | Path, ids: Sequence[int], case: H
 
 
 def reference_greedy(
-    model: LlamaForCausalLM | Path, ids: Sequence[int], num_tokens: int, case: HybridCase = FULL
+    model: LlamaForCausalLM | Path,
+    ids: Sequence[int],
+    num_tokens: int,
+    case: HybridCase = FULL,
+    *,
+    guess: Sequence[int] = (),
 ) -> list[int]:
-    """The greedy continuation of `ids`, end of text ignored."""
-    return [token for token, _ in reference_steps(model, ids, num_tokens, case)]
+    """The greedy continuation of `ids`, end of text ignored; `guess` as in `reference_steps`."""
+    return [token for token, _ in reference_steps(model, ids, num_tokens, case, guess=guess)]
 
 
 def reference_steps(
-    model: LlamaForCausalLM | Path, ids: Sequence[int], num_tokens: int, case: HybridCase = FULL
+    model: LlamaForCausalLM | Path,
+    ids: Sequence[int],
+    num_tokens: int,
+    case: HybridCase = FULL,
+    *,
+    guess: Sequence[int] = (),
 ) -> list[tuple[int, float]]:
-    """Greedy tokens, each with its margin: how far its logit is above the next one's."""
+    """Greedy tokens, each with its margin: how far its logit is above the next one's.
+
+    `guess` is what the continuation may be. As far as each of its tokens is the model's own choice after those before it, one
+    pass gives what many would; from the first that is not, the model goes on alone. So it moves the time, not the answer.
+    """
     model = load_reference(model) if isinstance(model, Path) else model
     cache, fresh, steps = DynamicCache(config=model.config), list(ids), []
     with torch.inference_mode(), _masks(model, case):
-        for _ in range(num_tokens):
-            logits = model(torch.tensor([fresh]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
-            best = logits.topk(2)
-            steps.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+        while len(steps) < num_tokens:
+            ahead = list(guess[: num_tokens - 1]) if not steps else []
+            passed = model(torch.tensor([fresh + ahead]), past_key_values=cache, logits_to_keep=len(ahead) + 1)
+            best = passed.logits[0].topk(2)
+            choices, margins = best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ahead, choices, strict=False)))
+            steps += zip(choices[: right + 1], margins, strict=False)
+            if right < len(ahead):
+                cache.crop(right - len(ahead))
             fresh = [steps[-1][0]]
     return steps
 
