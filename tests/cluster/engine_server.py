@@ -90,7 +90,10 @@ def engine_server(model: Path, *, server: Mapping[str, Any] | None = None, **set
 
     async def serve() -> None:
         router = Router(workers=OneWorker(replica), tokenizer=tokenizer, config=config, router_id="r", drain_s=0.1)
-        running = uvicorn.Server(uvicorn.Config(build_api(router), log_level="critical", ws="none"))
+        running = uvicorn.Server(
+            # no connection may be closed just as a client that was kept from its core sends the next request
+            uvicorn.Config(build_api(router), log_level="critical", ws="none", timeout_keep_alive=START_S)
+        )
         made.extend((router, running))
         task = asyncio.create_task(running.serve(sockets=[listener]))
         while not (running.started and router.is_ready) and not task.done():

@@ -112,6 +112,8 @@ def test_what_is_wrong_at_once_is_said_before_anything_starts(monkeypatch):
         (["--quantization", "int8", "--device", "cuda"], "--quantization int8"),
         (["--host", "203.0.113.1"], "203.0.113.1"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--tensor-parallel-size", "12"], "9 query heads"),
+        (["--device", "cuda", "--replicas", "99"], "needs 99 GPUs"),
     ],
 )
 def test_settings_that_do_not_suit_model_or_machine_are_refused_before_anything_starts(monkeypatch, flags, said):
@@ -119,6 +121,7 @@ def test_settings_that_do_not_suit_model_or_machine_are_refused_before_anything_
     result = transom("serve", "smollm2", "--port", "0", *flags)
     assert result.exit_code == 1
     assert said in result.output
+    assert "Traceback" not in result.output
 
 
 def test_an_unsupported_model_is_refused_before_anything_starts(monkeypatch, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 
 import httpx
@@ -14,13 +13,15 @@ from engine_server import engine_server
 from stub_worker import StubWorker
 from test_http_errors import problem
 
-from conftest import http_server, running_api
+from conftest import GIVE_UP_S, http_server, running_api
 from transom_cluster.client_limits import MAX_QUIET_CLIENTS, ClientLimits
 from transom_cluster.ingress import build_api
 from transom_cluster.openai.completion_types import MAX_ANSWERS
 from transom_worker.config import LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import RateLimited, RequestTimeout, StepFailed
+
+NUM_STEPS_IN_TIME = 40
 
 
 class Clock:
@@ -158,7 +159,7 @@ def test_headers_over_the_limit_are_431_from_a_real_server_too():
     key = {"authorization": "Bearer k"}
     with (
         http_server(limits=LimitsConfig(max_header_bytes=4096), api_keys=("k",)) as server,
-        httpx.Client(base_url=server.url, headers=key) as client,
+        httpx.Client(base_url=server.url, headers=key, timeout=GIVE_UP_S) as client,
     ):
         for headers in ({"x-long": "y" * 4096}, {f"x-{i}": "y" * 100 for i in range(60)}, {"x": "y" * 2**20}):
             response = client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
@@ -252,22 +253,41 @@ async def test_a_body_that_does_not_come_is_408():
         assert "body did not arrive" in call.text
 
 
-@pytest.fixture(scope="module")
-def slow_server(tiny_model):
-    """A step takes so long that no machine is through with a long answer in time, and has a while to begin it."""
-    config = {"limits": LimitsConfig(request_timeout_s=2.0)}
+class EngineTime:
+    """The `time` of an engine for which hours pass after so many steps, however fast the machine is."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def time(self) -> float:
+        return time.time() + (0 if self.num_steps < NUM_STEPS_IN_TIME else 7200)
+
+
+@pytest.fixture
+def late_server(tiny_model, monkeypatch):
+    """A request's deadline passes while its answer, of which some is there, is far from its end."""
+    now = EngineTime()
+    monkeypatch.setattr("transom_worker.engine.time", now)
+    config = {"limits": LimitsConfig(request_timeout_s=3600.0)}
     with engine_server(tiny_model, server=config, kv_cache_memory_bytes="4MiB") as running:
-        executor, never = running.replica.engine._executor, threading.Event()
+        executor = running.replica.engine._executor
         receive = executor.receive
-        executor.receive = lambda: never.wait(0.002) or receive()
+
+        def counted():
+            now.num_steps += 1
+            return receive()
+
+        executor.receive = counted
         yield running
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_takes_too_long_ends_and_leaves_no_block(slow_server, stream):
+def test_an_answer_that_takes_too_long_ends_and_leaves_no_block(late_server, stream):
     body = {"prompt": [5] * 50, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
-    response = httpx.post(f"{slow_server.url}/v1/completions", json=body, timeout=120)
+    response = httpx.post(f"{late_server.url}/v1/completions", json=body, timeout=GIVE_UP_S)
     assert response.status_code == (200 if stream else 408)
     assert "request_timeout" in response.text
     assert "[DONE]" not in response.text
-    asyncio.run(slow_server.until_quiet())
+    asyncio.run(late_server.until_quiet())
