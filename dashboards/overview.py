@@ -147,7 +147,7 @@ TRAFFIC = Section(
                 shows="Requests to `/v1` by HTTP status, a second; 499 means that the client left first. A stream that broke "
                 "off counts as its error, though it began with 200.",
                 act="5xx: the router's log names the request. 429: a client is over its limit. 503: "
-                "there is no worker.",
+                "there is no worker, or all queues are full: see *Workers*.",
             ),
             [
                 Query(

@@ -6,11 +6,30 @@ from dashboards import kv_cache, workers
 from dashboards.board import Section, to_board
 from dashboards.colors import REQUESTS, WORKER_STATES
 from dashboards.panels import About, heat, high_is_bad, lines
-from dashboards.queries import API, ROUTER, WORKER, Query, buckets, or_zero, quantile, quantiles, rate, seen, total
+from dashboards.queries import (
+    API,
+    ROUTER,
+    WORKER,
+    Query,
+    buckets,
+    or_zero,
+    quantile,
+    quantiles,
+    rate,
+    ratio,
+    seen,
+    total,
+)
 
 FIRST_TOKEN_LIMITS = high_is_bad(1, 2)  # two seconds: the default of --first-token-objective-s
 INTER_TOKEN_LIMITS = high_is_bad(0.1, 0.25)  # ten tokens a second are read at ease; four are waited for
 BUSY = "max by (worker) (sum by (worker, model) (transom_kv_utilization_ratio{" + WORKER + "}))"
+
+
+def _of_limit(kind: str) -> str:
+    limit = total("transom_requests_limit", f'{WORKER},kind="{kind}"')
+    return ratio(total(f"transom_requests_{kind}", WORKER), limit)
+
 
 LATENCY = Section(
     title="Latency",
@@ -199,5 +218,34 @@ SATURATION = Section(
             [Query(expr=rate("transom_steps_total", WORKER, "worker"), legend="{{worker}}")],
             "ops",
         ).links([to_board(workers.UID, "Workers")]),
+        lines(
+            About(
+                title="Batches and queues in use",
+                shows="Requests over their limits in all workers together: those that run over `--max-num-seqs`, those that wait "
+                "over `--max-waiting`.",
+                act="Batches full with *KV cache* headroom left: raise `--max-num-seqs`. Queues near full: clients get 503 next; "
+                "add workers, or limit clients with `--concurrent-requests`.",
+            ),
+            [
+                Query(expr=_of_limit("running"), legend="batches"),
+                Query(expr=_of_limit("waiting"), legend="queues"),
+            ],
+            "percentunit",
+            colors={"batches": "blue", "queues": "yellow"},
+            width=12,
+        ),
+        lines(
+            About(
+                title="Oldest waiting request",
+                shows="How long the request has waited, at each worker, that came first of those without a step yet. Times to the "
+                "first token know it only once it has one. Dashed: half the objective of 2 s, and the objective.",
+                act="It climbs second by second: nothing is begun at all; runbook of TransomWorkerStalled. It stays high: as "
+                "for a queue that grows.",
+            ),
+            [Query(expr=f"max by (worker) (transom_queue_oldest_seconds{{{WORKER}}})", legend="{{worker}}")],
+            "s",
+            limits=FIRST_TOKEN_LIMITS,
+            width=12,
+        ),
     ],
 )

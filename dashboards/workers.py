@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dashboards import hosts, worker_machines
 from dashboards.board import Board, Section
+from dashboards.colors import BREAKS, PHASES
 from dashboards.colors import PARTS as PART_COLORS
-from dashboards.colors import PHASES
 from dashboards.panels import About, heat, high_is_bad, lines, number
 from dashboards.queries import WORKER, Query, buckets, each_of, increase, mean, quantile, quantiles, rate, total
 
@@ -255,6 +255,20 @@ REQUESTS = Section(
             "s",
             limits=high_is_bad(0.1, 0.25),
             width=12,
+        ),
+        lines(
+            About(
+                title="Requests not taken",
+                shows="Requests that workers refused, a second, by reason. After `overloaded` (the queue is full) and "
+                "`worker_unavailable` (ranks start again) the router tries another worker, and clients get 503 if none takes them.",
+                act="`overloaded`: add workers, or raise `--max-waiting` if clients would rather wait. `internal_error`: a bug; "
+                "the worker's log has it.",
+            ),
+            [Query(expr=rate("transom_requests_refused_total", WORKER, "reason"), legend="{{reason}}")],
+            "reqps",
+            stack=True,
+            colors=BREAKS,
+            width=24,
         ),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,11 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine_driver import make_engine, make_request, run
 from transom_worker.contract import WorkerLoad
 from transom_worker.engine import Engine
+from transom_worker.engine_thread import EngineThread
+from transom_worker.errors import EngineDead
 from transom_worker.kvcache.histogram import Histogram
 from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 from transom_worker.metrics import EngineMetrics, WorkerState
 from transom_worker.scheduling.work_counts import WorkCounts
 
+GIVE_UP_S = 120
 Page = dict[str, list[tuple[dict[str, str], float]]]
 
 
@@ -95,6 +100,39 @@ def test_outcomes_sum_to_the_prompt_tokens_on_every_page(engine: Engine) -> None
         pages.append((total(engine, "transom_prompt_tokens_total"), total(engine, "transom_prefix_tokens_total")))
     assert all(prompt == outcomes for prompt, outcomes in pages)
     assert pages[-1] == (166, 166)
+
+
+def test_the_oldest_of_the_queue_is_told_while_it_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not begun is in no histogram."""
+    monkeypatch.setattr("transom_worker.engine.STATS_PERIOD_S", -1.0)
+    engine.add(make_request("runs", [5, 6, 7], max_tokens=3))
+    engine.add(replace(make_request("waits", [5, 6, 7], max_tokens=3), arrival_s=time.time() - 1000))
+    engine.add(replace(make_request("came later", [5, 6, 7], max_tokens=3), arrival_s=time.time() - 500))
+    engine.step()
+    assert total(engine, "transom_queue_seconds_count") == 1
+    assert total(engine, "transom_queue_oldest_seconds") >= 1000
+    engine.abort("waits")
+    assert 500 <= total(engine, "transom_queue_oldest_seconds") < 1000
+    while engine.has_work:
+        engine.step()
+    assert total(engine, "transom_queue_oldest_seconds") == 0
+
+
+def test_what_is_not_taken_is_counted_by_reason(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(str(tiny_model), max_num_seqs=1, max_waiting=0)
+    thread = EngineThread(engine, lambda _: None)
+    try:
+        thread.submit([make_request("long", [5] * 10_000)]).result(GIVE_UP_S)
+        thread.submit([make_request(f"r{i}", [5, 6], max_tokens=1000) for i in range(3)]).result(GIVE_UP_S)
+        for error in (EngineDead("It has ended."), TypeError("A bug.")):
+            monkeypatch.setattr(engine, "add", Mock(side_effect=error))
+            thread.submit([make_request("late", [5])]).result(GIVE_UP_S)
+    finally:
+        thread.shutdown()
+    refused = {labels["reason"]: count for labels, count in page(engine)["transom_requests_refused_total"]}
+    assert refused == {"request_refused": 1, "overloaded": 2, "worker_unavailable": 1, "internal_error": 1}
+    limits = {labels["kind"]: limit for labels, limit in page(engine)["transom_requests_limit"]}
+    assert limits == {"running": 1, "waiting": 0}
 
 
 def test_preempted_requests_count_once(tiny_model: Path) -> None:

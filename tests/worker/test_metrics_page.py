@@ -24,8 +24,11 @@ OWN = {"model", "worker"}
 TIMES = ("queue", "prefill", "first_token", "decode")
 FAMILIES: dict[str, tuple[str, ...]] = {
     "transom_requests": ("finish_reason",),
+    "transom_requests_refused": ("reason",),
+    "transom_requests_limit": ("kind",),
     "transom_requests_running": (),
     "transom_requests_waiting": (),
+    "transom_queue_oldest_seconds": (),
     "transom_prompt_tokens": (),
     "transom_output_tokens": (),
     "transom_computed_tokens": ("phase",),

@@ -154,6 +154,7 @@ class EngineThread:
             except Exception as error:  # whatever a request sets off at the door is that request's error
                 if not isinstance(error, TransomError):
                     logger.exception("A request could not be admitted.", extra={"request_id": request.request_id})
+                self._engine.observer.refused(error)
                 results.append(ErrorInfo.of(error))
         if any(results):
             for request, result in zip(requests, results, strict=True):

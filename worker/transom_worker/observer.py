@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.contract import WorkerLoad
 from transom_worker.engine_lives import EngineLives
+from transom_worker.errors import Overloaded, RequestError, WorkerLost
 from transom_worker.metrics import EngineMetrics, WorkerState
 from transom_worker.running import RunningRequest
 from transom_worker.scheduling.outputs import SequenceOutput
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transom_worker.execution.executor import RankReport
 
 HEADROOM_LENGTHS = (1024, 8192)
+REFUSED = ((Overloaded, "overloaded"), (WorkerLost, "worker_unavailable"), (RequestError, "request_refused"))
 
 
 class StepTimes(NamedTuple):
@@ -37,13 +39,20 @@ class EngineObserver:
         self.metrics = metrics
         self.lives = EngineLives(worker)
         self.blocks = BlockMapLog()
+        self._unscheduled: dict[str, RunningRequest] = {}  # those that no step has computed yet
 
     def added(self, running: RunningRequest) -> None:
         """A request waits in the queue from now on."""
+        self._unscheduled[running.request.request_id] = running
         self.blocks.changed()
+
+    def refused(self, error: Exception) -> None:
+        """A request was not taken."""
+        self.metrics.refused(next((reason for kind, reason in REFUSED if isinstance(error, kind)), "internal_error"))
 
     def introduced(self, running: RunningRequest, new: NewSequence) -> None:
         """A plan computes tokens of a request that held no blocks before: for the first time, or again after a preemption."""
+        self._unscheduled.pop(new.request_id, None)
         if not running.times.scheduled_s:
             self.metrics.admitted(running.times, num_prompt_tokens=new.num_prompt_tokens)
 
@@ -67,6 +76,7 @@ class EngineObserver:
 
     def finished(self, running: RunningRequest, finish_reason: str) -> None:
         """A request ended: stop, length, abort or error."""
+        self._unscheduled.pop(running.request.request_id, None)
         self.blocks.changed()
         self.blocks.events.finished(running.request.request_id, finish_reason)
         self.lives.finished(running.request.request_id, finish_reason)
@@ -91,6 +101,7 @@ class EngineObserver:
                 preempted_tokens=scheduler.preempted_tokens,
                 headroom=_headroom(scheduler),
                 ranks=ranks,
+                oldest_waiting_s=min((one.times.arrival_s for one in self._unscheduled.values()), default=0.0),
             )
         )
 

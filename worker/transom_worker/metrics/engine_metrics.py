@@ -50,6 +50,10 @@ class EngineMetrics:
         """The worker took so long to start."""
         self._identity.start_s = start_s
 
+    def refused(self, reason: str) -> None:
+        """A request was not taken; `reason`: one of `REFUSALS`."""
+        self._requests.refused(reason)
+
     def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
         """A request left the queue for the first time. Its prompt tokens are in the published state, with their outcomes."""
         self._requests.admitted(times, num_prompt_tokens=num_prompt_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+REFUSALS = ("overloaded", "worker_unavailable", "request_refused", "internal_error")
 PREEMPTION_MODES = ("recompute",)
 HIT_OUTCOMES = ("hit", "repaired", "missed")
 MISS_REASONS = ("never_seen", "full_evicted", "window_evicted", "below_alignment", "last_token", "policy")

@@ -37,12 +37,13 @@ def build_versions(*packages: str) -> dict[str, str]:
 
 
 class Identity(Collector):
-    """Two families that are always 1, and the time of the start."""
+    """Two families that are always 1, the limits of batch and queue, and the time of the start."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own
         self._versions = build_versions("torch", "triton", "ray")
         self._config: tuple[str, ...] | None = None
+        self._limits: dict[str, int] = {}
         self.start_s = 0.0
 
     def configure(self, config: EngineConfig, info: ExecutorInfo) -> None:
@@ -61,6 +62,7 @@ class Identity(Collector):
             str(config.model.hybrid_kv_cache).lower(),
         )
         self._config = tuple(map(str, values))
+        self._limits = {"running": scheduler.max_num_seqs, "waiting": scheduler.max_waiting}
 
     def collect(self) -> Iterator[Metric]:
         """At scrape time."""
@@ -75,6 +77,12 @@ class Identity(Collector):
             "The worker's settings as they were resolved at its start; the value is always 1.",
             CONFIG_LABELS,
             [(self._config, 1)] if self._config else [],
+        )
+        yield self._own.gauges(
+            "transom_requests_limit",
+            "Requests that may run at once, and that may wait beyond these before others are refused with 503.",
+            ("kind",),
+            [((kind,), limit) for kind, limit in self._limits.items()],
         )
         yield self._own.gauge(
             "transom_worker_start_seconds",

@@ -6,7 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from transom_worker.metrics.fixed_values import FINISH_REASONS
+from transom_worker.metrics.fixed_values import FINISH_REASONS, REFUSALS
 from transom_worker.metrics.own_labels import OwnLabels
 from transom_worker.metrics.request_times import RequestTimes
 
@@ -33,6 +33,15 @@ class Requests:
             "Seconds from a request's arrival (here, where it goes on from a lost worker) to its end, by how it ended.",
             "finish_reason",
         )
+        refused = Counter(
+            "transom_requests_refused",
+            "Requests that the worker did not take, by reason: overloaded (its queue is full), worker_unavailable (its ranks start "
+            "again, or its engine has ended), request_refused (wrong, or too long) or internal_error. With the first two the "
+            "router tries another worker.",
+            (*own.names, "reason"),
+            registry=registry,
+        )
+        self._refused = {reason: refused.labels(*own.values, reason) for reason in REFUSALS}
         self._ended = {reason: ended.labels(*own.values, reason) for reason in FINISH_REASONS}
         self._request_s = {reason: request_s.labels(*own.values, reason) for reason in FINISH_REASONS}
         self._prompt_length = self._lengths("transom_request_prompt_tokens", "Prompt tokens of each admitted request.")
@@ -53,6 +62,10 @@ class Requests:
         self._decode_s = self._histogram(
             "transom_decode_seconds", "Seconds from a request's first token to its last one."
         )
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken; `reason`: one of `REFUSALS`."""
+        self._refused[reason].inc()
 
     def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
         """A request left the queue for the first time."""

@@ -17,7 +17,7 @@ class WorkerState:
     """Published by the engine's thread a few times a second, and not changed afterwards.
 
     Preemptions and the tokens that they threw away are by mode; `headroom` is the number of requests that could start now, by
-    their length in tokens or "max".
+    their length in tokens or "max"; `oldest_waiting_s` is when the one came that has waited longest for its first step, or 0.
     """
 
     stats: CacheStats
@@ -26,4 +26,5 @@ class WorkerState:
     preemptions: dict[str, int] = field(default_factory=dict)
     preempted_tokens: dict[str, int] = field(default_factory=dict)
     headroom: dict[str, int] = field(default_factory=dict)
+    oldest_waiting_s: float = 0.0
     ranks: tuple[RankReport, ...] = ()

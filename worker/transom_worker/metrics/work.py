@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,11 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
         "with every cached block counted as free.",
         ("length",),
         [((length,), count) for length, count in state.headroom.items()],
+    )
+    yield own.gauge(
+        "transom_queue_oldest_seconds",
+        "Seconds until now that the oldest request has waited of those that wait for their first step; 0 where none waits.",
+        max(0.0, time.time() - state.oldest_waiting_s) if state.oldest_waiting_s else 0.0,
     )
     yield from _load(own, state.load)
 
