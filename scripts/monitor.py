@@ -30,6 +30,7 @@ from scripts.monitor_settings import (
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
+LOOK_TIMEOUT = httpx.Timeout(30.0, connect=5.0)  # a server whose machine is full has accepted long before it answers
 KEY_HINTS: dict[int, str] = {
     httpx.codes.UNAUTHORIZED: " Give the server's keys with --api-key-file.",
     httpx.codes.FORBIDDEN: " It wants an admin's key: give --api-key-file the file of --admin-api-key-file.",
@@ -151,7 +152,9 @@ def warn_without_answer(url: str, key: str) -> None:
     """Say at once what would otherwise be found on Prometheus' page of targets."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        status = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, trust_env=False, timeout=5).status_code
+        status = httpx.get(
+            f"{url.rstrip('/')}/metrics", headers=headers, trust_env=False, timeout=LOOK_TIMEOUT
+        ).status_code
     except httpx.HTTPError:
         print(f"transom: nothing answers at {url} yet; `make serve` starts it, --url names another.", file=sys.stderr)
         return

@@ -33,7 +33,7 @@ logger = logging.getLogger("transom.cli")
 
 APP_NAME = "transom"
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing large goes through it
-POLL_S = 0.1
+POLL_S = 0.25  # each look costs Serve's controller and us some milliseconds, which the start itself needs
 WATCH_S = 1.0
 DRAIN_S = 35.0  # a little more than routers give themselves
 SETTLE_S = 0.1  # what routers wrote last passes through the proxy
@@ -59,6 +59,7 @@ class LocalRay:
         self._port = settings.port  # 0: chosen at the start
         self._folder: str | None = None
         self._follower: LogFollower | None = None
+        self._held: dict[str, socket.socket] = {}  # until HAProxy has ended: Ray takes many ports while it starts
 
     @property
     def local_url(self) -> str:
@@ -74,7 +75,7 @@ class LocalRay:
         """
         progress.stage("starting Ray")
         self._port = self._port or _free_port(self._settings.host)
-        for name, value in (_ENVIRONMENT | (_haproxy_environment() if self._settings.haproxy else {})).items():
+        for name, value in (_ENVIRONMENT | (self._haproxy_environment() if self._settings.haproxy else {})).items():
             os.environ.setdefault(name, value)
         if "RAY_AUTH_MODE" not in os.environ:
             # Ray's own ports listen on every interface. A token of this run's keeps others out, and leaves no file behind.
@@ -119,6 +120,8 @@ class LocalRay:
                 self._follower.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+        for held in self._held.values():
+            held.close()
 
     def _start_ray(self) -> None:
         import ray
@@ -134,6 +137,12 @@ class LocalRay:
             _temp_dir=self._folder,
             _system_config={"prestart_worker_first_driver": False},
         )
+
+    def _haproxy_environment(self) -> dict[str, str]:
+        """HAProxy's own pages get free ports, since a second server on this machine could not start with the usual ones."""
+        self._held = {name: _held_port() for name in ("STATS", "METRICS")}
+        ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(held.getsockname()[1]) for name, held in self._held.items()}
+        return {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", **ports}
 
     def _check_gpus(self) -> None:
         """Ray may find fewer than the device files promised; a worker that asks for what is not there would wait for ever."""
@@ -205,14 +214,15 @@ def _as_start_failure(what: str) -> Iterator[None]:
         raise StartFailed(f"{what} could not be started: {lines[0]}") from error
 
 
-def _haproxy_environment() -> dict[str, str]:
-    """HAProxy's own pages get free ports, since a second server on this machine could not start with the usual ones."""
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port("0.0.0.0")),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port("0.0.0.0")),
-    }
+def _held_port() -> socket.socket:
+    """A socket on a free port of every interface, which HAProxy may take over and nobody else who takes any port.
+
+    It does not listen, and lets others have the address who ask as servers do (SO_REUSEADDR).
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("0.0.0.0", 0))
+    return held
 
 
 def _free_port(host: str) -> int:
