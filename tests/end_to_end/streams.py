@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from server import PATIENCE_S
 
 BEGUN_CHUNKS = 5
 
@@ -67,7 +68,9 @@ def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
 
 def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
     """A client with as many connections as it takes."""
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=240, limits=httpx.Limits(max_connections=None))
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None)
+    )
 
 
 async def ask_all(
@@ -88,13 +91,19 @@ async def ask_all(
     return streams
 
 
-async def ask_until(url: str, requests: Sequence[dict[str, Any]], is_over: Callable[[], bool]) -> list[list[Stream]]:
-    """Each client sends its request again and again; all answers of each."""
+async def ask_until(
+    url: str, requests: Sequence[dict[str, Any]], is_over: Callable[[], bool], *, pause_s: float = 0.0
+) -> list[list[Stream]]:
+    """Each client sends its request again and again, with a pause after each answer; all answers of each.
+
+    Clients that pause leave the machine time for what goes on meanwhile.
+    """
 
     async def repeat(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Stream]:
         answers: list[Stream] = []
         while not is_over():
             answers.append(await ask(client, body, Stream()))
+            await asyncio.sleep(pause_s)
         return answers
 
     async with client_of(url) as client:

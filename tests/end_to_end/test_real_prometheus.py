@@ -12,7 +12,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 import yaml
 from pressure import press
 from prometheus_server import Prometheus, prometheus
-from server import Server, assert_ended_cleanly, look_until, start_server, stop_server
+from server import PATIENCE_S, Server, assert_ended_cleanly, look_until, start_server, stop_server
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]  # one of them waits for the server and its traffic
 
@@ -33,8 +33,10 @@ FLAGS = (
     *("--window", "24", "--window-pattern", "SF", "--block-size", "8", "--max-model-len", "256"),
     *("--max-num-seqs", "8", "--kv-cache-memory-bytes", "190KiB"),
 )
-SCRAPES = 8
 OF_EACH_PROCESS = ("transom_kv_pool_bytes", "transom_router_waiting_requests")  # two workers, two routers
+SCRAPED_S = (
+    'timestamp(up{job="transom"}) and up{job="transom"} == 1'  # of anything but a selector it is the query's time
+)
 # What that traffic must have shown before the queries run.
 SHOWN = (
     'transom_prefix_tokens_total{outcome="hit"}',
@@ -61,13 +63,14 @@ class Monitored:
     server: Server
     pages: Prometheus  # by one router's page
     processes: Prometheus  # process by process, as the router lists them
-    at_s: float  # right after the traffic: later on, rates over the last minute would be of nothing
+    busy_s: float  # a scrape by which the traffic had shown everything; later on, rates would be of nothing
+    quiet_s: float  # a scrape after the traffic, of whole pages
 
 
 @pytest.fixture(scope="module")
 def monitored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Monitored]:
     command = [ROOT / "scripts" / "prometheus", "prometheus", "--offline"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())
     program = found.stdout.strip()
@@ -80,9 +83,10 @@ def monitored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
             prometheus(program, folder / "pages", by_page, rules=ALERTS) as pages,
             prometheus(program, folder / "processes", by_process) as processes,
         ):
-            asyncio.run(press(server.url, lambda: not missing(pages)))
-            assert missing(pages) == []
-            yield Monitored(server, pages, processes, scraped_after(pages, time.time()))
+            traffic = Traffic(pages)
+            asyncio.run(press(server.url, traffic.has_shown_everything))
+            assert traffic.missing == []
+            yield Monitored(server, pages, processes, traffic.scraped_s, scraped_after(pages, time.time()))
     finally:
         code = stop_server(server)
     assert_ended_cleanly(server, code)
@@ -93,22 +97,35 @@ def job(**targets: Any) -> dict[str, Any]:
     return {"job_name": "transom", **targets}
 
 
-def missing(pages: Prometheus) -> list[str]:
-    """What the traffic has not shown yet."""
-    if pages.value('sum_over_time(up{job="transom"}[5m])') < SCRAPES:
-        return ["scrapes"]
-    return [name for name in SHOWN if not pages.value(f"sum(rate({name}[1m]))") > 0]
+@dataclass(slots=True)
+class Traffic:
+    """What the pages show of it, as of the last scrape."""
+
+    pages: Prometheus
+    scraped_s: float = 0.0
+    missing: list[str] = field(default_factory=list)
+
+    def has_shown_everything(self) -> bool:
+        """Whether rates are of something, and no panel is empty."""
+        self.scraped_s = self.pages.value(SCRAPED_S)
+        rates = {name: self.pages.value(f"sum(rate({name}[1m]))", at_s=self.scraped_s) for name in SHOWN}
+        self.missing = [name for name, rate in rates.items() if not rate > 0]
+        self.missing = self.missing or [
+            f"{path.stem}, {title}: {expression}"
+            for path in DASHBOARDS
+            for title, expression in empty_panels(self.pages, path, at_s=self.scraped_s)
+        ]
+        return not self.missing
 
 
 def scraped_after(pages: Prometheus, then_s: float) -> float:
     """When a page was read later than `then_s`, on which none of the processes is missing because it was slow."""
-    scraped_s = 'timestamp(up{job="transom"}) and up{job="transom"} == 1'  # of anything but a selector it is the query's time
 
     def is_whole(at_s: float) -> bool:
         counts = [pages.value(f"count({name})", at_s=at_s) for name in OF_EACH_PROCESS]
         return at_s > then_s and counts == [2.0, 2.0]
 
-    return look_until(lambda: pages.value(scraped_s), is_whole)
+    return look_until(lambda: pages.value(SCRAPED_S), is_whole)
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -128,17 +145,21 @@ def substituted(expression: str, dashboard: dict[str, Any]) -> str:
     return expression
 
 
-@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_every_panel_shows_something(monitored: Monitored, path: Path) -> None:
+def empty_panels(pages: Prometheus, path: Path, *, at_s: float) -> set[tuple[str, str]]:
+    """Titles and queries of a dashboard's panels that show nothing then, but for those that may."""
     dashboard = json.loads(path.read_text())
     empty = set()
     for panel in panels(dashboard):
         for target in panel.get("targets", []):
-            series = monitored.pages.query(substituted(target["expr"], dashboard), at_s=monitored.at_s)
-            numbers = [one["value"][1] for one in series]
-            if not any(math.isfinite(float(number)) for number in numbers):
+            series = pages.query(substituted(target["expr"], dashboard), at_s=at_s)
+            if not any(math.isfinite(float(one["value"][1])) for one in series):
                 empty.add((panel["title"], target["expr"]))
-    assert {one for one in empty if (path.stem, one[0]) not in MAY_BE_EMPTY} == set()
+    return {one for one in empty if (path.stem, one[0]) not in MAY_BE_EMPTY}
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_panel_shows_something(monitored: Monitored, path: Path) -> None:
+    assert empty_panels(monitored.pages, path, at_s=monitored.busy_s) == set()
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
@@ -151,7 +172,7 @@ def test_every_variable_has_values(monitored: Monitored, path: Path) -> None:
             assert match, (variable["name"], text)
             selector = substituted(match[1], json.loads(path.read_text()))
             assert any(
-                match[2] in series["metric"] for series in monitored.pages.query(selector, at_s=monitored.at_s)
+                match[2] in series["metric"] for series in monitored.pages.query(selector, at_s=monitored.quiet_s)
             ), text
 
 
@@ -159,16 +180,20 @@ def test_every_alert_is_looked_at(monitored: Monitored) -> None:
     rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     for rule in rules:
         monitored.pages.query(rule["expr"])  # valid
-    looked_at = [rule for group in monitored.pages.get("rules")["groups"] for rule in group["rules"]]
-    assert len(looked_at) == len(rules)
-    assert [rule["name"] for rule in looked_at if rule["health"] == "err"] == []
+
+    def health() -> list[tuple[str, str]]:
+        groups = monitored.pages.get("rules")["groups"]
+        return [(rule["name"], rule["health"]) for group in groups for rule in group["rules"]]
+
+    looked_at = look_until(health, lambda found: all(state != "unknown" for _, state in found))
+    assert looked_at == [(rule.get("alert") or rule["record"], "ok") for rule in rules]
 
 
 def test_parts_add_up(monitored: Monitored) -> None:
     """Reasons to prompt tokens, states to pools, one page to all processes."""
 
     def value(expression: str) -> float:
-        return monitored.pages.value(expression, at_s=monitored.at_s)
+        return monitored.pages.value(expression, at_s=monitored.quiet_s)
 
     assert value("sum(transom_prefix_tokens_total)") == value("sum(transom_prompt_tokens_total)") > 0
     used = "sum by (worker) (transom_kv_bytes)"
@@ -191,7 +216,7 @@ def test_every_process_can_be_scraped_by_itself(monitored: Monitored) -> None:
 
 def test_exemplars_name_requests(monitored: Monitored) -> None:
     query = {"query": "transom_first_token_seconds_bucket", "start": "0", "end": "99999999999"}
-    answer = httpx.get(f"{monitored.pages.url}/api/v1/query_exemplars", params=query, timeout=60).json()
+    answer = httpx.get(f"{monitored.pages.url}/api/v1/query_exemplars", params=query, timeout=PATIENCE_S).json()
     ids = [one["labels"]["request_id"] for series in answer["data"] for one in series["exemplars"]]
     assert ids
     assert all(one.startswith("cmpl-") for one in ids)

@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from server import (
+    PATIENCE_S,
     Server,
     assert_ended_cleanly,
     look_until,
@@ -27,6 +28,7 @@ from server import (
     replica_pids,
     start_server,
     stop_server,
+    wait_for_replicas,
 )
 from streams import Stream, ask_all, ask_until, bodies
 
@@ -34,6 +36,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]
 
 Page = dict[str, list[Sample]]
 REQUESTS = bodies(32, max_tokens=100)
+PAUSE_S = 3.0  # of a client between two answers, while new processes start on the cores that answer
 SETTINGS = {"kv_cache_memory_bytes": "16MiB", "replicas": 2, "tensor_parallel_size": 2, "router_replicas": 2}
 
 
@@ -64,7 +67,7 @@ def check_answers(streams: list[Stream], undisturbed: list[Stream]) -> None:
 
 def page_of(server: Server, path: str = "/metrics") -> Page:
     """A page of metrics, by family; the usual one has all routers', workers' and ranks'."""
-    text = httpx.get(f"{server.url}{path}", timeout=240).text
+    text = httpx.get(f"{server.url}{path}", timeout=PATIENCE_S).text
     return {family.name: family.samples for family in text_string_to_metric_families(text)}
 
 
@@ -93,28 +96,34 @@ def wait_for_workers(server: Server, count: int, *, other_than: Set[str] = froze
     return look_until(lambda: workers_of_routers(server), agree)[0][1]
 
 
-def wait_for_processes(server: Server, kind: str, victim: int, count: int) -> None:
-    """Wait until there are `count` processes of a kind without the killed one.
+def wait_for_ranks(server: Server, *, without: int) -> None:
+    """Wait until both workers compute with ranks of which none is the killed one.
 
-    A kill whose answers had all been computed is noticed after them.
+    A kill whose answers had all been computed is noticed after them, and routers know nothing of it: a worker starts its ranks
+    again by itself.
     """
-    look_until(lambda: replica_pids(server, kind), lambda pids: len(pids) == count and victim not in pids)
+
+    def pids() -> tuple[set[int], set[int]]:
+        told = {int(sample.labels["pid"]) for sample in page_of(server).get("transom_rank_info", [])}
+        return told, set(replica_pids(server, "RankActor"))
+
+    look_until(pids, lambda seen: seen[0] == seen[1] and len(seen[0]) == 4 and without not in seen[0])
 
 
 def test_a_killed_rank_costs_nobody_an_answer(server: Server, undisturbed: list[Stream]) -> None:
-    (victim, *_) = replica_pids(server, "RankActor")
+    victim, *_ = wait_for_replicas(server, "RankActor", 4)
     streams = asyncio.run(ask_all(server.url, REQUESTS, lambda: os.kill(victim, signal.SIGKILL)))
     check_answers(streams, undisturbed)
-    wait_for_processes(server, "RankActor", victim, 4)
+    wait_for_ranks(server, without=victim)
     wait_for_workers(server, 2)
 
 
 def test_a_killed_worker_costs_nobody_an_answer(server: Server, undisturbed: list[Stream]) -> None:
     workers = wait_for_workers(server, 2)
-    (victim, _) = replica_pids(server, ":Worker")
+    victim, _ = wait_for_replicas(server, ":Worker", 2)
     streams = asyncio.run(ask_all(server.url, REQUESTS, lambda: os.kill(victim, signal.SIGKILL)))
     check_answers(streams, undisturbed)
-    wait_for_processes(server, ":Worker", victim, 2)
+    wait_for_replicas(server, ":Worker", 2, without=victim)
     wait_for_workers(server, 2, other_than=workers)
 
 
@@ -122,9 +131,9 @@ def test_a_crash_is_the_same_to_every_router(server: Server) -> None:
     """No stream runs on the worker, so a router may hear of it from Serve before its own stream to the worker breaks."""
     workers = wait_for_workers(server, 2)
     before = look_until(lambda: worker_changes(server), lambda changes: len({router for router, _ in changes}) == 2)
-    (victim, _) = replica_pids(server, ":Worker")
+    victim, _ = wait_for_replicas(server, ":Worker", 2)
     os.kill(victim, signal.SIGKILL)
-    wait_for_processes(server, ":Worker", victim, 2)
+    wait_for_replicas(server, ":Worker", 2, without=victim)
     wait_for_workers(server, 2, other_than=workers)
     expected = {key: count + (key[1] != "drained") for key, count in before.items()}
     look_until(lambda: worker_changes(server), lambda changes: changes == expected)
@@ -143,7 +152,7 @@ def test_any_routers_page_has_all_routers_workers_and_ranks(server: Server) -> N
     look_until(lambda: [page_of(server) for _ in range(20)], lambda pages: all(map(has_all_processes, pages)))
     kinds = ["router", "router", "worker", "worker"]
     targets = look_until(
-        lambda: httpx.get(f"{server.url}/metrics/sd", timeout=240).json(),
+        lambda: httpx.get(f"{server.url}/metrics/sd", timeout=PATIENCE_S).json(),
         lambda found: sorted(one["labels"]["__meta_transom_kind"] for one in found) == kinds,
     )
     for one in targets:
@@ -174,7 +183,7 @@ def test_routers_agree_where_a_prefix_is(server: Server) -> None:
     before = look_until(lambda: mirror_versions(server), mirrors_agree)
     cached = []
     for _ in range(8):
-        usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).json()["usage"]
+        usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
         # the answer went through one router, and may be here before the other knows what it left in the cache
         look_until(lambda: mirror_versions(server), lambda versions: versions != before and mirrors_agree(versions))
@@ -202,7 +211,7 @@ def test_a_redeploy_of_workers_and_routers_costs_nobody_an_answer(
     script = [sys.executable, str(Path(__file__).with_name("redeploy.py")), ray_address(server), json.dumps(settings)]
     deploying = subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        answers = asyncio.run(ask_until(server.url, REQUESTS, lambda: deploying.poll() is not None))
+        answers = asyncio.run(ask_until(server.url, REQUESTS, lambda: deploying.poll() is not None, pause_s=PAUSE_S))
         assert deploying.wait() == 0
     finally:
         deploying.kill()
