@@ -12,7 +12,8 @@ from transom_worker.llm import RequestOutput
 
 pytestmark = pytest.mark.timeout(900)  # a real model computes for minutes where others compute beside it
 
-NUM_ALONE = 6  # tokens of a request that nobody shares a step with, each a whole pass over the weights; block edges are met
+# Each token of a request that shares its steps with nobody is a pass over all weights; six still cross the block edges.
+NUM_ALONE = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
