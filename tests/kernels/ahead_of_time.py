@@ -26,10 +26,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+MATRIX_KINDS = ("HGMMA", "QGMMA", "HMMA")
 
 
-def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, and its kind of matrix instructions."""
+def compile_for(case: Compilation, arch: int, *, disassembles: bool) -> dict[str, Any]:
+    """Registers of a thread, bytes of its stack (spills), shared bytes of a program; disassembled, its kind of matrix instructions.
+
+    Disassembling takes longer than compiling most kernels.
+    """
     begin_s = time.perf_counter()
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types.get(name, "i32") for name in names}
@@ -44,10 +48,8 @@ def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "--dump-sass")
-        )
+        usage = object_dump("--dump-resource-usage", file.name)
+        sass = object_dump("--dump-sass", file.name) if disassembles else None
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
@@ -56,21 +58,26 @@ def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]),
         "shared_bytes": made.metadata.shared,
-        "matrix": next((kind for kind in ("HGMMA", "QGMMA", "HMMA") if kind in sass), "none"),
+        **({} if sass is None else {"matrix": next((kind for kind in MATRIX_KINDS if kind in sass), "none")}),
         "seconds": round(time.perf_counter() - begin_s, 1),
     }
+
+
+def object_dump(flag: str, path: str) -> str:
+    return subprocess.run([TOOLS / "cuobjdump", flag, path], capture_output=True, text=True, check=True).stdout
 
 
 def main(words: list[str]) -> None:
     archs = [int(word.removeprefix("sm_")) for word in words if word.startswith("sm_")] or [90]
     chosen = [word for word in words if not word.startswith(("sm_", "--"))]
     cases = all_cases()
-    if "--one-each" in words:
+    one_each = "--one-each" in words
+    if one_each:
         cases = list({case.kernel: case for case in cases}.values())
     for arch in archs:
         for case in cases:
             if all(word in case.name for word in chosen) and (arch >= 89 or not case.needs_fp8):
-                print(json.dumps(compile_for(case, arch)), flush=True)
+                print(json.dumps(compile_for(case, arch, disassembles=not one_each)), flush=True)
 
 
 if __name__ == "__main__":

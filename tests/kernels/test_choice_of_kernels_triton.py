@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+from transom_kernels import launch
 from transom_kernels.block_copy import block_copy
 from transom_kernels.block_copy.reference import block_copy_reference
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
@@ -36,20 +39,39 @@ def test_the_switch_ends_with_its_block() -> None:
     assert not uses_triton(on_cpu)
 
 
+def asked(monkeypatch: pytest.MonkeyPatch, value: str, interpret: str) -> Any:
+    """What the module that decides does in an environment: executed anew, for it reads what Triton reads when it is imported."""
+    monkeypatch.setenv("TRANSOM_KERNELS", value)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    return runpy.run_path(launch.__file__)["uses_triton"](on_cpu)
+
+
 @pytest.mark.parametrize(
-    ("value", "interpret", "says"),
+    ("value", "interpret", "message"),
     [
         ("torch", "1", "TRANSOM_KERNELS is 'torch'; give one of auto, reference, interpreted"),
         ("interpreted", "0", "TRANSOM_KERNELS is 'interpreted', which needs TRITON_INTERPRET=1"),
-        ("interpreted", "1", "True"),
-        ("reference", "1", "False"),
     ],
 )
-def test_the_environment_chooses(value: str, interpret: str, says: str) -> None:
+def test_an_environment_that_cannot_be_is_refused(
+    value: str, interpret: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        asked(monkeypatch, value, interpret)
+
+
+@pytest.mark.parametrize(
+    ("value", "interpret", "chosen"), [("reference", "1", False), ("auto", "1", False), ("interpreted", "1", True)]
+)
+def test_the_environment_chooses(value: str, interpret: str, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, value, interpret) is chosen
+
+
+def test_a_process_does_as_its_environment_says() -> None:
     code = "import torch; from transom_kernels.launch import uses_triton; print(uses_triton(torch.zeros(1)))"
-    environment = os.environ | {"TRANSOM_KERNELS": value, "TRITON_INTERPRET": interpret}
+    environment = os.environ | {"TRANSOM_KERNELS": "interpreted", "TRITON_INTERPRET": "1"}
     made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert says in made.stdout + made.stderr
+    assert (made.stdout, made.returncode) == ("True\n", 0), made.stderr
 
 
 @interpreted
