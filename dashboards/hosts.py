@@ -48,7 +48,7 @@ HOSTS = Section(
                 act="Low while requests wait: see *Step time by part*. One low among its worker's: compare hosts.",
             ),
             f"max by ({GPU}) (ray_node_gpus_utilization) / 100",
-            "{{instance}} {{GpuIndex}}",
+            "{{instance}} GPU {{GpuIndex}}",
             unseen=NO_GPU,
         ),
         _shares(
@@ -58,7 +58,7 @@ HOSTS = Section(
                 act="Much below `--gpu-memory-utilization` on a GPU in use: memory lies idle that the pool could have.",
             ),
             GPU_SHARE,
-            "{{instance}} {{GpuIndex}}",
+            "{{instance}} GPU {{GpuIndex}}",
             unseen=NO_GPU,
         ),
     ],

@@ -32,6 +32,7 @@ LEAST_TOPS = {
     "reqps": 1,
     "ops": 1,
     "short": 1,
+    "s": 1e-4,
 }  # of axes: Grafana draws nothing but zeros up to 100
 HIDDEN_COLUMNS = ("Time", "Value")
 

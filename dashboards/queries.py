@@ -77,10 +77,10 @@ def mean(metric: str, labels: str, *by: str) -> str:
     return ratio(rate(f"{metric}_sum", labels, *by), rate(f"{metric}_count", labels, *by), *by)
 
 
-def quantiles(metric: str, labels: str) -> list[Query]:
-    """Median, p95 and p99, with exemplars."""
+def quantiles(metric: str, labels: str, *, exemplars: bool = False) -> list[Query]:
+    """Median, p95 and p99. `exemplars`: of a histogram whose buckets name requests; asked for once, with the last."""
     return [
-        Query(expr=quantile(share, metric, labels), legend=legend, exemplars=share == 0.99)
+        Query(expr=quantile(share, metric, labels), legend=legend, exemplars=exemplars and share == 0.99)
         for share, legend in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
     ]
 

@@ -41,7 +41,7 @@ LATENCY = Section(
                 "Dashed: half the objective of 2 s, and the objective.",
                 act="Open a dot's id at `/debug/requests/{id}`; *Parts of the first token* has the sum of all.",
             ),
-            quantiles("transom_router_first_token_seconds", ROUTER),
+            quantiles("transom_router_first_token_seconds", ROUTER, exemplars=True),
             "s",
             limits=FIRST_TOKEN_LIMITS,
         ),
@@ -63,7 +63,7 @@ LATENCY = Section(
                 "requests, with their ids.",
                 act="It grows with the answers' length: compare with *Time between tokens* before calling it slow.",
             ),
-            quantiles("transom_router_request_seconds", f"{ROUTER},{API}"),
+            quantiles("transom_router_request_seconds", f"{ROUTER},{API}", exemplars=True),
             "s",
         ),
         lines(

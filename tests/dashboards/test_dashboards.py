@@ -118,6 +118,20 @@ def test_all_of_a_variable_covers_what_starts_later(board: dict[str, Any]) -> No
         assert (one["multi"], one["includeAll"], one["allValue"], one["refresh"]) == (True, True, ".*", 2), one["name"]
 
 
+HAVE_EXEMPLARS = {"transom_router_first_token_seconds_bucket", "transom_router_request_seconds_bucket"}
+
+
+@EACH
+def test_dots_are_asked_for_where_buckets_name_requests(board: dict[str, Any]) -> None:
+    """Range queries over a histogram of a router, whose ids open at `/debug/requests`; the panel's words tell of them."""
+    for panel in panels(board):
+        asking = [target for target in panel["targets"] if target["exemplar"]]
+        assert bool(asking) == bool(re.search(r"[Dd]ots are", panel["description"])), panel["title"]
+        for target in asking:
+            assert (panel["type"], target.get("range"), target.get("instant")) == ("timeseries", True, False)
+            assert {name for name in HAVE_EXEMPLARS if name in target["expr"]}, panel["title"]
+
+
 @EACH
 def test_words_name_flags_and_alerts_that_exist(board: dict[str, Any]) -> None:
     flags = {name.replace("_", "-") for name in Settings.model_fields}
