@@ -23,6 +23,8 @@ from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, kernel_config
 from transom_kernels.quantize.kernel import round_rows, widen_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
+from transom_kernels.route import tuning as routes
+from transom_kernels.route.kernel import choose_experts, score_experts
 from transom_kernels.sample.gpu import (
     CHANGES,
     KEPT_IDS,
@@ -297,6 +299,36 @@ def latent_cases() -> Iterator[Compilation]:
         )  # fmt: skip
 
 
+def route_cases() -> Iterator[Compilation]:
+    for experts, chosen, width in ((8, 2, 4096), (32, 4, 2880), (128, 8, 4096), (256, 6, 4096), (512, 10, 7168)):
+        kind = f"{chosen} of {experts} by {width}"
+        for dtype, tokens in (("bf16", 1), ("bf16", 8192), ("fp32", 1), ("fp32", 8192)):
+            tile = routes.choose_tile(tokens, experts)
+            yield Compilation(
+                name=f"router's scores {dtype} {kind} {'few' if tokens == 1 else 'many'} tokens", kernel=score_experts,
+                types={"x": f"*{dtype}", "weight": "*fp32", "parts": "*fp32"},
+                constants={"E": experts, "N": width, "SPLIT": routes.SPLIT, "BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e,
+                           "BLOCK_N": tile.block_n, "weight_stride_e": 1},
+                num_warps=tile.num_warps, num_stages=tile.num_stages, unaligned=("num_tokens",),
+            )  # fmt: skip
+        splits = -(-width // routes.SPLIT)
+        block_s, block_e, num_warps = routes.read_blocks(splits, experts)
+        for what, score, flags in (
+            ("plain", 0, ()),
+            ("corrected", 2, ("HAS_CORRECTION",)),
+            ("fixed", 2, ("IS_FIXED",)),
+        ):
+            yield Compilation(
+                name=f"router's choice {what} {kind}", kernel=choose_experts,
+                types={**dict.fromkeys(("parts", "bias", "correction", "expert_scale", "weights"), "*fp32"), "chosen": "*i64",
+                       "experts": "*i64", "scale": "fp32", "tiny": "fp32"},
+                constants={"E": experts, "K": chosen, "SPLITS": splits, "SCORE": score, "NORMALISE": True, "HAS_BIAS": True,
+                           "HAS_SCALE": True, **{flag: flag in flags for flag in ("HAS_CORRECTION", "IS_FIXED")},
+                           "BLOCK_E": block_e, "BLOCK_K": next_power_of_two(chosen), "BLOCK_S": block_s},
+                num_warps=num_warps,
+            )  # fmt: skip
+
+
 def sample_cases() -> Iterator[Compilation]:
     floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "lucky", "noise", "weights")
     types = {**dict.fromkeys(floats, "*fp32"), "top_ks": "*i32", "lists": "*i32", "keys": "*i64", "out": "*i64"}
@@ -338,5 +370,7 @@ def stream_cases() -> Iterator[Compilation]:
 
 
 def all_cases() -> list[Compilation]:
-    cases = (*attention_cases(), *small_cases(), *expert_cases(), *latent_cases(), *sample_cases(), *stream_cases())
+    cases = (
+        *attention_cases(), *small_cases(), *expert_cases(), *route_cases(), *latent_cases(), *sample_cases(), *stream_cases()
+    )  # fmt: skip
     return list({case.name: case for case in cases}.values())  # some sizes get the same tile

@@ -10,15 +10,21 @@ import torch
 import torch.nn.functional as F
 
 from transom_kernels.moe import ExpertTensors, GateRule
+from transom_kernels.route import Routing
+from transom_kernels.route.reference import routes_of
 from transom_worker.layers.experts import ExpertsByMatrix, make_experts
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.moe import Moe
-from transom_worker.layers.router import Router, Routes, Routing, route
+from transom_worker.layers.router import Router, Routes
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 24, 16, 7, 3
 SILU = GateRule()
 CLAMPED = GateRule(limit=0.4, gain=1.702, up_offset=1.0)
 TENSORS = ("gate_up", "down", "gate_up_bias", "down_bias")
+
+
+def route(logits, routing, **kwargs):
+    return Routes(*routes_of(logits, routing, **kwargs))
 
 
 def reference_routes(logits, routing, correction=None):
@@ -69,7 +75,7 @@ def test_routes(score, normalise, corrected):
     torch.manual_seed(3)
     logits, correction = torch.randn(11, EXPERTS) * 2, torch.randn(EXPERTS)
     routing = Routing(num_chosen=CHOSEN, score=score, normalise=normalise, scale=1.5)
-    got = route(logits, routing, correction_E=correction if corrected else None)
+    got = route(logits, routing, correction=correction if corrected else None)
     for t, row in enumerate(logits.tolist()):
         wanted = reference_routes(row, routing, correction.tolist() if corrected else None)
         assert got.experts_TK[t].tolist() == [e for e, _ in wanted]
@@ -86,7 +92,7 @@ def test_a_softmax_after_the_choice_is_the_normalised_one():
 
 def test_given_experts_are_weighed_by_their_scores():
     logits, chosen = torch.randn(4, EXPERTS), torch.tensor([[6, 0], [1, 2], [3, 3], [5, 4]])
-    got = route(logits, Routing(num_chosen=2, score="sigmoid"), chosen_TK=chosen)
+    got = route(logits, Routing(num_chosen=2, score="sigmoid"), chosen=chosen)
     scores = logits.sigmoid().gather(1, chosen)
     assert got.experts_TK.equal(chosen)
     torch.testing.assert_close(got.weights_TK, scores / scores.sum(-1, keepdim=True))

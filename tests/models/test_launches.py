@@ -20,14 +20,13 @@ from transom_kernels.launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 DENSE_LAYER = Counter(norm_rows=2, product=4, prepare_and_write=1, attend=1, activate=1)
-ROUTER = Counter(product=1, _softmax=1, topk=1, gather=1, sum=1, add=1, div=1, mul=1)
+ROUTER = Counter(score_experts=1, choose_experts=1)  # whatever the scores
 EXPERTS = Counter(full=1, sort_pairs=1, into_experts=1, out_of_experts=1, add_up=1)
 MIXTURE_LAYER = Counter(norm_rows=2, product=2, prepare_and_write=1, attend=1) + ROUTER + EXPERTS
 STREAMS = Counter(normalise=1, product=1, collapse=1, expand=1)  # of a sublayer, however many rounds
 LATENT = Counter(norm_rows=3, product=3, bmm=1, prepare_and_write=1, attend_rows=1, neg=1, rotate=1)
-SQUARE_ROOTS = Counter(product=1, softplus=1, sqrt=1, add=2, topk=1, gather=1, sum=1, div=1, mul=1)  # V4's router
 SHARED_EXPERT = Counter(product=2, activate=1, add=1)
-WINDOW_LAYER = STREAMS + STREAMS + LATENT + SQUARE_ROOTS + EXPERTS + SHARED_EXPERT
+WINDOW_LAYER = STREAMS + STREAMS + LATENT + ROUTER + EXPERTS + SHARED_EXPERT
 LAYERS = {
     "llama3": DENSE_LAYER,
     "gpt_oss": MIXTURE_LAYER,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.moe import GateRule
+from transom_kernels.route import Routing
+from transom_kernels.streams import normalise_streams
 from transom_worker.layers.experts import make_experts
 from transom_worker.layers.parallel_linear import all_reduce_both
-from transom_worker.layers.router import Router, Routes, Routing
+from transom_worker.layers.router import Router
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.expert_loading import experts_by_rows
 from transom_worker.models.loading import Loader
@@ -31,8 +33,8 @@ class DenseAndExperts:
         self._experts = make_experts(weights, rule, quantization=load.quantization)
         scale_N = load.tensor("router.scale", torch.float32, shape=(hidden,)) * hidden**-0.5
         weight_EN = load.tensor("router.proj.weight", torch.float32, shape=(experts, hidden)) * scale_N
-        self._router = Router(weight_EN, Routing(num_chosen=mixture.num_chosen))
-        self._expert_scale_E = load.tensor("router.per_expert_scale", torch.float32, shape=(experts,))
+        expert_scale_E = load.tensor("router.per_expert_scale", torch.float32, shape=(experts,))
+        self._router = Router(weight_EN, Routing(num_chosen=mixture.num_chosen), expert_scale_E=expert_scale_E)
         self._eps, self._comm = eps, load.comm
         self._before_mlp = load.norm("pre_feedforward_layernorm", eps, size=hidden, wide=True)
         self._after_mlp = load.norm("post_feedforward_layernorm_1", eps, size=hidden, wide=True)
@@ -44,16 +46,11 @@ class DenseAndExperts:
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
         dense_TN = self._mlp(self._before_mlp(x_TN))
-        routed_TN = self._experts(self._before_experts(x_TN), self._routes(x_TN))
+        direction_TN = normalise_streams(x_TN[:, None], self._eps)  # in float32, as the router computes
+        routed_TN = self._experts(self._before_experts(x_TN), self._router(direction_TN))
         dense_TN, routed_TN = all_reduce_both(self._comm, dense_TN, routed_TN)
         return self._after_mlp.add_to(self._after_experts(routed_TN), dense_TN)
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """`residual + self(x)`, [T, N]."""
         return residual_TN + self(x_TN)
-
-    def _routes(self, x_TN: torch.Tensor) -> Routes:
-        wide_TN = x_TN.float()
-        direction_TN = wide_TN * torch.rsqrt(wide_TN.square().mean(dim=-1, keepdim=True) + self._eps)
-        routes = self._router(direction_TN)
-        return Routes(routes.experts_TK, routes.weights_TK * self._expert_scale_E[routes.experts_TK])

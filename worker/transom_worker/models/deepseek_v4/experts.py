@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.moe import GateRule
+from transom_kernels.route import Routing
 from transom_worker.errors import ModelError
 from transom_worker.layers.experts import gated, make_experts
-from transom_worker.layers.router import Router, Routing
+from transom_worker.layers.router import Router
 from transom_worker.models.architecture import Architecture
 from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
 from transom_worker.models.expert_loading import experts_by_name

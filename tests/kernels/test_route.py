@@ -1,0 +1,122 @@
+"""The router's reference against obvious code in float64, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_kernels.route import Routing, arranged, route
+from transom_kernels.route.reference import route_reference, routes_of
+
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+
+
+def obvious(logits: list[float], routing: Routing, correction: list[float] | None) -> tuple[list[int], list[float]]:
+    """Experts and weights of one token."""
+    if routing.score == "softmax":
+        scores = [math.exp(v - max(logits)) for v in logits]
+        scores = [score / sum(scores) for score in scores]
+    elif routing.score == "sigmoid":
+        scores = [1 / (1 + math.exp(-v)) for v in logits]
+    else:
+        scores = [math.sqrt(math.log1p(math.exp(v))) for v in logits]
+    preference = logits if correction is None else [s + c for s, c in zip(scores, correction, strict=True)]
+    chosen = sorted(range(len(logits)), key=lambda e: (-preference[e], e))[: routing.num_chosen]
+    total = sum(scores[e] for e in chosen) if routing.normalise else 1.0
+    return chosen, [scores[e] / total * routing.scale for e in chosen]
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 4), st.integers(1, 9), st.integers(1, 12), st.sampled_from(SCORES), st.booleans(), st.booleans(),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_routes(
+    tokens: int, width: int, experts: int, score: Any, normalise: bool, corrected: bool, random: Any
+) -> None:
+    chosen = random.randint(1, experts)
+    # few distinct numbers, exact in float32, so that experts often are equal; corrections make up for rounding in scores
+    x, weight = torch.randint(-2, 3, (tokens, width)), torch.randint(-1, 2, (experts, width))
+    correction = torch.randperm(experts) / 4 if corrected else None
+    bias = torch.randint(-1, 2, (experts,)) / 2
+    routing = Routing(num_chosen=chosen, score=score, normalise=normalise, scale=1.5)
+    found, weights = route(x.bfloat16(), weight.float(), routing, bias=bias, correction=correction)
+    assert (found.shape, found.dtype, weights.dtype) == ((tokens, chosen), torch.int64, torch.float32)
+    for row, logits in enumerate((x.double() @ weight.double().T + bias).tolist()):
+        wanted, shares = obvious(logits, routing, None if correction is None else correction.tolist())
+        if correction is None:
+            assert found[row].tolist() == wanted
+            torch.testing.assert_close(weights[row], torch.tensor(shares), atol=1e-6, rtol=1e-5)
+        assert len(set(found[row].tolist())) == chosen
+
+
+def test_corrections_choose_and_do_not_weigh() -> None:
+    logits, correction = torch.randn(20, 9) * 2, torch.randn(9)
+    for score in SCORES:
+        routing = Routing(num_chosen=3, score=score, scale=2.5)  # type: ignore[arg-type]
+        found, weights = routes_of(logits, routing, correction=correction)
+        for row in range(20):
+            wanted, shares = obvious(logits[row].tolist(), routing, correction.tolist())
+            assert found[row].tolist() == wanted
+            torch.testing.assert_close(weights[row], torch.tensor(shares))
+
+
+def test_equal_experts_are_chosen_in_their_order_and_nan_first() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, -0.0, 0.0, -0.0, 0.0], [-math.inf] * 5, [math.nan] * 5])
+    found, _ = routes_of(logits, Routing(num_chosen=4))
+    assert found.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    found, _ = routes_of(torch.tensor([[1.0, 5.0, math.nan, math.inf]]), Routing(num_chosen=3, score="sigmoid"))
+    assert found.tolist() == [[2, 3, 1]]
+
+
+def test_saturated_scores_do_not_hide_which_logit_is_larger() -> None:
+    logits = torch.tensor([[50.0, 90.0, 70.0], [-300.0, -200.0, 0.0]])
+    assert routes_of(logits, Routing(num_chosen=2, score="sigmoid"))[0].tolist() == [[1, 2], [2, 1]]
+    assert routes_of(logits, Routing(num_chosen=3))[0].tolist() == [[1, 2, 0], [2, 1, 0]]
+
+
+def test_a_fixed_choice_and_the_experts_own_scale() -> None:
+    x, weight, scale = torch.randn(4, 6), torch.randn(7, 6), torch.rand(7)
+    chosen = torch.tensor([[6, 0], [1, 2], [3, 3], [5, 4]])
+    found, weights = route(x, weight, Routing(num_chosen=2, score="sigmoid"), chosen=chosen, expert_scale=scale)
+    scores = (x @ weight.T).sigmoid().gather(1, chosen)
+    assert found.equal(chosen)
+    torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True) * scale[chosen])
+
+
+def test_the_product_is_in_float32() -> None:
+    x, weight = torch.randn(3, 512).bfloat16(), torch.randn(5, 512)
+    weight[1] = weight[0] * (1 + 2e-6)  # which bfloat16 and TF32 would not see
+    found, _ = route_reference(x, weight, Routing(num_chosen=5))
+    wanted = (x.double() @ weight.double().T).sort(descending=True, stable=True).indices
+    assert found.equal(wanted)
+
+
+def test_weights_are_arranged_without_being_changed() -> None:
+    weight = torch.randn(5, 6)
+    assert arranged(weight).equal(weight)
+    assert arranged(weight).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"x": torch.zeros(2, 5)}, r"x \(2, 5\) does not fit weight \(4, 6\)"),
+        ({"weight": torch.zeros(4, 6).bfloat16()}, "in float32"),
+        ({"routing": Routing(num_chosen=5)}, "5 experts per token are to be chosen from 4; choose 1 to 4"),
+        ({"routing": Routing(num_chosen=0)}, "0 experts per token"),
+        ({"bias": torch.zeros(3)}, r"each is \[4\] in float32"),
+        ({"correction": torch.zeros(4).double()}, r"each is \[4\] in float32"),
+        ({"chosen": torch.zeros(2, 3, dtype=torch.int64)}, r"2 tokens take \[2, 2\] int64"),
+        ({"chosen": torch.zeros(2, 2, dtype=torch.int32)}, r"2 tokens take \[2, 2\] int64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], says: str) -> None:
+    given: dict[str, Any] = {"x": torch.zeros(2, 6), "weight": torch.zeros(4, 6), "routing": Routing(num_chosen=2)}
+    with pytest.raises(ValueError, match=says):
+        route(**(given | changes))

@@ -1,0 +1,150 @@
+"""The router's kernels against the reference, in the interpreter (or on a GPU where there is one)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_kernels.launch import INTERPRETED, prefer
+from transom_kernels.route import Routing, arranged, route
+from transom_kernels.route.gpu import logits_in_parts_triton, route_triton
+from transom_kernels.route.reference import route_reference
+from transom_kernels.route.tuning import FEW_TOKENS, SPLIT
+
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def check(x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
+    """Chosen alike and weighed alike; memory is NaN before."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, weights = route_triton(x, weight, routing, **parts)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wanted, shares = route_reference(x, weight, routing, **parts)
+    assert found.equal(wanted)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, shares, atol=1e-6, rtol=1e-5, equal_nan=True)
+    return found, weights
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "width", "experts", "chosen"),
+    [
+        (torch.float32, 0, 40, 4, 2),
+        (torch.float16, 1, 24, 8, 1),
+        (torch.bfloat16, 3, 2 * SPLIT + 5, 33, 4),
+        (torch.float32, 17, SPLIT, 7, 1),
+        (torch.bfloat16, 2, 8, 5, 5),
+        (torch.float32, 1, 1, 1, 1),
+    ],
+)
+def test_sizes(dtype: torch.dtype, tokens: int, width: int, experts: int, chosen: int) -> None:
+    x, weight, bias = torch.randn(tokens, width).to(dtype), torch.randn(experts, width), torch.randn(experts)
+    for score in SCORES if tokens == 1 else SCORES[:1]:
+        check(x, weight, Routing(num_chosen=chosen, score=score), bias=bias)  # type: ignore[arg-type]
+
+
+@settings(max_examples=8)
+@given(
+    st.integers(1, 2), st.integers(1, 300), st.integers(1, 40), st.sampled_from(SCORES), st.booleans(), st.booleans(),
+    st.integers(0, 2**30),
+)  # fmt: skip
+def test_any_router(
+    tokens: int, width: int, experts: int, score: Any, normalise: bool, corrected: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(tokens, width).bfloat16(), torch.randn(experts, width) * width**-0.5
+    routing = Routing(num_chosen=min(experts, 3), score=score, normalise=normalise, scale=2.5)
+    check(x, weight, routing, correction=torch.randn(experts) if corrected else None, expert_scale=torch.rand(experts))
+
+
+def logits_of(*rows: list[float]) -> Pair:
+    """Inputs and weights whose logits are these, each a single product."""
+    wanted = torch.tensor(rows)
+    return torch.eye(len(rows)), wanted.T.contiguous()
+
+
+def test_equal_experts_are_chosen_in_their_order() -> None:
+    x, weight = logits_of([1.0, 2.0, 2.0, 1.0, 2.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0])
+    found, _ = check(x, weight, Routing(num_chosen=4))
+    assert found.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+    check(x, weight, Routing(num_chosen=6, score="sigmoid"), correction=torch.tensor([0.0, 1, 0, 1, 0, 1]))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid|divide|overflow)")  # numpy's, in the interpreter
+@pytest.mark.parametrize("score", SCORES)
+def test_infinite_logits_and_nan_choose_experts_that_are_there(score: Any) -> None:
+    x, weight, inf = torch.zeros(3, 3), torch.randn(5, 3), math.inf
+    x[0, 0], x[1], x[2] = math.nan, inf, 1.0
+    for bias in (
+        torch.tensor([0.0, -inf, 2, -inf, 1]),
+        torch.tensor([-inf] * 5),
+        torch.tensor([0.0, 1, math.nan, 2, inf]),
+    ):
+        for correction in (None, torch.tensor([0.0, math.nan, -inf, 3, inf])):
+            routing = Routing(num_chosen=4, score=score)
+            found, _ = route_triton(x, weight, routing, bias=bias, correction=correction)
+            assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 5 for row in found.tolist())
+            if correction is None:
+                check(x[2:], weight, routing, bias=bias)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_of_large_and_of_small_logits(score: Any) -> None:
+    x, weight = logits_of([-40.0, -20.0, -17.0, -9.0], [19.99, 20.01, 45.0, 88.0], [-1e-4, 0.0, 1e-4, 1.0])
+    check(x, weight, Routing(num_chosen=4, score=score))
+    check(x, weight, Routing(num_chosen=2, score=score, normalise=False))
+
+
+def test_a_fixed_choice() -> None:
+    x, weight, scale = torch.randn(5, 30), torch.randn(7, 30), torch.rand(7)
+    chosen = torch.randint(0, 7, (5, 3))
+    chosen[2] = 6
+    check(x, weight, Routing(num_chosen=3, score="sqrt_softplus", scale=1.5), chosen=chosen, expert_scale=scale)
+
+
+def test_rows_that_lie_apart_and_weights_either_way() -> None:
+    x, weight = torch.randn(4, 90)[:, :70], torch.randn(12, 70)
+    found = check(x, weight, Routing(num_chosen=2))
+    for other in (x.clone(), x.T.contiguous().T):
+        for way in (weight, weight.T.contiguous().T):
+            assert all(a.equal(b) for a, b in zip(check(other, way, Routing(num_chosen=2)), found, strict=True))
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    x, weight, routing = torch.randn(5, 300).bfloat16(), torch.randn(20, 300), Routing(num_chosen=3)
+    together = route_triton(x, weight, routing)
+    again = route_triton(x, weight, routing)
+    assert all(a.equal(b) for a, b in zip(together, again, strict=True))
+    for row in (0, 4):
+        alone = route_triton(x[row : row + 1], weight, routing)
+        assert all(a.equal(b[row : row + 1]) for a, b in zip(alone, together, strict=True))
+
+
+def test_tiles_for_many_tokens_add_in_the_same_order() -> None:
+    x, weight = torch.randn(FEW_TOKENS + 3, 2 * SPLIT + 9).bfloat16(), torch.randn(37, 2 * SPLIT + 9)
+    together = logits_in_parts_triton(x, weight)
+    assert together.shape == (FEW_TOKENS + 3, 3, 37)
+    torch.testing.assert_close(together.sum(1), x.float() @ weight.T, atol=1e-4, rtol=1e-4)
+    for rows in (slice(0, 1), slice(FEW_TOKENS, FEW_TOKENS + 3)):
+        assert logits_in_parts_triton(x[rows], weight).equal(together[rows])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
+def test_the_operator_goes_by_the_switch() -> None:
+    x, weight = torch.randn(2, 12).bfloat16(), torch.randn(5, 12)
+    with prefer("interpreted"):
+        way = arranged(weight)
+        assert way.stride() == (1, 5)
+        found, weights = route(x, way, Routing(num_chosen=2))
+    wanted, shares = route(x, weight, Routing(num_chosen=2))
+    assert found.equal(wanted)
+    torch.testing.assert_close(weights, shares)
