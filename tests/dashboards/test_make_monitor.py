@@ -22,6 +22,7 @@ from free_ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
+HTTP = httpx.Client(timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 KEY = "a-key-of-thirty-two-characters-xx"
 PAGE = b'# TYPE transom_router_workers gauge\ntransom_router_workers{model="m",router="r",state="open"} 1\n'
 GRAFANA = """#!{python}
@@ -87,7 +88,7 @@ def value_when_there(url: str, query: str) -> Any:
     """What the first scrape brings; it comes within the scrape interval of 5 s."""
     give_up_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up_s:
-        found = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=PATIENCE_S).json()["data"]["result"]
+        found = HTTP.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
         if found:
             return found[0]["value"][1]
         threading.Event().wait(0.05)
@@ -114,9 +115,9 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
         assert base in said
         assert f"{grafana}/d/transom-overview" in said
         assert value_when_there(base, 'transom_router_workers{state="open"}') == "1"
-        rules = httpx.get(f"{base}/api/v1/rules", timeout=PATIENCE_S).json()["data"]["groups"]
+        rules = HTTP.get(f"{base}/api/v1/rules").json()["data"]["groups"]
         assert {group["name"] for group in rules} >= {"transom-service", "transom-workers", "transom-cache"}
-        arguments, settings = httpx.get(f"{grafana}/api/health", timeout=PATIENCE_S).json()
+        arguments, settings = HTTP.get(f"{grafana}/api/health").json()
         assert arguments[:1] == ["server"]
         assert settings["PROMETHEUS_URL"] == base
         assert settings["SCRAPE_INTERVAL"] == "5s"
@@ -129,7 +130,7 @@ def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -
     assert (process.returncode, errors) == (0, ""), rest
     for url in (base, grafana):
         with pytest.raises(httpx.ConnectError):
-            httpx.get(url)
+            HTTP.get(url)
 
 
 @pytest.mark.usefixtures("prometheus")
