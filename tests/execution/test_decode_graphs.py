@@ -63,6 +63,14 @@ def runner_of(checkpoint: Path, device: RecorderDevice | None, **settings: Any) 
         yield runner
 
 
+@pytest.fixture(scope="module")
+def graphed(checkpoint: Path) -> tuple[ModelRunner, RecorderDevice]:
+    """A runner of one sequence as it started."""
+    device = RecorderDevice()
+    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8) as runner:
+        return runner, device
+
+
 def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
     """A step's logits; what it samples goes on."""
     kept: list[torch.Tensor] = []
@@ -173,11 +181,10 @@ def test_families(tmp_path: Path, family: str) -> None:
     check_steps(tmp_path, seed=3, num_steps=12, max_num_seqs=2, window=None, sinks=0, window_pattern="S")
 
 
-def test_the_cache_is_blank_behind_the_start(checkpoint: Path) -> None:
-    device = RecorderDevice()
-    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8) as runner:
-        assert len(device.graphs) == 1
-        assert not runner._slab[: runner.info.layout.pool_bytes].any()
+def test_the_cache_is_blank_behind_the_start(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
+    runner, device = graphed
+    assert len(device.graphs) == 1
+    assert not runner._slab[: runner.info.layout.pool_bytes].any()
 
 
 class BakedGraph(RecordedGraph):
@@ -282,16 +289,16 @@ def test_a_start_without_room_or_time_does_without_graphs(
         assert (runner.info.num_graphs, runner._forward._graphs, device.graphs) == (0, None, [])
 
 
-def test_infinite_logits_do_not_void_the_check(checkpoint: Path) -> None:
+def test_infinite_logits_do_not_void_the_check(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
     """The tolerance goes by the largest finite logit."""
-    with runner_of(checkpoint, RecorderDevice(), max_num_seqs=1, max_model_len=8) as runner:
-        graphs, (size,) = runner._forward._graphs, runner._decode_sizes.all  # type: ignore[union-attr]
-        assert graphs is not None
-        right = torch.tensor([[1.0, -torch.inf, torch.nan]])
-        graphs._compare(size, right.clone(), right)
-        for wrong in ([[2.0, -torch.inf, torch.nan]], [[1.0, 5.0, torch.nan]], [[1.0, -torch.inf, 0.0]]):
-            with pytest.raises(GraphMismatch):
-                graphs._compare(size, torch.tensor(wrong), right)
+    runner, _ = graphed
+    graphs, (size,) = runner._forward._graphs, runner._decode_sizes.all  # type: ignore[union-attr]
+    assert graphs is not None
+    right = torch.tensor([[1.0, -torch.inf, torch.nan]])
+    graphs._compare(size, right.clone(), right)
+    for wrong in ([[2.0, -torch.inf, torch.nan]], [[1.0, 5.0, torch.nan]], [[1.0, -torch.inf, 0.0]]):
+        with pytest.raises(GraphMismatch):
+            graphs._compare(size, torch.tensor(wrong), right)
 
 
 def test_experts_of_many_sequences_are_found_in_a_graph() -> None:
