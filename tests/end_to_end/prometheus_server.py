@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import yaml
-from server import PATIENCE_S
+from server import HTTP
 
 from free_ports import free_port
 
@@ -29,7 +29,7 @@ class Prometheus:
     def query(self, expression: str, *, at_s: float | None = None) -> list[dict[str, Any]]:
         """The series of an instant query, now or as they were then."""
         params: dict[str, str | float] = {"query": expression, **({} if at_s is None else {"time": at_s})}
-        answer = httpx.get(f"{self.url}/api/v1/query", params=params, timeout=PATIENCE_S).json()
+        answer = HTTP.get(f"{self.url}/api/v1/query", params=params).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
@@ -40,7 +40,7 @@ class Prometheus:
 
     def get(self, path: str) -> Any:
         """The data of another part of its API."""
-        answer = httpx.get(f"{self.url}/api/v1/{path}", timeout=PATIENCE_S).json()
+        answer = HTTP.get(f"{self.url}/api/v1/{path}").json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
@@ -89,7 +89,7 @@ def _wait_until_ready(server: Prometheus, process: subprocess.Popen[bytes], log:
     give_up_s = time.monotonic() + START_S
     while time.monotonic() < give_up_s and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/-/ready", timeout=START_S).status_code == 200:
+            if HTTP.get(f"{server.url}/-/ready").status_code == 200:
                 return
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)

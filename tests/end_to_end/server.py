@@ -21,7 +21,9 @@ from prometheus_client.samples import Sample
 from free_ports import free_port
 
 PATIENCE_S = 240.0
-LOOK_S = 0.1
+# One for all, since a client takes 20 ms to make; each request has a connection of its own, and so comes to any router.
+HTTP = httpx.Client(timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+LOOK_S = 0.3  # a look at all processes, or at a page of metrics, takes a tenth of a second of a core
 RAY_WAS_LATE = "timed out during startup"
 Seen = TypeVar("Seen")
 
@@ -136,7 +138,7 @@ def metric(url: str, name: str, **labels: str) -> float:
     """Sum of the samples of one metric on `/metrics` whose labels match; a page on which a slow worker is missing is no page."""
 
     def samples() -> list[Sample]:
-        page = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+        page = HTTP.get(f"{url}/metrics").text
         return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
     def has_worker(found: list[Sample]) -> bool:

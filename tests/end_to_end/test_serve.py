@@ -10,10 +10,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 from server import (
+    HTTP,
     PATIENCE_S,
     Server,
     assert_ended_cleanly,
@@ -42,8 +42,8 @@ def client(demo_server: Server) -> openai.OpenAI:
 def test_models_and_health(client: openai.OpenAI, demo_server: Server) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
-    assert httpx.get(f"{demo_server.url}/health", timeout=PATIENCE_S).status_code == 200
-    assert "version" in httpx.get(f"{demo_server.url}/version", timeout=PATIENCE_S).json()
+    assert HTTP.get(f"{demo_server.url}/health").status_code == 200
+    assert "version" in HTTP.get(f"{demo_server.url}/version").json()
 
 
 def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
@@ -94,9 +94,8 @@ def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:
 
 
 def test_token_ids_batches_logprobs_and_echo(client: openai.OpenAI, demo_server: Server) -> None:
-    with httpx.Client(base_url=demo_server.url, timeout=PATIENCE_S) as http:
-        ids = http.post("/tokenize", json={"model": MODEL, "prompt": "Hello there"}).json()["tokens"]
-        back = http.post("/detokenize", json={"model": MODEL, "tokens": ids}).json()
+    ids = HTTP.post(f"{demo_server.url}/tokenize", json={"model": MODEL, "prompt": "Hello there"}).json()["tokens"]
+    back = HTTP.post(f"{demo_server.url}/detokenize", json={"model": MODEL, "tokens": ids}).json()
     assert back["prompt"] == "Hello there"
     out = client.completions.create(model=MODEL, prompt=[ids, ids], temperature=0, max_tokens=4, logprobs=2, echo=True)
     one, two = out.choices
@@ -121,7 +120,7 @@ def test_token_ids_batches_logprobs_and_echo(client: openai.OpenAI, demo_server:
 )
 def test_wrong_input_has_openais_shape(demo_server: Server, change: dict[str, object], status: int, names: str) -> None:
     body = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, **change}
-    reply = httpx.post(f"{demo_server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    reply = HTTP.post(f"{demo_server.url}/v1/chat/completions", json=body)
     assert reply.status_code == status
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -130,7 +129,7 @@ def test_wrong_input_has_openais_shape(demo_server: Server, change: dict[str, ob
 
 def test_a_client_that_leaves_frees_its_blocks(demo_server: Server) -> None:
     body = {"model": MODEL, "prompt": "A long story:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{demo_server.url}/v1/completions", json=body, timeout=PATIENCE_S) as reply:
+    with HTTP.stream("POST", f"{demo_server.url}/v1/completions", json=body) as reply:
         lines = reply.iter_lines()
         for _ in range(6):
             next(lines)
@@ -172,7 +171,7 @@ def check_that_a_stream_outlives_the_only_worker(server: Server, body: dict[str,
 
 def worker_states(server: Server) -> list[str]:
     """What the router thinks of each worker."""
-    workers = httpx.get(server.url, headers=KEY, timeout=PATIENCE_S).json()["workers"]
+    workers = HTTP.get(server.url, headers=KEY).json()["workers"]
     return [worker["state"] for worker in workers]
 
 
@@ -187,12 +186,12 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path, tiny_model: Path) 
     try:
         url = f"{server.url}/v1/completions"
         body = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
-        assert httpx.post(url, json=body, timeout=PATIENCE_S).status_code == 401
-        assert httpx.post(url, json=body, headers=KEY, timeout=PATIENCE_S).status_code == 200
+        assert HTTP.post(url, json=body).status_code == 401
+        assert HTTP.post(url, json=body, headers=KEY).status_code == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0, timeout=PATIENCE_S) as client:
             stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=3, temperature=0, stream=True)
             assert len(list(stream)) >= 2
-        (worker,) = httpx.get(server.url, headers=KEY, timeout=PATIENCE_S).json()["workers"]
+        (worker,) = HTTP.get(server.url, headers=KEY).json()["workers"]
         assert len(worker["cache"]) == 2
         body = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
         check_that_a_stream_outlives_the_only_worker(server, body)

@@ -15,12 +15,11 @@ import sys
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from server import (
-    PATIENCE_S,
+    HTTP,
     Server,
     assert_ended_cleanly,
     look_until,
@@ -67,7 +66,7 @@ def check_answers(streams: list[Stream], undisturbed: list[Stream]) -> None:
 
 def page_of(server: Server, path: str = "/metrics") -> Page:
     """A page of metrics, by family; the usual one has all routers', workers' and ranks'."""
-    text = httpx.get(f"{server.url}{path}", timeout=PATIENCE_S).text
+    text = HTTP.get(f"{server.url}{path}").text
     return {family.name: family.samples for family in text_string_to_metric_families(text)}
 
 
@@ -152,7 +151,7 @@ def test_any_routers_page_has_all_routers_workers_and_ranks(server: Server) -> N
     look_until(lambda: [page_of(server) for _ in range(20)], lambda pages: all(map(has_all_processes, pages)))
     kinds = ["router", "router", "worker", "worker"]
     targets = look_until(
-        lambda: httpx.get(f"{server.url}/metrics/sd", timeout=PATIENCE_S).json(),
+        lambda: HTTP.get(f"{server.url}/metrics/sd").json(),
         lambda found: sorted(one["labels"]["__meta_transom_kind"] for one in found) == kinds,
     )
     for one in targets:
@@ -183,7 +182,7 @@ def test_routers_agree_where_a_prefix_is(server: Server) -> None:
     before = look_until(lambda: mirror_versions(server), mirrors_agree)
     cached = []
     for _ in range(8):
-        usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()["usage"]
+        usage = HTTP.post(f"{server.url}/v1/completions", json=body).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
         # the answer went through one router, and may be here before the other knows what it left in the cache
         look_until(lambda: mirror_versions(server), lambda versions: versions != before and mirrors_agree(versions))
