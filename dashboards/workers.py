@@ -1,13 +1,13 @@
-"""Workers: where a step's time goes, what batches are made of; `worker_machines.py` has ranks, processes and settings."""
+"""Workers: where a step's time goes, what batches are made of; `worker_requests.py`, `worker_machines.py` and `hosts.py` have the rest."""
 
 from __future__ import annotations
 
-from dashboards import hosts, worker_machines
+from dashboards import hosts, worker_machines, worker_requests
 from dashboards.board import Board, Section
-from dashboards.colors import BREAKS, PHASES
 from dashboards.colors import PARTS as PART_COLORS
+from dashboards.colors import PHASES
 from dashboards.panels import About, heat, high_is_bad, lines, number
-from dashboards.queries import WORKER, Query, buckets, each_of, increase, mean, quantile, quantiles, rate, total
+from dashboards.queries import WORKER, Query, buckets, each_of, increase, mean, quantile, quantiles, rate
 
 UID = "transom-workers"
 STEP_RATE = rate("transom_steps_total", WORKER)
@@ -24,7 +24,7 @@ def build() -> Board:
             NOW,
             STEPS,
             BATCHES,
-            REQUESTS,
+            worker_requests.REQUESTS,
             worker_machines.RANKS,
             hosts.HOSTS,
             worker_machines.LOADS,
@@ -201,74 +201,6 @@ BATCHES = Section(
             ],
             "short",
             width=12,
-        ),
-    ],
-)
-
-
-TIMES = (("queue", "transom_queue_seconds"), ("prefill", "transom_prefill_seconds"))
-REQUESTS = Section(
-    title="Requests",
-    panels=[
-        lines(
-            About(
-                title="Requests running by worker",
-                shows="How many requests each worker's batch has.",
-                act="One worker has few while others queue: it is new, or closed to requests; see *Router*.",
-            ),
-            [Query(expr=total("transom_requests_running", WORKER, "worker"), legend="{{worker}}")],
-            "short",
-            stack=True,
-            width=12,
-        ),
-        lines(
-            About(
-                title="Requests waiting by worker",
-                shows="How many requests each worker's queue has.",
-                act="One queue grows alone: its worker is slow or gets one prefix's traffic; see *Router*.",
-            ),
-            [Query(expr=total("transom_requests_waiting", WORKER, "worker"), legend="{{worker}}")],
-            "short",
-            stack=True,
-            width=12,
-        ),
-        lines(
-            About(
-                title="Queue and prefill by worker (p95)",
-                shows="Waiting for the first step, and computing the prompt.",
-                act="Queue: too few workers. Prefill: long prompts, or misses.",
-            ),
-            [
-                Query(expr=quantile(0.95, metric, WORKER, "worker"), legend=f"{{{{worker}}}} {name}")
-                for name, metric in TIMES
-            ],
-            "s",
-            width=12,
-        ),
-        lines(
-            About(
-                title="Time between tokens by worker (p95)",
-                shows="Between two tokens of one request, in the worker. Dashed: 0.1 s and 0.25 s.",
-                act="One worker slow: its machine is; compare step times and CPU below.",
-            ),
-            [Query(expr=quantile(0.95, "transom_inter_token_seconds", WORKER, "worker"), legend="{{worker}}")],
-            "s",
-            limits=high_is_bad(0.1, 0.25),
-            width=12,
-        ),
-        lines(
-            About(
-                title="Requests not taken",
-                shows="Requests that workers refused, a second, by reason. After `overloaded` (the queue is full) and "
-                "`worker_unavailable` (ranks start again) the router tries another worker, and clients get 503 if none takes them.",
-                act="`overloaded`: add workers, or raise `--max-waiting` if clients would rather wait. `internal_error`: a bug; "
-                "the worker's log has it.",
-            ),
-            [Query(expr=rate("transom_requests_refused_total", WORKER, "reason"), legend="{{reason}}")],
-            "reqps",
-            stack=True,
-            colors=BREAKS,
-            width=24,
         ),
     ],
 )

@@ -38,10 +38,15 @@ def first_key(path: Path | None) -> str:
 
 
 def prometheus_configuration(url: str, key: str) -> str:
-    """deploy/monitoring/prometheus.yml over one router, without Ray's pages, which want the cluster's token."""
+    """deploy/monitoring/prometheus.yml over one router, without Ray's pages, which want the cluster's token.
+
+    `url` may end in the prefix that Serve or a proxy has the app at.
+    """
     given: dict[str, Any] = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-    scheme, _, address = url.rstrip("/").partition("://")
+    scheme, _, place = url.rstrip("/").partition("://")
+    address, slash, prefix = place.partition("/")
     (job,) = [job for job in given["scrape_configs"] if job["job_name"] == "transom"]
+    job["metrics_path"] = f"{slash}{prefix}{job['metrics_path']}"
     job |= {"scheme": scheme, "static_configs": [{"targets": [address]}], "authorization": {"credentials": key}}
     if not key:
         del job["authorization"]
