@@ -1,4 +1,4 @@
-"""Workers: where a step's time goes, what batches are made of; `worker_requests.py`, `worker_machines.py` and `hosts.py` have the rest."""
+"""Workers: where a step's time goes, what batches are made of; `worker_requests.py`, `worker_machines.py`, `hosts.py` have the rest."""
 
 from __future__ import annotations
 
