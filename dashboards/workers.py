@@ -1,4 +1,4 @@
-"""Workers: where a step's time goes, what batches are made of; `worker_requests.py`, `worker_machines.py`, `hosts.py` have the rest."""
+"""Workers: where a step's time goes, what batches are made of; `worker_*.py` and `hosts.py` have the other sections."""
 
 from __future__ import annotations
 
