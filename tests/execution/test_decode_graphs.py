@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from checkpoints import make_checkpoint
 from graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, Recording, recorded
 from tiny_checkpoints import tiny_llama
-from transom_kernels.launch import INTERPRETED, prefer
+from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.sort import MOST_PAIRS
 from transom_kernels.paged_attention import tuning
@@ -52,9 +52,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def runner_of(checkpoint: Path, device: RecorderDevice | None, **settings: Any) -> Iterator[ModelRunner]:
+def runner_of(
+    checkpoint: Path, device: RecorderDevice | None, *, kernels: Kernels = "interpreted", **settings: Any
+) -> Iterator[ModelRunner]:
     """A runner on interpreted kernels that records on `device`."""
-    with prefer("interpreted"), pytest.MonkeyPatch.context() as patch:
+    with prefer(kernels), pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_pass, "capture_device", lambda _: device)
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
         patch.setattr(dry_run, "WARM_UP_TOKENS", 1)
@@ -123,12 +125,20 @@ def random_steps(seed: int, num_steps: int, most_seqs: int) -> list[Callable[[Ha
     return steps
 
 
-def check_steps(checkpoint: Path, *, seed: int, num_steps: int, max_num_seqs: int, **settings: Any) -> None:
-    """The same random steps with graphs and without."""
+def check_steps(
+    checkpoint: Path,
+    *,
+    seed: int,
+    num_steps: int,
+    max_num_seqs: int,
+    beside: Kernels = "interpreted",
+    **settings: Any,
+) -> None:
+    """The same random steps with graphs and without, there with the kernels of `beside`."""
     settings |= {"max_num_seqs": max_num_seqs, "max_model_len": 16}
     steps, device, found = random_steps(seed, num_steps, max_num_seqs), RecorderDevice(), []
-    for recorder in (None, device):
-        with runner_of(checkpoint, recorder, **settings) as runner:
+    for recorder, kernels in ((None, beside), (device, "interpreted")):
+        with runner_of(checkpoint, recorder, kernels=kernels, **settings) as runner:
             hand = HandScheduler(runner.info.layout)
             found.append([logits_of(runner, hand, step(hand)) for step in steps])
     for theirs, ours in zip(*found, strict=True):
@@ -141,7 +151,8 @@ def check_steps(checkpoint: Path, *, seed: int, num_steps: int, max_num_seqs: in
 
 
 def test_random_steps_give_the_same_logits(checkpoint: Path) -> None:
-    check_steps(checkpoint, seed=3, num_steps=12, max_num_seqs=2)
+    """As torch computes them; `test_many_random_steps` has the interpreter on both sides."""
+    check_steps(checkpoint, seed=3, num_steps=12, max_num_seqs=2, beside="reference")
 
 
 @pytest.mark.interpreter
