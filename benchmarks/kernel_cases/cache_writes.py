@@ -89,4 +89,4 @@ def _copies(num_pairs: int, block_bytes: int, device: torch.device) -> Prepared:
         sources, targets = (torch.tensor([pair[side] for pair in pairs], device=device) for side in (0, 1))
         return [Check(got=out[0][targets], wanted=slab[sources], limit=0.0)]
 
-    return Prepared(run=run, check=check, num_bytes=2 * num_pairs * block_bytes)
+    return Prepared(run=run, check=check, num_bytes=2 * num_pairs * block_bytes, captured=False)

@@ -71,6 +71,9 @@ class Prepared:
     rivals: dict[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)  # made when it is their turn
     reset: Callable[[], None] | None = None
     traps: Callable[[], Callable[[], None]] | None = None  # poisons what must not be read; what it returns undoes that
+    captured: bool = (
+        True  # False: each run copies numbers from the host, which a graph would read where they no longer are
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

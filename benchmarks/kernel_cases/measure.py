@@ -80,7 +80,7 @@ def _run_anew(prepared: Prepared) -> Tensors:
 
 
 def _timed(case: Case, prepared: Prepared, ceilings: Ceilings, timer: Timer) -> dict[str, Any]:
-    timing = timer.time(prepared.timed or prepared.run, writes=_writes_much(prepared))
+    timing = timer.time(prepared.timed or prepared.run, captured=prepared.captured, writes=_writes_much(prepared))
     of_bandwidth = prepared.num_bytes / timing.seconds / ceilings.copy_bytes_per_s
     of_matrix = prepared.flops / timing.seconds / ceilings.matrix_flops_per_s
     result: dict[str, Any] = {
