@@ -105,6 +105,14 @@ class CacheLife:
         self._check()
         return True
 
+    def plan_fork(self, index: int, units_ahead: int) -> None:
+        """Another waits for a sequence up to a boundary that it has not processed."""
+        if self.lives:
+            life = self.lives[index % len(self.lives)]
+            units = max(life.blocks.processed // BLOCK, life.blocks.num_published - 1) + 1 + units_ahead
+            if units <= len(life.token_ids) // BLOCK:
+                self.cache.plan_fork(life.blocks, units)
+
     def plan(self, wanted: Sequence[tuple[int, int]]) -> None:
         """A step over (index of a life, tokens): each gets what it has room for."""
         rows = []

@@ -55,6 +55,10 @@ class CacheMachine(RuleBasedStateMachine):
         if self.life.lives and len(self.life.steps) < 3:
             self.life.plan(wanted)
 
+    @rule(index=st.integers(0, 9), units_ahead=st.integers(0, 9))
+    def plan_fork(self, index: int, units_ahead: int) -> None:
+        self.life.plan_fork(index, units_ahead)
+
     @rule()
     def receive(self) -> None:
         self.life.receive()
@@ -113,6 +117,7 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
         draw = rng.random()
         if draw < 0.3 and len(life.lives) < max_lives:
             begin()
+            life.plan_fork(-1, rng.randrange(12))
         elif draw < 0.4:
             life.complete(rng.randrange(9), rng.choice(KINDS), chunk=rng.choice([1, 5, 40]))
         elif draw < 0.44:

@@ -18,6 +18,7 @@ from transom_worker.scheduling.step import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kvcache"))
 from cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
+from followers import check_followers
 
 __all__ = ["BLOCK", "ENTRY_MIXES", "MIXES", "Driver", "layout", "request"]
 
@@ -51,6 +52,7 @@ class Driver:
         max_model_len: int = 96,
         caching: bool = True,
         window_repair: bool = True,
+        least_shared_tokens: int | None = None,
         **config: object,
     ) -> None:
         settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
@@ -62,6 +64,8 @@ class Driver:
             enable_prefix_caching=caching,
             window_repair=window_repair,
         )
+        if least_shared_tokens is not None:
+            self.scheduler._placement.upcoming.least_shared_tokens = least_shared_tokens
         self.max_model_len = max_model_len
         self.executor = ReplayExecutor(layout)
         self.mirror = Mirror(len(layout.groups))
@@ -72,6 +76,7 @@ class Driver:
         self.finished: list[str] = []
         self.stop_at: dict[str, int] = {}
         self.in_flight: deque[StepPlan] = deque()
+        self.num_followed = 0  # waits for another's units, summed over all checks
 
     def add(self, item: Request) -> None:
         self.scheduler.add(item)
@@ -139,6 +144,7 @@ class Driver:
     def check(self) -> None:
         scheduler = self.scheduler
         self.check_window_blocks()
+        self.num_followed += check_followers(scheduler)
         blocks = {id(s.blocks): s.blocks for s in scheduler._by_request.values() if s.blocks}
         blocks |= {id(s.blocks): s.blocks for step in scheduler._in_flight for s in step.rows if s.blocks}
         check_cache(scheduler.cache, blocks.values())
@@ -177,6 +183,7 @@ class Driver:
     def check_idle(self) -> None:
         """After the last request: nothing is referenced, everything is cache or free, outcomes add up."""
         assert not self.scheduler.has_work
+        assert not self.scheduler._placement.upcoming._computed_by
         self.check_work()
         assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
         self.scheduler.cache.drop_cached()

@@ -14,7 +14,10 @@ from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.manager import KvCache
 
 
-def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_requests: int = 14) -> Driver:
+def random_run(
+    mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_requests: int = 14, equal: float = 0.0
+) -> Driver:
+    """`equal`: how often a prompt is that of the request before."""
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
     driver = Driver(
@@ -26,16 +29,19 @@ def random_run(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_req
         max_num_seqs=rng.choice([2, 5, 8]),
         max_num_batched_tokens=rng.choice([3, 16, 64]),
         max_model_len=80,
+        least_shared_tokens=rng.choice([1, 1, BLOCK, 20, None]),
     )
+    prompt = [1, 2, 3]
     prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
     waiting = [f"r{i}" for i in range(num_requests)]
     admitted_tokens = 0
     while waiting or driver.scheduler.has_work:
         if waiting and rng.random() < 0.6:
             name = waiting.pop()
-            prompt = rng.choice(prefixes)[: rng.randrange(1, 60 if rng.random() < 0.6 else 16)] + [
-                rng.randrange(50) for _ in range(rng.randrange(6))
-            ]
+            if not equal or rng.random() > equal:
+                prompt = rng.choice(prefixes)[: rng.randrange(1, 60 if rng.random() < 0.6 else 16)] + [
+                    rng.randrange(50) for _ in range(rng.randrange(6))
+                ]
             resumed = tuple(rng.randrange(50) for _ in range(rng.choice([0, 0, 0, 5])))
             max_tokens = len(resumed) + rng.randrange(1, 30)
             driver.stop_at[name] = rng.randrange(1, 50)
@@ -82,7 +88,18 @@ def test_random_lives(mix: tuple[str, ...], steps_in_flight: int) -> None:
     assert any(driver.executor.num_replayed for driver in drivers) == (len(mix) > 1)
 
 
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_lives_of_equal_prompts(mix: tuple[str, ...]) -> None:
+    drivers = [random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.8) for seed in range(8)]
+    assert sum(driver.num_followed > 0 for driver in drivers) >= 3
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from((*MIXES, *ENTRY_MIXES)), st.integers(0, 10**6), st.sampled_from([1, 2]))
-def test_random_lives_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int) -> None:
-    random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8)
+@given(
+    st.sampled_from((*MIXES, *ENTRY_MIXES)),
+    st.integers(0, 10**6),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.8]),
+)
+def test_random_lives_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int, equal: float) -> None:
+    random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8, equal=equal)

@@ -115,6 +115,10 @@ class KvCache:
             self.outcomes.count_repair(blocks.replay_until - blocks.replay_from)
         self._publishing.plan(blocks, boundaries, is_new=is_new)
 
+    def plan_fork(self, blocks: SequenceBlocks, units: int) -> None:
+        """Another waits for a sequence up to this boundary, which it has not processed, and parts from it there."""
+        self._publishing.plan_fork(blocks, units)
+
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Give every group blocks for positions below `end`; False, and nothing changed, if memory is short.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 
 from transom_worker.kvcache.catalog import Catalog
@@ -50,6 +51,12 @@ class Publishing:
                 planned[hit.full_reach] = CheckpointKind.FORK
         planned.update(boundaries)
         blocks.planned = sorted(planned.items())
+
+    def plan_fork(self, blocks: SequenceBlocks, units: int) -> None:
+        """One more checkpoint is due, at this boundary ahead, if there are windows that would be gone later."""
+        slides = any(not retention.keeps_everything for retention in self._retentions)
+        if self._is_on and slides and all(units != planned for planned, _ in blocks.planned):
+            insort(blocks.planned, (units, CheckpointKind.FORK))
 
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
         """Make whole blocks findable. What a replay computed is right from its end on, and so is what is live there."""

@@ -1,12 +1,13 @@
 """Who holds blocks: lets waiting sequences in, makes room for running ones, and takes memory back.
 
 The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute. Alone it
-fits, however its blocks lie scattered, since the cache moves them together.
+fits, however its blocks lie scattered, since the cache moves them together. Who waits for blocks holds up those behind it; who
+waits for units that another computes (`upcoming`) steps aside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit
@@ -15,6 +16,7 @@ from transom_worker.kvcache.tree import CheckpointKind
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.upcoming import Upcoming
 from transom_worker.scheduling.work_counts import WorkCounts
 
 
@@ -25,13 +27,29 @@ class Placement:
         self.cache = cache
         self._work = work
         self.running = OrderedQueue()
-        self.waiting = OrderedQueue()
+        self.waiting = OrderedQueue()  # without those that follow others
+        self.upcoming = Upcoming(cache.block_size)
         self.listeners: list[SchedulerListener] = []
         self.finished_ids: list[int] = []  # ranks have not been told yet
         self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
         self._blocked: Sequence | None = None  # the first waiting one did not fit
         self._blocked_at = 0  # `cache.num_releases` then
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not running, those that follow others with them."""
+        return len(self.waiting) + len(self.upcoming.following)
+
+    @property
+    def all_waiting(self) -> Iterator[Sequence]:
+        """They themselves."""
+        yield from self.waiting
+        yield from self.upcoming.following
+
+    def num_before(self, sequence: Sequence) -> int:
+        """How many of them stand before one."""
+        return self.waiting.num_before(sequence) + self.upcoming.following.num_before(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a new sequence wait for its turn."""
@@ -40,8 +58,10 @@ class Placement:
     def drop(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands."""
         if sequence.state is State.WAITING:
-            self.waiting.remove(sequence)
+            if not self.upcoming.stop_following(sequence):
+                self.waiting.remove(sequence)
         else:
+            self._rejoin(self.upcoming.left(sequence))
             if sequence.num_in_flight and sequence.state is State.RUNNING:
                 self._num_held += 1
             self.running.remove(sequence)
@@ -70,6 +90,7 @@ class Placement:
                 return 0  # windows slide when the result arrives
             if victim.num_in_flight:
                 victim.state = State.LEAVING
+                self._rejoin(self.upcoming.left(victim))
                 self._num_held += 1
                 return 0
             self._preempt(victim)
@@ -82,15 +103,25 @@ class Placement:
             self._preempt(sequence)
         self.cache.drop_cached()
 
+    def published(self, sequence: Sequence) -> None:
+        """A result of a sequence was received: whoever waited for just that may go on from it."""
+        self._rejoin(self.upcoming.published(sequence))
+
     def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
-        """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait."""
+        """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait.
+
+        0 tokens: it stepped aside, since a running sequence computes what it needs, and the next one may be tried.
+        """
         sequence = self.waiting.first
         busy = len(self.running) > 0 or self._num_held > 0
         if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
             return None
         if busy and self._is_blocked(sequence):
             return None
-        count = self._admit(sequence, budget, busy)
+        hit = self._find_hit(sequence)
+        if hit is not None and self._steps_aside(sequence, hit):
+            return sequence, 0
+        count = self._admit(sequence, hit, budget, busy)
         if not count:
             self._blocked, self._blocked_at = sequence, self.cache.num_releases
             return None
@@ -103,9 +134,27 @@ class Placement:
         """
         return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
 
-    def _admit(self, sequence: Sequence, budget: int, busy: bool) -> int:
+    def _steps_aside(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether it waits for another's units; what is live where the two part is kept for it."""
+        found = self.upcoming.leader_of(sequence, hit)
+        if found is None:
+            return False
+        leader, units = found
+        assert leader.blocks is not None
+        self.cache.plan_fork(leader.blocks, units)
+        self.waiting.remove(sequence)
+        self.upcoming.follow(sequence, leader, units)
+        return True
+
+    def _rejoin(self, followers: Iterable[Sequence]) -> None:
+        """Back to their places in the queue, to be tried however little memory came free."""
+        for sequence in followers:
+            self.waiting.add(sequence)
+            if self._blocked is sequence:
+                self._blocked = None
+
+    def _admit(self, sequence: Sequence, hit: Hit | None, budget: int, busy: bool) -> int:
         version = self.cache.index_version
-        hit = self._find_hit(sequence)
         blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         count = min(sequence.num_ready, budget)
@@ -126,6 +175,7 @@ class Placement:
         sequence.state = State.RUNNING
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
+        self.upcoming.announce(sequence)
         for listener in self.listeners:
             listener.admitted(sequence, tokens=tokens)
         return count
@@ -179,6 +229,7 @@ class Placement:
         for listener in self.listeners:
             listener.preempted(sequence, mode="recompute")
         self.running.remove(sequence)
+        self._rejoin(self.upcoming.left(sequence))
         self._release(sequence, CheckpointKind.PREEMPTED)
         sequence.leave()
         self.waiting.add(sequence)

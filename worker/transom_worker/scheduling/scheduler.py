@@ -73,8 +73,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones with them."""
-        return len(self._placement.waiting)
+        """Requests in the queue, preempted ones with them, and those that wait for what others compute."""
+        return self._placement.num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -99,7 +99,7 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Tokens to compute before every request has its next one; what the cache will spare a waiting one is not known yet."""
-        waiting = sum(len(sequence.token_ids) for sequence in self._placement.waiting)
+        waiting = sum(len(sequence.token_ids) for sequence in self._placement.all_waiting)
         return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self._placement.running)
 
     def listen(self, listener: SchedulerListener) -> None:
@@ -135,10 +135,10 @@ class Scheduler:
         limit = length_limit(request, self.cache, max_model_len=self.max_model_len)
         if request.request_id in self._by_request:
             raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
-        ahead = len(self._placement.waiting) + len(self._placement.running) - self.config.max_num_seqs
+        ahead = self.num_waiting + len(self._placement.running) - self.config.max_num_seqs
         if ahead >= self.config.max_waiting:
             raise Overloaded(
-                f"{len(self._placement.waiting)} requests are waiting and the limit is {self.config.max_waiting}; try again later."
+                f"{self.num_waiting} requests are waiting and the limit is {self.config.max_waiting}; try again later."
             )
         self._num_arrived += 1
         sequence = Sequence(
@@ -152,7 +152,7 @@ class Scheduler:
         self._by_request[request.request_id] = sequence
         self._placement.enqueue(sequence)
         for listener in self._placement.listeners:
-            listener.queued(sequence, num_ahead=self._placement.waiting.num_before(sequence))
+            listener.queued(sequence, num_ahead=self._placement.num_before(sequence))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, wherever it stands; whether there was one. Blocks of a step in flight go when it has answered."""
@@ -196,6 +196,7 @@ class Scheduler:
             assert blocks is not None
             if processed >= blocks.next_event:
                 self.cache.advance(blocks, sequence.token_ids, processed)
+                self._placement.published(sequence)
             else:
                 blocks.processed = processed
             if sequence.state is not State.DONE:

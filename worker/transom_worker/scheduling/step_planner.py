@@ -13,6 +13,8 @@ from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.step_budget import StepBudget, longest_chunk
 from transom_worker.scheduling.work_counts import WorkCounts
 
+MOST_ASIDE = 32  # sequences that may step aside in one step: each costs a hash of its prompt
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
@@ -81,13 +83,19 @@ class StepPlanner:
         return self._work.num_preemptions > before
 
     def _add_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
-        """Rows for waiting sequences that are let in, while the next in order is."""
+        """Rows for waiting sequences that are let in, while the next in order is, or steps aside."""
         placement = self._placement
+        num_aside = 0
         while placement.waiting and budget.for_new and len(placement.running) < self._config.max_num_seqs:
             admitted = placement.admit_next(budget.for_new)
             if admitted is None:
                 return
             sequence, count = admitted
+            if not count:
+                num_aside += 1
+                if num_aside == MOST_ASIDE:
+                    return
+                continue
             assert sequence.blocks is not None
             builder.introduce(sequence)
             budget.take(sequence, count)

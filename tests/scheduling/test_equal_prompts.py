@@ -1,0 +1,173 @@
+"""Prompts that come together and share a beginning are computed once: the later ones wait for the first."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_driver import request
+from together import MIXES, PROMPT, STEPS, cached, make_driver, num_following, planned
+
+from lost_windows import lose_left_behind, lose_windows
+from transom_worker.contract import SamplingParams
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_equal_prompts_at_once_are_computed_once(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight)
+    for name in "abcd":
+        driver.add(request(name, PROMPT, 3))
+    assert planned(driver) == {"a": (0, 40)}
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting, driver.scheduler.waiting_tokens) == (1, 3, 120)
+    assert cached(driver) == {"a": 0, "b": 36, "c": 36, "d": 36}
+    assert driver.executor.num_computed == 40 + 3 * 4 + 4 * 2
+    assert driver.scheduler.stats().outcome_tokens == {
+        "missed_never_seen": 36,
+        "hit": 108,
+        "missed_last_token": 16,
+    }
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_who_comes_while_the_first_is_being_computed_waits_for_the_rest(
+    mix: tuple[str, ...], steps_in_flight: int
+) -> None:
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_num_batched_tokens=24)
+    driver.add(request("a", PROMPT, 3))
+    assert planned(driver) == {"a": (0, 24)}
+    driver.receive()
+    driver.add(request("b", PROMPT, 3))
+    assert planned(driver) == {"a": (24, 16)}
+    assert num_following(driver) == 1
+    assert cached(driver) == {"a": 0, "b": 36}
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_it_waits_for_what_both_share_and_finds_all_of_that(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    """Windows where the two part are kept for it, though the first one's have slid on."""
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, window_repair=False)
+    driver.add(request("a", range(60), 3))
+    driver.add(request("b", [*range(22), *range(50, 70)], 3))
+    assert planned(driver) == {"a": (0, 60)}
+    assert num_following(driver) == 1
+    driver.receive()
+    assert num_following(driver) == 0
+    lose_left_behind(driver.scheduler.cache)
+    assert cached(driver) == {"a": 0, "b": 20}
+
+
+def test_a_chain_of_three_each_waits_for_the_one_that_shares_more() -> None:
+    driver = make_driver(max_num_batched_tokens=200)
+    driver.add(request("a", [*range(20), *[1] * 20], 3))
+    driver.add(request("b", [*range(40), *[2] * 20], 3))
+    driver.add(request("c", [*range(60)], 3))
+    assert planned(driver) == {"a": (0, 40)}
+    driver.receive()
+    assert planned(driver) == {"a": (40, 1), "b": (20, 40)}
+    driver.receive()
+    assert cached(driver) == {"a": 0, "b": 20, "c": 40}
+
+
+def test_those_behind_go_on_and_a_woken_one_has_its_place_again() -> None:
+    driver = make_driver(max_num_seqs=2)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [9] * 5), ("d", [8] * 5)):
+        driver.add(request(name, prompt, 3))
+    assert planned(driver) == {"a": (0, 40), "c": (0, 5)}
+    assert [sequence.request.request_id for sequence in driver.scheduler._placement.all_waiting] == ["d", "b"]
+    assert driver.scheduler._placement.num_before(driver.scheduler._by_request["d"]) == 1
+    driver.run()
+    assert driver.finished == ["a", "c", "b", "d"]
+
+
+def test_nobody_waits_for_one_that_is_served_later() -> None:
+    driver = make_driver(policy="priority", max_num_batched_tokens=24)
+    driver.add(request("low", PROMPT, 3, priority=2))
+    assert planned(driver) == {"low": (0, 24)}
+    driver.receive()
+    driver.add(request("urgent", [*range(30), *[1] * 20], 3))
+    assert planned(driver) == {"low": (24, 16), "urgent": (24, 8)}
+    assert num_following(driver) == 0
+    driver.run()
+
+
+def test_other_salts_and_short_beginnings_wait_for_nobody() -> None:
+    driver = make_driver(least_shared_tokens=16, max_num_batched_tokens=200)
+    driver.add(request("a", PROMPT, 3))
+    driver.add(request("salted", PROMPT, 3, cache_salt="tenant"))
+    driver.add(request("short", [*range(15), *[1] * 20], 3))
+    driver.add(request("longer", [*range(16), *[1] * 20], 3))
+    assert set(planned(driver)) == {"a", "salted", "short"}
+    driver.run()
+
+
+def test_without_a_cache_nobody_waits() -> None:
+    driver = make_driver(caching=False)
+    for name in "ab":
+        driver.add(request(name, range(20), 3))
+    assert set(planned(driver)) == {"a", "b"}
+    driver.run()
+
+
+def test_prompt_logprobs_read_no_cache_but_fill_it() -> None:
+    """Such a sequence waits for nobody; others may wait for it."""
+    driver = make_driver(max_num_batched_tokens=200)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
+    for name in ("a", "b"):
+        driver.add(request(name, PROMPT, params=params))
+    driver.add(request("c", PROMPT, 3))
+    assert set(planned(driver)) == {"a", "b"}
+    assert cached(driver) == {"a": 0, "b": 0, "c": 36}
+
+
+def test_who_could_begin_further_on_does_not_wait() -> None:
+    """Nor does the next one wait for the slower of two that compute the same units."""
+    driver = make_driver()
+    driver.add(request("before", range(60), 1))
+    driver.run()
+    driver.scheduler._planner._longest_chunk = 16
+    driver.add(request("a", range(80), params=SamplingParams(max_tokens=3, prompt_logprobs=1)))
+    assert planned(driver) == {"a": (0, 16)}
+    driver.receive()
+    for name in "bc":
+        driver.add(request(name, range(80), 3))
+    assert planned(driver) == {"a": (16, 16), "b": (60, 16)}
+    assert cached(driver) == {"before": 0, "a": 0, "b": 60, "c": 76}
+
+
+def test_a_window_repair_is_done_once() -> None:
+    driver = make_driver("full", "window")
+    driver.add(request("before", range(60), 1))
+    driver.run()
+    lose_windows(driver.scheduler.cache)
+    driver.scheduler._planner._longest_chunk = 8
+    for name in "abc":
+        driver.add(request(name, range(60), 3))
+    ((start, _),) = planned(driver).values()
+    assert 0 < start < 56
+    assert cached(driver) == {"before": 0, "a": start, "b": 56, "c": 56}
+    assert driver.executor.num_replayed == 56 - start
+    assert driver.scheduler.stats().outcome_requests == {"missed": 1, "repaired": 1, "hit": 2}
+
+
+def test_a_crowd_of_equal_prompts_costs_two_searches_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = make_driver(num_pages=400)
+    num_searches = 0
+    find = driver.scheduler.cache.find
+
+    def counted(*args: object) -> object:
+        nonlocal num_searches
+        num_searches += 1
+        return find(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(driver.scheduler.cache, "find", counted)
+    driver.scheduler._planner._longest_chunk = 4
+    for number in range(100):
+        driver.add(request(str(number), PROMPT, 2))
+    for most in (32, 64, 96, 99, 99):
+        driver.schedule()
+        assert num_following(driver) == most
+        driver.receive()
+    driver.run()
+    assert num_searches == 1 + 2 * 99
+    assert driver.executor.num_computed == 40 + 99 * 4 + 100
