@@ -118,8 +118,17 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, ids: Sequence[int], num_tokens: int = NUM_TOKENS) -> Answer:
-    """What `model` continues `ids` with, token by token; then checked against one pass over all of it."""
+def greedy(
+    model: PreTrainedModel, ids: Sequence[int], num_tokens: int = NUM_TOKENS, *, guess: Sequence[int] = ()
+) -> Answer:
+    """What `model` continues `ids` with, token by token; then checked against one pass over all of it.
+
+    A `guess` whose every token is the model's own choice after those before it is that continuation: the pass is enough.
+    """
+    if len(guess) == num_tokens:
+        logprobs = step_logprobs(model, ids, guess)
+        if logprobs.argmax(-1).tolist() == list(guess):
+            return Answer(prompt=list(ids), token_ids=list(guess), logprobs=logprobs)
     cache, fresh, tokens = DynamicCache(config=model.config), list(ids), []
     for _ in range(num_tokens):
         logits = model(torch.tensor([fresh]), past_key_values=cache, logits_to_keep=1).logits[0, -1]

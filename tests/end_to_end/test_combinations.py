@@ -19,7 +19,7 @@ from oracle_answers import oracle_answers
 from tiny_checkpoints import HybridCase
 from transom_worker.engine import Engine
 
-NUM_TOKENS = 16  # beyond a whole block, and beyond windows and chunks from the prompts that end before them
+NUM_TOKENS = 24
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 47, 48, 49, 63, 65, 100, 200)
 # Model, and a pool in KiB so tight that the longest request just fits and eight at once must be preempted.
 MODELS = {

@@ -59,8 +59,13 @@ class Family:
     @staticmethod
     def of(folder: Path, case: FamilyCase) -> Family:
         """Of a checkpoint that is there."""
-        oracle = load_oracle(folder)
-        return Family(case=case, folder=folder, answers=[greedy(oracle, prompt(length)) for length in LENGTHS])
+        oracle, prompts = load_oracle(folder), [prompt(length) for length in LENGTHS]
+        engine = make_engine(str(folder), dtype="float32", max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False)
+        requests = [make_request(f"{i}", ids, max_tokens=NUM_TOKENS) for i, ids in enumerate(prompts)]
+        guesses = [whole.token_ids for whole in run(engine, requests)]
+        engine.shutdown()
+        answers = [greedy(oracle, ids, guess=guess) for ids, guess in zip(prompts, guesses, strict=True)]
+        return Family(case=case, folder=folder, answers=answers)
 
     def engine(self, **settings: Any) -> Engine:
         """An engine over it; a roomy one unless `settings` say otherwise."""
