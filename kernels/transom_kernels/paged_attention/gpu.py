@@ -15,7 +15,7 @@ from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.parts import Asked, Part, parts_of
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, KernelConfig, kernel_config
+from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, KernelConfig, kernel_config, stages_on
 from transom_kernels.paged_attention.work import Work
 
 
@@ -137,6 +137,7 @@ def _launch(
     q, batch, rule, compact, wanted = call.q, call.batch, call.rule, call.compact, call.by_products
     kv_heads, unused = call.k_cache.shape[2], partial_stats
     (d1, d2), (e1, e2) = split_width(q.shape[2]), split_width(call.v_cache.shape[3])
+    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
     attend[(len(work.items), kv_heads)](
         q, q if call.sink_q is None else call.sink_q, call.k_cache, call.v_cache, call.out,
         unused if wanted.lse is None else wanted.lse,
@@ -157,5 +158,5 @@ def _launch(
         HAS_SCALES=call.kv_scales is not None,
         WRITES_LSE=wanted.lse is not None, WRITES_BLOCK_LSE=wanted.block_lse is not None,
         UPCAST=INTERPRETED, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=stages_on(config, capability, q.element_size()),
     )  # fmt: skip

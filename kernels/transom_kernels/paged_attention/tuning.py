@@ -11,6 +11,9 @@ DECODE_SPLIT_KEYS = 1024
 JOINED_AT_ONCE = 16  # splits of a round
 LEAST_ROWS = 16  # of a product on tensor cores
 PROMPT_ROWS = 128
+# A round's blocks are looked up before its keys and values are fetched, so each takes half of the stages: five keep one round in
+# flight while another is computed. With three or four nothing is, and a program that has its processor for itself waits.
+HOPPER_PROMPT_STAGES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,13 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
     return KernelConfig(
         block_m=block_m, block_n=max(64 if small else 32, block_size), num_warps=8, num_stages=3 if small else 2
     )
+
+
+def stages_on(config: KernelConfig, capability: tuple[int, int], element_bytes: int) -> int:
+    """Pipeline stages of a tile on a device: before Hopper products take the registers that a prompt's longer pipeline needs."""
+    if capability >= (9, 0) and config.block_m > 2 * LEAST_ROWS and element_bytes <= 2:
+        return HOPPER_PROMPT_STAGES
+    return config.num_stages
 
 
 def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
