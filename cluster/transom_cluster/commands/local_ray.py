@@ -113,9 +113,10 @@ class LocalRay:
 
             logging.disable(logging.CRITICAL)  # what ends on purpose need not complain
             daemons = children_of(os.getpid())
-            kill_processes(process for process in started if process not in daemons)  # Ray waits long for busy ones
-            ray.shutdown()
-            end_processes(started)
+            with _silent_stderr():  # nor need Ray's threads below Python, which find its processes gone
+                kill_processes(process for process in started if process not in daemons)  # Ray waits long for busy ones
+                ray.shutdown()
+                end_processes(started)
             if self._follower is not None:
                 self._follower.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -201,6 +202,19 @@ def _keeping_signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """What is written to the standard error output meanwhile, by Python or below it, goes nowhere."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @contextlib.contextmanager
