@@ -302,16 +302,17 @@ def latent_cases() -> Iterator[Compilation]:
 def route_cases() -> Iterator[Compilation]:
     for experts, chosen, width in ((8, 2, 4096), (32, 4, 2880), (128, 8, 4096), (256, 6, 4096), (512, 10, 7168)):
         kind = f"{chosen} of {experts} by {width}"
+        split = routes.split_of(width, experts)
         for dtype, tokens in (("bf16", 1), ("bf16", 8192), ("fp32", 1), ("fp32", 8192)):
             tile = routes.choose_tile(tokens, experts)
             yield Compilation(
                 name=f"router's scores {dtype} {kind} {'few' if tokens == 1 else 'many'} tokens", kernel=score_experts,
                 types={"x": f"*{dtype}", "weight": "*fp32", "parts": "*fp32"},
-                constants={"E": experts, "N": width, "SPLIT": routes.SPLIT, "BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e,
+                constants={"E": experts, "N": width, "SPLIT": split, "BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e,
                            "BLOCK_N": tile.block_n, "weight_stride_e": 1},
                 num_warps=tile.num_warps, num_stages=tile.num_stages, unaligned=("num_tokens",),
             )  # fmt: skip
-        splits = -(-width // routes.SPLIT)
+        splits = -(-width // split)
         block_s, block_e, num_warps = routes.read_blocks(splits, experts)
         for what, score, flags in (
             ("plain", 0, ()),

@@ -10,7 +10,7 @@ import torch
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.route.kernel import choose_experts, score_experts
 from transom_kernels.route.rule import TINY, Routing
-from transom_kernels.route.tuning import SPLIT, choose_tile, read_blocks
+from transom_kernels.route.tuning import choose_tile, read_blocks, split_of
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # as the kernel counts them
 
@@ -47,11 +47,12 @@ def route_triton(
 def logits_in_parts_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Products of some elements of N each, [T, S, E] float32; their sum has no bias yet."""
     (tokens, width), num_experts = x.shape, len(weight)
-    num_splits, tile = -(-width // SPLIT), choose_tile(tokens, num_experts)
+    split, tile = split_of(width, num_experts), choose_tile(tokens, num_experts)
+    num_splits = -(-width // split)
     parts = torch.empty((tokens, num_splits, num_experts), dtype=torch.float32, device=x.device)
     score_experts[(-(-tokens // tile.block_t), -(-num_experts // tile.block_e), num_splits)](
         x, weight, parts, tokens, x.stride(0), weight.stride(0), weight.stride(1),
-        E=num_experts, N=width, SPLIT=SPLIT, BLOCK_T=tile.block_t, BLOCK_E=tile.block_e, BLOCK_N=tile.block_n,
+        E=num_experts, N=width, SPLIT=split, BLOCK_T=tile.block_t, BLOCK_E=tile.block_e, BLOCK_N=tile.block_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return parts

@@ -101,11 +101,9 @@ def choose_experts(
     token = tl.program_id(0).to(tl.int64)
     e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     is_expert = e < E
-    logits = tl.zeros([BLOCK_E], tl.float32)
-    for first in range(0, SPLITS, BLOCK_S):
-        s = first + tl.arange(0, BLOCK_S)
-        places = parts + (token * SPLITS + s)[:, None] * E + e[None, :]
-        logits += tl.sum(tl.load(places, mask=(s < SPLITS)[:, None] & is_expert[None, :], other=0.0), 0)
+    s = tl.arange(0, BLOCK_S)
+    places = parts + (token * SPLITS + s)[:, None] * E + e[None, :]
+    logits = tl.sum(tl.load(places, mask=(s < SPLITS)[:, None] & is_expert[None, :], other=0.0), 0)
     if HAS_BIAS:
         logits += tl.load(bias + e, mask=is_expert, other=0.0)
     scores = _scores(logits, is_expert, SCORE)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from transom_kernels.launch import next_power_of_two
 
-SPLIT = 128  # elements of N that a program adds up; fixed, so that a sum's order is the same for one token and for many
-FEW_TOKENS = 256  # up to which programs are small and many: a decoding batch
+LEAST_SPLIT = 128  # elements of N that a program adds up
+MOST_PARTS = (
+    4096  # of a token's logits: 16 KiB, and one program for each of an H200's processors where 32 experts are a tile
+)
+FEW_TOKENS = 256  # up to which tiles are small: a decoding batch
 LEAST_EXPERTS = 16  # of a tile
-READ_ELEMENTS = 8192  # of a token's parts at once: 32 registers of each of 8 warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,15 @@ def choose_tile(num_tokens: int, num_experts: int) -> Tile:
     return Tile(block_t=64, block_e=min(64, experts), block_n=32 if experts > 32 else 16, num_warps=4)
 
 
+def split_of(width: int, num_experts: int) -> int:
+    """Elements of N of a part. The number of tokens has no say, so that a sum's order is the same for one and for many."""
+    most, split = max(1, MOST_PARTS // next_power_of_two(num_experts)), LEAST_SPLIT
+    while -(-width // split) > most:
+        split *= 2
+    return split
+
+
 def read_blocks(num_splits: int, num_experts: int) -> tuple[int, int, int]:
-    """Parts and experts, padded, that a program of the choice reads at once, and its warps."""
-    block_e = max(LEAST_EXPERTS, next_power_of_two(num_experts))
-    block_s = min(next_power_of_two(num_splits), max(1, READ_ELEMENTS // block_e))
+    """Parts and experts, padded, that a program of the choice reads, and its warps."""
+    block_s, block_e = next_power_of_two(num_splits), max(LEAST_EXPERTS, next_power_of_two(num_experts))
     return block_s, block_e, min(8, max(1, block_s * block_e // 1024))
