@@ -19,7 +19,7 @@ import kernel_cases.measure
 import kernels
 from gpu_device import Ceilings, describe
 from gpu_timing import Timer
-from kernel_cases import attention, cache_writes, experts, rows
+from kernel_cases import attention, cache_writes, experts, routers, rows
 from kernel_cases.attention import TINY
 from kernel_cases.case import Case, Check, Prepared, Scale, Target
 from kernel_cases.measure import _writes_much, measure
@@ -44,7 +44,7 @@ def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
     code, written = run(tmp_path, "--check")
     assert code == 0
     assert {result["status"] for result in written["results"]} == {"passed"}
-    assert len(written["results"]) >= 28
+    assert len(written["results"]) >= 29
     jsonschema.validate(written, json.loads(SCHEMA.read_text()))
 
 
@@ -114,6 +114,13 @@ def test_experts_whose_gates_come_before_their_ups() -> None:
     mixture = replace(experts.TINY, interleaved=False, rule=experts.SWIGLU)
     found = status_of(experts._case(mixture, 5, is_mx=False))
     assert (found["status"], found["same_bits_alone"]) == ("passed", True)
+
+
+def test_a_router_beside_torchs_operators() -> None:
+    case = next(routers.cases(Scale("tiny")))
+    found = status_of(case)
+    assert (found["status"], found["same_bits_twice"], found["same_bits_alone"]) == ("passed", True, True)
+    assert "speedup" in found["rivals"]["torch"]  # type: ignore[operator]
 
 
 def case_of(prepared: Prepared, **changes: object) -> Case:
