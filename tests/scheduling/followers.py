@@ -13,6 +13,7 @@ def check_followers(scheduler: Scheduler) -> int:
     placement = scheduler._placement
     upcoming, running = placement.upcoming, list(placement.running)
     following = list(upcoming.following)
+    assert placement.num_seats_taken <= scheduler.config.max_num_seqs
     assert set(following) == set(upcoming._leaders)
     assert not set(following) & set(placement.waiting)
     for follower in following:

@@ -69,8 +69,8 @@ def test_a_chain_of_three_each_waits_for_the_one_that_shares_more() -> None:
     assert cached(driver) == {"a": 0, "b": 20, "c": 40}
 
 
-def test_those_behind_go_on_and_a_woken_one_has_its_place_again() -> None:
-    driver = make_driver(max_num_seqs=2)
+def test_those_behind_go_on_and_take_no_seat_of_one_that_waits() -> None:
+    driver = make_driver(max_num_seqs=3)
     for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [9] * 5), ("d", [8] * 5)):
         driver.add(request(name, prompt, 3))
     assert planned(driver) == {"a": (0, 40), "c": (0, 5)}
@@ -151,7 +151,7 @@ def test_a_window_repair_is_done_once() -> None:
 
 
 def test_a_crowd_of_equal_prompts_costs_two_searches_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = make_driver(num_pages=400)
+    driver = make_driver(num_pages=400, max_num_seqs=100)
     num_searches = 0
     find = driver.scheduler.cache.find
 

@@ -42,6 +42,11 @@ class Placement:
         return len(self.waiting) + len(self.upcoming.following)
 
     @property
+    def num_seats_taken(self) -> int:
+        """Sequences that run, and those that would but for whom they follow: nobody behind takes their seats."""
+        return len(self.running) + len(self.upcoming.following)
+
+    @property
     def all_waiting(self) -> Iterator[Sequence]:
         """They themselves."""
         yield from self.waiting

@@ -86,7 +86,7 @@ class StepPlanner:
         """Rows for waiting sequences that are let in, while the next in order is, or steps aside."""
         placement = self._placement
         num_aside = 0
-        while placement.waiting and budget.for_new and len(placement.running) < self._config.max_num_seqs:
+        while placement.waiting and budget.for_new and placement.num_seats_taken < self._config.max_num_seqs:
             admitted = placement.admit_next(budget.for_new)
             if admitted is None:
                 return
