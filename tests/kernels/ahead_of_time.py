@@ -43,7 +43,7 @@ def compile_for(case: Compilation, arch: int, *, disassembles: bool) -> dict[str
         if signature[name] not in ("constexpr", "fp32") and name not in case.unaligned
     }
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.stages_on(arch)}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

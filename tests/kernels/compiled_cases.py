@@ -19,7 +19,7 @@ from transom_kernels.moe.sort import sort_blocks, sort_pairs
 from transom_kernels.moe.tuning import Tile, choose_tile
 from transom_kernels.paged_attention.join import join
 from transom_kernels.paged_attention.kernel import attend
-from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, kernel_config
+from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, kernel_config, stages_on
 from transom_kernels.quantize.kernel import round_rows, widen_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
@@ -53,7 +53,11 @@ class Compilation:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    hopper_stages: int = 0  # from sm_90 on, where they differ
     unaligned: tuple[str, ...] = field(default=())  # integers that are no multiples of 16
+
+    def stages_on(self, arch: int) -> int:
+        return self.hopper_stages if self.hopper_stages and arch >= 90 else self.num_stages
 
     @property
     def needs_fp8(self) -> bool:
@@ -87,6 +91,7 @@ def attention(
     return Compilation(
         name=f"attend {dtype} {kept} rows {rows} widths {width}/{value_width}{said}",
         kernel=attend, types=types, constants=constants, num_warps=config.num_warps, num_stages=config.num_stages,
+        hopper_stages=stages_on(config, (9, 0), ELEMENT_BYTES[dtype]),
         unaligned=("num_kv_heads", "num_columns", "num_pinned", "table_stride"),
     )  # fmt: skip
 
