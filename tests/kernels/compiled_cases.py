@@ -53,11 +53,11 @@ class Compilation:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    hopper_stages: int = 0  # from sm_90 on, where they differ
+    hopper_stages: int = 0  # on sm_90, where they differ
     unaligned: tuple[str, ...] = field(default=())  # integers that are no multiples of 16
 
     def stages_on(self, arch: int) -> int:
-        return self.hopper_stages if self.hopper_stages and arch >= 90 else self.num_stages
+        return self.hopper_stages if self.hopper_stages and arch // 10 == 9 else self.num_stages
 
     @property
     def needs_fp8(self) -> bool:
@@ -91,7 +91,7 @@ def attention(
     return Compilation(
         name=f"attend {dtype} {kept} rows {rows} widths {width}/{value_width}{said}",
         kernel=attend, types=types, constants=constants, num_warps=config.num_warps, num_stages=config.num_stages,
-        hopper_stages=stages_on(config, (9, 0), ELEMENT_BYTES[dtype]),
+        hopper_stages=stages_on(config, (9, 0)),
         unaligned=("num_kv_heads", "num_columns", "num_pinned", "table_stride"),
     )  # fmt: skip
 

@@ -158,5 +158,5 @@ def _launch(
         HAS_SCALES=call.kv_scales is not None,
         WRITES_LSE=wanted.lse is not None, WRITES_BLOCK_LSE=wanted.block_lse is not None,
         UPCAST=INTERPRETED, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=stages_on(config, capability, q.element_size()),
+        num_warps=config.num_warps, num_stages=stages_on(config, capability),
     )  # fmt: skip

@@ -14,16 +14,18 @@ PROMPT_ROWS = 128
 # A round's blocks are looked up before its keys and values are fetched, so each takes half of the stages: five keep one round in
 # flight while another is computed. With three or four nothing is, and a program that has its processor for itself waits.
 HOPPER_PROMPT_STAGES = 5
+LONG_PIPELINE_ROUND_BYTES = 32 << 10  # of keys and values; of larger ones two leave no shared memory for queries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """Rows and keys of a program's tiles, warps, pipeline stages."""
+    """Rows and keys of a program's tiles, warps, pipeline stages, and those on Hopper."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    hopper_stages: int
 
 
 def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int, element_bytes: int) -> KernelConfig:
@@ -37,22 +39,28 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
     widest = max(key_size, value_size)
     if element_bytes > 2:  # products without tensor cores, for exactness alone
         num_warps = 4 if block_m > LEAST_ROWS and 64 < widest < 96 else 8  # 80 wide, more warps spill
-        return KernelConfig(block_m=block_m, block_n=max(LEAST_ROWS, block_size), num_warps=num_warps, num_stages=1)
+        block_n = max(LEAST_ROWS, block_size)
+        return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=1, hopper_stages=1)
     if block_m <= 32:  # decoding: memory-bound, keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
         num_warps = 8 if block_m * widest * element_bytes > 32 * 256 else 4  # accumulators need the registers of more
-        return KernelConfig(block_m=block_m, block_n=max(block_n, block_size), num_warps=num_warps, num_stages=3)
+        block_n = max(block_n, block_size)
+        return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=3, hopper_stages=3)
     small = widest * element_bytes <= 256
+    block_n, num_stages = max(64 if small else 32, block_size), 3 if small else 2
+    is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
+    hopper_stages = HOPPER_PROMPT_STAGES if is_long else num_stages
     return KernelConfig(
-        block_m=block_m, block_n=max(64 if small else 32, block_size), num_warps=8, num_stages=3 if small else 2
+        block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages, hopper_stages=hopper_stages
     )
 
 
-def stages_on(config: KernelConfig, capability: tuple[int, int], element_bytes: int) -> int:
-    """Pipeline stages of a tile on a device: before Hopper products take the registers that a prompt's longer pipeline needs."""
-    if capability >= (9, 0) and config.block_m > 2 * LEAST_ROWS and element_bytes <= 2:
-        return HOPPER_PROMPT_STAGES
-    return config.num_stages
+def stages_on(config: KernelConfig, capability: tuple[int, int]) -> int:
+    """Pipeline stages of a tile on a device: the longer pipeline takes Hopper's registers and its 227 KiB of shared memory.
+
+    Later is not larger: of what came after Hopper, 12.x has 99 KiB.
+    """
+    return config.hopper_stages if capability[0] == 9 else config.num_stages
 
 
 def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
