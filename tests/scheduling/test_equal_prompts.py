@@ -80,6 +80,54 @@ def test_those_behind_go_on_and_take_no_seat_of_one_that_waits() -> None:
     assert driver.finished == ["a", "c", "b", "d"]
 
 
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_a_long_prompt_behind_leaves_room_for_one_that_need_not_wait_any_more(
+    mix: tuple[str, ...], steps_in_flight: int
+) -> None:
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, num_pages=2000, max_model_len=1000)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [*PROMPT, 1, 2]), ("long", [9] * 600)):
+        driver.add(request(name, prompt, 20))
+    assert planned(driver) == {"a": (0, 40), "long": (0, 24)}
+    for _ in range(steps_in_flight - 1):
+        planned(driver)
+    driver.receive()
+    plan = planned(driver)
+    assert (plan["b"], plan["c"]) == ((36, 4), (40, 2))
+    assert plan["long"][1] > 40
+    driver.run()
+
+
+def test_that_room_is_left_once_if_its_blocks_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = make_driver("full", num_pages=2000, max_model_len=1000)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("long", [9] * 600)):
+        driver.add(request(name, prompt, 20))
+    planned(driver)
+    driver.receive()
+    extend = driver.scheduler.cache.extend
+    with monkeypatch.context() as patch:  # only who is let in keeps a reserve
+        patch.setattr(
+            driver.scheduler.cache, "extend", lambda *args, **kw: not kw.get("reserve") and extend(*args, **kw)
+        )
+        assert planned(driver) == {"a": (40, 1), "long": (24, 59)}
+        driver.receive()
+        assert planned(driver) == {"a": (41, 1), "long": (83, 63)}
+    driver.run()
+
+
+def test_room_is_left_for_those_alone_who_stand_before_and_have_a_seat() -> None:
+    driver = make_driver(max_num_batched_tokens=80)
+    for name, prompt in (("a", PROMPT), ("other", [9] * 30), ("b", PROMPT), ("c", [*PROMPT, *[1] * 9])):
+        driver.add(request(name, prompt, 3))
+    assert planned(driver) == {"a": (0, 40), "other": (0, 30)}
+    driver.receive()
+    driver.add(request("late", [8] * 30, 3))
+    placement, sequences = driver.scheduler._placement, driver.scheduler._by_request
+    assert [placement.owed_before(sequences["late"], num_seats=seats) for seats in (-1, 0, 1, 9)] == [0, 0, 4, 4 + 12]
+    assert placement.owed_before(sequences["other"], num_seats=9) == 0
+    assert cached(driver) == {"a": 0, "other": 0, "b": 36, "c": 40, "late": 0}
+
+
 def test_nobody_waits_for_one_that_is_served_later() -> None:
     driver = make_driver(policy="priority", max_num_batched_tokens=24)
     driver.add(request("low", PROMPT, 3, priority=2))

@@ -8,6 +8,7 @@ waits for units that another computes (`upcoming`) steps aside.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.hit import Hit
@@ -112,6 +113,18 @@ class Placement:
         """A result of a sequence was received: whoever waited for just that may go on from it."""
         self._rejoin(self.upcoming.published(sequence))
 
+    def owed_before(self, sequence: Sequence, *, num_seats: int) -> int:
+        """Tokens that a running sequence leaves those who need not follow others any more and stand before it.
+
+        They would run, and be served first, had they not stepped aside. No more of them can be let in than there are free seats.
+        """
+        owed = 0
+        for one in islice(self.waiting, max(0, num_seats)):
+            if not one.owed or one.key > sequence.key:
+                break
+            owed += one.owed
+        return owed
+
     def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
         """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait.
 
@@ -160,6 +173,7 @@ class Placement:
 
     def _admit(self, sequence: Sequence, hit: Hit | None, budget: int, busy: bool) -> int:
         version = self.cache.index_version
+        sequence.owed = 0
         blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         count = min(sequence.num_ready, budget)

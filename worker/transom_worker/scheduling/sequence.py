@@ -52,6 +52,7 @@ class Sequence:
     has_output: bool = False
     began_at: int = 0  # tokens that the last admission found
     lost_until: int = 0  # below it everything was there before a preemption
+    owed: int = 0  # tokens that those behind it leave it, since it followed another: until it is tried again
     decode_from: int = 0  # from this position on nothing is computed but what was sampled here
 
     @property

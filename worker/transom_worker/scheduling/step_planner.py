@@ -66,7 +66,7 @@ class StepPlanner:
             if sequence.state is not State.RUNNING or ready <= 0:
                 continue
             # a long prompt leaves a token for each sequence behind it, so that their answers flow on
-            count = 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after))
+            count = 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._owed_before(sequence)))
             if count > 1 or sequence.num_in_flight:
                 count = budget.fit(sequence, count)
             blocks = sequence.blocks
@@ -81,6 +81,10 @@ class StepPlanner:
                 budget.num_tokens -= 1  # one token alone needs no extra blocks
             builder.add_row(sequence, blocks, count)
         return self._work.num_preemptions > before
+
+    def _owed_before(self, sequence: Sequence) -> int:
+        num_seats = self._config.max_num_seqs - self._placement.num_seats_taken
+        return self._placement.owed_before(sequence, num_seats=num_seats)
 
     def _add_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
         """Rows for waiting sequences that are let in, while the next in order is, or steps aside."""

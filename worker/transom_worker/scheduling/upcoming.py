@@ -74,6 +74,8 @@ class Upcoming:
         """The sequence waits until the leader has published so many units."""
         self._announced[leader].followers[sequence] = units
         self._leaders[sequence] = leader
+        # whole units: window blocks are shared out in those
+        sequence.owed = (-(-len(sequence.token_ids) // self._unit) - units) * self._unit
         self.following.add(sequence)
 
     def published(self, sequence: Sequence) -> Iterable[Sequence]:
