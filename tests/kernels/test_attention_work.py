@@ -42,6 +42,8 @@ def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
                 items.append((row + done, tokens, position, b, 0, sinks_end, begin, end, partial))
                 sinks_end = 0  # the first split has them
         row += count
+    if not tiling.split_keys:
+        items.reverse()  # the longest tiles of prompts begin first
     return Work(
         items=torch.tensor(items, dtype=torch.int32).view(-1, 9),
         joins=torch.tensor(joins, dtype=torch.int32).view(-1, 4),

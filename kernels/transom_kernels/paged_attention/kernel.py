@@ -79,8 +79,7 @@ def attend(
     BLOCK_N: tl.constexpr,
 ):
     """One tile, or one split of it, of one KV head."""
-    # the last first: of a prompt it has the most keys, and the device would be half idle while it alone runs on
-    item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * 9
+    item = items + tl.program_id(0) * 9
     kv_head = tl.program_id(1)
     row0, num_tokens, position0 = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     b = tl.load(item + 3)

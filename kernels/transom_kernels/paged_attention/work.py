@@ -88,7 +88,11 @@ class _Tiles:
 
 
 def plan_work(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> WorkPlan:
-    """The programs of those sequences that the tiling is for: by sequence, tile and split."""
+    """The programs of those sequences that the tiling is for: by sequence, tile and split.
+
+    Those of tiles that are not cut are in reverse, since programs begin in their order: a prompt's last tile has the most keys, and
+    the device would be half idle while it alone runs on. Splits are alike; what fills up a longer list stays behind them.
+    """
     tiles = _tiles(batch, rule, tiling)
     of, cut, begin, end = _splits(tiles, tiling.split_keys)
     num_cuts = np.bincount(of, minlength=len(tiles.row))
@@ -108,8 +112,9 @@ def plan_work(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> WorkPlan:
         partial,
     )
     joins = (tiles.row, tiles.tokens, np.cumsum(num_cuts * is_split) - num_cuts, num_cuts)
+    programs = _side_by_side(items)
     return WorkPlan(
-        items=_side_by_side(items),
+        items=programs if tiling.split_keys else programs[::-1].copy(),
         joins=_side_by_side([column[is_split] for column in joins]),
         num_partials=int(is_part.sum()),
     )
