@@ -32,7 +32,8 @@ class ExpertLayer:
         table_shape = (architecture.vocab_size, mixture.num_chosen)
         self._chosen_VK = _experts_by_token(load, table_shape, experts) if hashed else None
         correction = None if hashed else load.tensor("gate.bias", torch.float32, shape=(experts,))
-        self._router = Router(load.tensor("gate.weight", shape=(experts, hidden)), routing, correction_E=correction)
+        gate_EN = load.tensor("gate.weight", torch.float32, shape=(experts, hidden))
+        self._router = Router(gate_EN, routing, correction_E=correction)
         self._rule = GateRule(limit=mixture.clamp)
         weights = experts_by_name(load, _NAMES, mixture, hidden)
         self._experts = make_experts(weights, self._rule, quantization=load.quantization)
