@@ -18,7 +18,7 @@ def test_a_prompts_keys_are_fetched_a_round_ahead_on_hopper(width: int) -> None:
     """Of n stages a look-up and what it names take (n - 1) // 2 each; one is for the round that is computed."""
     config = kernel_config(rows=64, key_size=width, value_size=width, block_size=1, element_bytes=2)
     assert (stages_on(config, (9, 0)) - 1) // 2 == 2
-    assert {stages_on(config, capability) for capability in ((8, 0), (8, 9), (12, 0))} == {config.num_stages}
+    assert {stages_on(config, capability) for capability in ((8, 0), (8, 9), (9, 4), (12, 0))} == {config.num_stages}
 
 
 @pytest.mark.parametrize(("width", "block_size"), [(512, 1), (256, 64), (128, 128)])

@@ -58,9 +58,9 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
 def stages_on(config: KernelConfig, capability: tuple[int, int]) -> int:
     """Pipeline stages of a tile on a device: the longer pipeline takes Hopper's registers and its 227 KiB of shared memory.
 
-    Later is not larger: of what came after Hopper, 12.x has 99 KiB.
+    Later is not larger: of what came after Hopper, 12.x has 99 KiB, and 9.4 is what another vendor's devices call themselves.
     """
-    return config.hopper_stages if capability[0] == 9 else config.num_stages
+    return config.hopper_stages if capability == (9, 0) else config.num_stages
 
 
 def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
