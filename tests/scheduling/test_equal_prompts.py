@@ -17,7 +17,7 @@ def test_equal_prompts_at_once_are_computed_once(mix: tuple[str, ...], steps_in_
     for name in "abcd":
         driver.add(request(name, PROMPT, 3))
     assert planned(driver) == {"a": (0, 40)}
-    assert (driver.scheduler.num_running, driver.scheduler.num_waiting, driver.scheduler.waiting_tokens) == (1, 3, 120)
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting, driver.scheduler.waiting_tokens) == (1, 3, 12)
     assert cached(driver) == {"a": 0, "b": 36, "c": 36, "d": 36}
     assert driver.executor.num_computed == 40 + 3 * 4 + 4 * 2
     assert driver.scheduler.stats().outcome_tokens == {
