@@ -98,8 +98,8 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens to compute before every request has its next one; what the cache will spare those that wait is not known yet, unless
-        they follow others."""
+        """Tokens to compute before every request has its next one; what the cache will spare those that wait is not known yet,
+        unless they follow others."""
         waiting = sum(sequence.owed or len(sequence.token_ids) for sequence in self._placement.all_waiting)
         return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self._placement.running)
 
