@@ -22,6 +22,7 @@ from transom_worker.metrics.fixed_values import (
     HIT_OUTCOMES,
     MISS_REASONS,
     PREEMPTION_MODES,
+    REFUSALS,
 )
 from transom_worker.metrics.steps import STEP_PARTS
 
@@ -37,6 +38,7 @@ def one(*values: str) -> Values:
 OF_WORKERS: dict[str, Values] = {
     "transom_requests": one(*FINISH_REASONS),
     "transom_request_seconds": one(*FINISH_REASONS),
+    "transom_requests_refused": one(*REFUSALS),
     "transom_step_seconds": one(*STEP_PARTS),
     "transom_computed_tokens": one("prefill", "decode", "repair", "recompute"),
     "transom_step_rows": one("prefill", "decode"),
