@@ -148,11 +148,12 @@ class Hosts:
         return self._booted[name]
 
     def close(self) -> None:
-        """Power off everything."""
+        """Power off everything, and wait until the system has taken it away."""
         for host in self._booted.values():
             host.power_off()
         self._switch.kill()
         self._switch.wait()
+        _wait(lambda: not self.processes(), "the processes of hosts that are off to be gone")
 
     def processes(self) -> list[int]:
         """What lives in any namespace that a host had."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 CLUSTER = HEAD, ONE, TWO = "head", "one", "two"
 HERE = Path(__file__).parent
 NUM_STREAMS, MAX_TOKENS = 8, 400
-RESUMED = 'transom_router_failovers_total{outcome="resumed"'
+RESUMED = re.compile(r'^transom_router_failovers_total\{[^}]*outcome="resumed"[^}]*\} (\S+)$', re.MULTILINE)
 CHANGE_TIMEOUT_S, ANSWER_TIMEOUT_S = 300.0, 120.0  # for machines that are busy
 # The first worker fits on host `one`, the second has room for one of its ranks there and for the other on host `two`.
 SLOTS = {ONE: '--num-cpus=3 --resources={"slot":3}', TWO: '--num-cpus=1 --resources={"slot":1}'}
@@ -121,7 +122,7 @@ def num_resumed(client: Host) -> float:
     """How many requests have gone on at another worker, by the router's metrics."""
     get = f"httpx.get('http://{HEAD}:8000/metrics', headers={{'authorization': 'Bearer {API_KEY}'}})"
     page = client.run(f'python -c "import httpx; print({get}.text)"', timeout_s=30)
-    counts = [line.split()[-1] for line in page.splitlines() if line.startswith(RESUMED)]
+    counts = RESUMED.findall(page)
     assert len(counts) == 1, page
     return float(counts[0])
 
