@@ -95,7 +95,9 @@ def test_infinite_logits_and_nan_choose_experts_that_are_there(score: Any) -> No
         torch.tensor([0.0, 1, math.nan, 2, inf]),
     ):
         corrections = (torch.tensor([0.0, math.nan, -inf, 3, inf]), None)
-        for correction in corrections if score == "softmax" else corrections[:1]:  # a softmax alone can be NaN in all of a row
+        for correction in (
+            corrections if score == "softmax" else corrections[:1]
+        ):  # a softmax alone can be NaN in all of a row
             routing = Routing(num_chosen=4, score=score)
             found, _ = route_triton(x, weight, routing, bias=bias, correction=correction)
             assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 5 for row in found.tolist())
