@@ -1,10 +1,11 @@
-"""One demo server for all end-to-end tests."""
+"""What end-to-end tests share: a demo server, and threads for a real model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 from server import Server, assert_ended_cleanly, start_server, stop_server
 
 
@@ -15,3 +16,11 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = start_server("smollm2", log, "--dtype", "float32", "--kv-cache-memory-bytes", "512MiB")
     yield server
     assert_ended_cleanly(server, stop_server(server))  # Ctrl-C
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """Of torch, for a module that computes with a real model; one is what other tests have."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from demo_model import Expected, check, continuations, demo_prompts, generate, load_oracle, make
 
 from transom_worker.llm import RequestOutput
 
-pytestmark = pytest.mark.timeout(900)  # a real model computes for minutes where others compute beside it
+# a real model computes for minutes where others compute beside it
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("two_threads")]
 
 # Each token of a request that shares its steps with nobody is a pass over all weights; six still cross the block edges.
 NUM_ALONE = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

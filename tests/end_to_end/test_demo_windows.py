@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from demo_model import check, continuations, demo_prompts, generate, load_oracle, make
 from transformers import LlamaForCausalLM
 
 from tiny_checkpoints import HybridCase
 
-pytestmark = pytest.mark.timeout(900)  # a real model computes for minutes where others compute beside it
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+# a real model computes for minutes where others compute beside it
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("two_threads")]
 
 
 @pytest.fixture(scope="module")

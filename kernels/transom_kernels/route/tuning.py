@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from transom_kernels.launch import next_power_of_two
 
 LEAST_SPLIT = 128  # elements of N that a program adds up
-MOST_PARTS = (
-    4096  # of a token's logits: 16 KiB, and one program for each of an H200's processors where 32 experts are a tile
-)
+# of a token's logits: 16 KiB, and one program for each of an H200's processors where 32 experts are a tile
+MOST_PARTS = 4096
 FEW_TOKENS = 256  # up to which tiles are small: a decoding batch
 LEAST_EXPERTS = 16  # of a tile
 
