@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-gpu test-compile test-interpreter test-browser test-cluster check bench bench-gpu monitor dashboards docs lock clean distclean
+.PHONY: help setup serve test test-all test-gpu test-compile test-interpreter test-browser test-cluster check bench bench-gpu monitor dashboards docs lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -19,8 +19,11 @@ serve: $(RUNTIME) ## Serve the demo model (ARGS='--port 9000')
 
 setup: $(DEV) ## Install everything, tests and checks included
 
-test: $(DEV) ## Run the tests (ARGS='-k sampling')
+test: $(DEV) ## Run the daily tests (ARGS='-k sampling')
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-all: $(DEV) ## Run every test, the exhaustive ones and all groups below too; those that cannot run here say why
+	@scripts/test_all $(ARGS)
 
 test-gpu: $(DEV) ## Run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
