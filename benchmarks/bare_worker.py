@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.execution.executor import Executor, ExecutorInfo, create_executor
+from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.executor_factory import create_executor
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepTimings
 from transom_worker.settings import Settings

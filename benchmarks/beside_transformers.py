@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from transom_worker.bench import Bench
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
 from transom_worker.weights import load_weights

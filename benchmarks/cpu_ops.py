@@ -18,9 +18,9 @@ import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.models.architecture import Architecture, LayerAttention
+from transom_worker.model_config.architecture import Architecture, LayerAttention
+from transom_worker.model_config.rope import Rope
 from transom_worker.models.registry import build_model
-from transom_worker.models.rope import Rope
 
 BLOCK = 16
 LAYER = LayerAttention(num_heads=9, num_kv_heads=3, head_size=64)

@@ -16,12 +16,12 @@ from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
-from transom_cluster.metrics import RouterMetrics
-from transom_cluster.metrics.format import GZIP_LEVEL
-from transom_cluster.metrics.merge import merge_pages
-from transom_cluster.metrics.state import RouterState
+from transom_cluster.http.metrics_format import GZIP_LEVEL
+from transom_cluster.telemetry.merge_metrics import merge_pages
+from transom_cluster.telemetry.router_metrics import RouterMetrics
+from transom_cluster.telemetry.router_state import RouterState
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
 

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from time import perf_counter, process_time
 
 from scheduling import layout
-from transom_cluster.routing.mirror import PrefixMirror
+from transom_cluster.routing.index_mirror import PrefixMirror
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, SamplingParams, WorkerInfo, WorkerLoad, WorkerMessage

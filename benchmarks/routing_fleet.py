@@ -11,15 +11,15 @@ from typing import Protocol
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import RoutingPolicy, SchedulerConfig
 from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.engine.load_report import worker_load
+from transom_worker.engine.step_rates import StepRates
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.load import worker_load
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.simulate.arrivals import RecordedArrivals
 from transom_worker.simulate.stub_executor import StubExecutor
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Workload
-from transom_worker.step_rates import StepRates
 
 MESSAGE_S = 0.002  # between router and worker, one way
 LOAD_PERIOD_S = 0.05

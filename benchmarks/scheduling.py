@@ -21,8 +21,8 @@ from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.hit import find_hit
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.kvcache.prefix_search import find_hit
 from transom_worker.kvcache.retention import Retention
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult

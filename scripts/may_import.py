@@ -4,7 +4,7 @@ Each line of `table` is `module: name name late:name`. The longest matching row 
 in `*`), and a row that ends in `**` adds to what every module under it may import. A module without a row breaks the
 contract, so that new code is placed on purpose. A module may always import the standard library and what lies under its
 own row; a name stands for everything under it; `late:` allows an import only inside a function, where it costs nothing
-until it is needed.
+until it is needed, or under `if TYPE_CHECKING:`, where it never runs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeGuard
 
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
@@ -100,7 +101,7 @@ def problems_of(graph: ImportGraph, module: str, rows: list[Row]) -> Iterator[st
         lines = sorted(detail["line_number"] for detail in graph.get_import_details(importer=module, imported=imported))
         if not is_under(imported, row.late):
             yield f"{module} may not import {imported} (line {', '.join(map(str, lines))})"
-        elif early := [line for line in lines if not is_inside_function(module, line)]:
+        elif early := [line for line in lines if not is_late(module, line)]:
             yield f"{module} may import {imported} only inside a function (line {', '.join(map(str, early))})"
 
 
@@ -109,17 +110,24 @@ def is_under(module: str, names: Sequence[str]) -> bool:
     return any(module == name or module.startswith(name + ".") for name in names)
 
 
-def is_inside_function(module: str, line: int) -> bool:
-    """Whether the line lies in a function's body."""
-    return any(start <= line <= end for start, end in function_spans(module))
+def is_late(module: str, line: int) -> bool:
+    """Whether the line lies in a function's body or under `if TYPE_CHECKING:`."""
+    return any(start <= line <= end for start, end in late_spans(module))
 
 
 @cache
-def function_spans(module: str) -> tuple[tuple[int, int], ...]:
-    """First and last line of every function of a module."""
+def late_spans(module: str) -> tuple[tuple[int, int], ...]:
+    """First and last line of every function and of every `if TYPE_CHECKING:` block of a module."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text())
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return tuple((node.lineno, node.end_lineno or node.lineno) for node in functions)
+    spans = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_typing(node)
+    )
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in spans)
+
+
+def is_typing(node: ast.AST) -> TypeGuard[ast.If]:
+    """Whether a statement is `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from transom_cluster.metrics import RouterMetrics
-from transom_cluster.metrics.state import RouterState
+from transom_cluster.telemetry.router_metrics import RouterMetrics
+from transom_cluster.telemetry.router_state import RouterState
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from transom_worker.blockmap.encoder import Encoder, Identity
 from transom_worker.blockmap.snapshot import Snapshots
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
 

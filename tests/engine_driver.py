@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
 

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from transom_worker.config import EngineConfig
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
+from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.sequences import SequenceStore
-from transom_worker.metrics import EngineMetrics
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.parallel import ALONE, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.settings import Settings
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 60.0
 SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": 1}

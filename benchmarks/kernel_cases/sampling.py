@@ -12,7 +12,7 @@ import torch
 
 from kernel_cases.case import Case, Check, Prepared, Scale, Target
 from transom_kernels.sample.gpu import sample_triton
-from transom_kernels.sample.op import SampleParams
+from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import sample_reference
 
 TARGET = Target(least=0.80, of="bandwidth")

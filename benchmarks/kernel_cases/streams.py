@@ -11,7 +11,11 @@ from functools import partial
 import torch
 
 from kernel_cases.case import Case, Check, Prepared, Scale
-from transom_kernels.streams.gpu import collapse_streams_triton, expand_streams_triton, normalise_streams_triton
+from transom_kernels.hyper_connections.gpu import (
+    collapse_streams_triton,
+    expand_streams_triton,
+    normalise_streams_triton,
+)
 
 EPS, ROUNDS = 1e-6, 20
 STREAMS = 4

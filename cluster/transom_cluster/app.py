@@ -13,12 +13,12 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from transom_cluster.autoscaling.serve_adapter import serve_autoscaling
-from transom_cluster.router_peers import answer_peer
-from transom_cluster.serve_directory import ServeWorkerDirectory
-from transom_cluster.serve_peers import ServeRouterPeers
-from transom_cluster.start_checks import check_api_keys
-from transom_cluster.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
+from transom_cluster.router.peers import answer_peer
+from transom_cluster.serve.autoscaling import serve_autoscaling
+from transom_cluster.serve.router_peers import ServeRouterPeers
+from transom_cluster.serve.start_checks import check_api_keys
+from transom_cluster.serve.worker_directory import ServeWorkerDirectory
+from transom_cluster.serve.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
 from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
@@ -49,11 +49,11 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> Any:  # Serve's name for it
         """The FastAPI app; Serve runs its lifespan, which opens an event stream to each worker."""
-        from transom_cluster.ingress import build_api
-        from transom_cluster.router import Router as RouterCore
+        from transom_cluster.http.api import build_api
+        from transom_cluster.router.router import Router as RouterCore
         from transom_worker.logs import show_logs
-        from transom_worker.model_files import resolve_model
-        from transom_worker.tokenizer import Tokenizer
+        from transom_worker.model_files.resolve import resolve_model
+        from transom_worker.text.tokenizer import Tokenizer
 
         replica = serve.get_replica_context()
         router_id = replica.replica_id.unique_id
@@ -125,7 +125,7 @@ def _worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
         **_number_of_workers(settings),
         ray_actor_options=resources.actor_options,
         request_router_config=RequestRouterConfig(
-            request_router_class="transom_cluster.replica_router.ReplicaRequestRouter"
+            request_router_class="transom_cluster.serve.replica_router.ReplicaRequestRouter"
         ),
         graceful_shutdown_timeout_s=WORKER_DRAIN_S,
         max_surge_percent=ONE_MORE_PERCENT if resources.has_room_for_one_more else 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transom_cluster.autoscaling.policy import wanted_replicas
+from transom_cluster.routing.autoscaling import wanted_replicas
 from transom_worker.config import AutoscalingConfig
 from transom_worker.contract import WorkerLoad
 

@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from ray.serve.autoscaling_policy import _apply_autoscaling_config
     from ray.serve.config import AutoscalingContext
 
-    from transom_cluster.autoscaling.serve_adapter import loads_of, serve_autoscaling
+    from transom_cluster.serve.autoscaling import loads_of, serve_autoscaling
 
 from dataclasses import asdict
 

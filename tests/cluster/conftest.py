@@ -15,8 +15,8 @@ import pytest
 import uvicorn
 from stub_worker import ByteTokenizer, StubDirectory, StubWorker
 
-from transom_cluster.ingress import build_api
-from transom_cluster.router import Router
+from transom_cluster.http.api import build_api
+from transom_cluster.router.router import Router
 from transom_worker.config import FailoverConfig, ServerConfig
 
 

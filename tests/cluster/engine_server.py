@@ -13,13 +13,13 @@ from typing import Any
 
 import uvicorn
 
-from transom_cluster.ingress import build_api
-from transom_cluster.router import Router
+from transom_cluster.http.api import build_api
+from transom_cluster.router.router import Router
 from transom_worker.config import ServerConfig
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.text.tokenizer import Tokenizer
 
 START_S = 120
 QUIET_S = 120

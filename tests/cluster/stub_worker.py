@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transom_worker.chat_template import ChatPrompt
 from transom_worker.contract import (
     ErrorInfo,
     Logprob,
@@ -22,6 +21,7 @@ from transom_worker.contract import (
 from transom_worker.errors import Overloaded
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.text.chat_template import ChatPrompt
 
 EOS = 256
 VOCAB_SIZE = 260

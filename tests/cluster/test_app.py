@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from transom_cluster.worker_resources import Machines, worker_resources
+from transom_cluster.serve.worker_resources import Machines, worker_resources
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 

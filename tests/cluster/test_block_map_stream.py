@@ -14,14 +14,15 @@ import pytest
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster.blockmap import feed, outbox, stream
-from transom_cluster.ingress import build_api
+from transom_cluster.blockmap import feed, outbox
+from transom_cluster.http import block_map_stream
+from transom_cluster.http.api import build_api
 from transom_worker.errors import Overloaded
 
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "LOOK_S", 0.001)
+    monkeypatch.setattr(block_map_stream, "LOOK_S", 0.001)
     monkeypatch.setattr(feed, "FIRST_PAUSE_S", 0.0)
 
 
@@ -202,7 +203,7 @@ async def test_the_stream_ends_when_the_router_drains():
 
 
 async def test_silence_is_broken_by_comments(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream, "SILENCE_S", 0.0)
+    monkeypatch.setattr(block_map_stream, "SILENCE_S", 0.0)
     async with running_api() as api, streaming(api) as call:
         await until(lambda: call.text.count(": still here\n\n") > 2)
 

@@ -13,8 +13,8 @@ from engine_server import engine_server
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster.ingress import build_api
-from transom_cluster.lives.report import phase_times
+from transom_cluster.http.api import build_api
+from transom_cluster.http.request_timeline_report import phase_times
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, StepFailed

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from stub_worker import StubWorker
 
 from conftest import http_server, make_router, running_api, until
-from transom_cluster import dispatcher
-from transom_cluster.answer import MAX_BUFFERED, Answer
-from transom_cluster.ingress import build_api
-from transom_cluster.requests_in_flight import Flight, RequestsInFlight
+from transom_cluster.http.api import build_api
+from transom_cluster.router import worker_connection
+from transom_cluster.router.in_flight_requests import Flight, RequestsInFlight
+from transom_cluster.router.output_stream import MAX_BUFFERED, Answer
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import OutputEvent, Request, SamplingParams
 from transom_worker.errors import WorkerLost
@@ -100,7 +100,7 @@ async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     flight = Flight(Answer([request()]), 0, request())
     old = flight.begin_attempt()
     flight.begin_attempt()
-    await dispatcher.WorkerLink("w0", worker, "r0", Listener()).submit([(flight, old)])
+    await worker_connection.WorkerLink("w0", worker, "r0", Listener()).submit([(flight, old)])
     assert not flight.is_sent
     worker._cancel_all()
 
@@ -128,7 +128,7 @@ NO_FAILOVER = {"failover": FailoverConfig(max_resumes=0, wait_s=0.05)}
 
 
 async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_comes_back(monkeypatch):
-    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
     async with running_api(StubWorker(max_events=2), **NO_FAILOVER) as api:
         streaming = asyncio.create_task(api.complete(stream=True, max_tokens=5))
         whole = asyncio.create_task(api.complete(max_tokens=5, n=2))
@@ -147,7 +147,7 @@ async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_
 
 
 async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_third_attempt(monkeypatch):
-    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
     async with running_api(StubWorker(max_events=1), **NO_FAILOVER) as api:
         waiting = asyncio.create_task(api.complete(max_tokens=5))
         await api.worker.until(lambda: len(api.worker.submitted) == 1)
@@ -186,7 +186,7 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
 
 
 async def test_a_submission_that_fails_is_503(monkeypatch):
-    monkeypatch.setattr(dispatcher, "SUBMIT_GRACE_S", 0.01)
+    monkeypatch.setattr(worker_connection, "SUBMIT_GRACE_S", 0.01)
     async with running_api(StubWorker(submit_failure=ConnectionError("secret"))) as api:
         response = await api.complete()
         assert response.status_code == 503

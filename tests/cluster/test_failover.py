@@ -10,7 +10,7 @@ import pytest
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster import dispatcher, requests_in_flight, waiting_room
+from transom_cluster.router import in_flight_requests, request_queue, worker_connection
 from transom_worker.config import FailoverConfig, LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import EngineDead, Overloaded, WorkerLost
@@ -169,7 +169,7 @@ async def test_killed_between_a_submission_and_its_answer() -> None:
 
 
 async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "SUBMIT_GRACE_S", 0.01)
+    monkeypatch.setattr(worker_connection, "SUBMIT_GRACE_S", 0.01)
     async with running_api(*workers(2, max_events=0), **PATIENT) as api:
         for worker in api.workers:
             worker.reply_failure = ConnectionError("the reply was lost")
@@ -210,7 +210,7 @@ async def test_output_that_is_missing_is_computed_again() -> None:
 
 
 async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
     async with running_api(*workers(1, max_events=3), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await silent(api)
@@ -261,7 +261,7 @@ async def test_resumes_are_bounded(num_events: int) -> None:
 
 
 async def test_a_resumed_stream_waits_where_all_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_room, "RETRY_S", 0.01)
+    monkeypatch.setattr(request_queue, "RETRY_S", 0.01)
     async with running_api(*workers(2, max_events=3), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         for worker in api.workers:
@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
 
 
 async def test_a_deadline_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_in_flight, "DEADLINE_GRACE_S", 0.0)
+    monkeypatch.setattr(in_flight_requests, "DEADLINE_GRACE_S", 0.0)
     async with running_api(*workers(1, max_events=3), limits=LimitsConfig(request_timeout_s=2.0), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await kill_one(api)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import until
-from transom_cluster.router import Router
+from transom_cluster.router.router import Router
 from transom_worker.config import FailoverConfig, ServerConfig
 from transom_worker.contract import (
     ErrorInfo,
@@ -23,10 +23,10 @@ from transom_worker.contract import (
     Usage,
     WorkerMessage,
 )
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 40
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api
-from transom_cluster import dispatcher, waiting_room
-from transom_cluster.router import Router
+from transom_cluster.router import request_queue, worker_connection
+from transom_cluster.router.router import Router
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.errors import Overloaded
@@ -29,9 +29,9 @@ UNBOUNDED = FailoverConfig(max_resumes=10**6, max_lost_workers=10**6, wait_s=600
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(dispatcher, "LONGEST_PAUSE_S", 0.001)
-    monkeypatch.setattr(waiting_room, "RETRY_S", 0.001)
+    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(worker_connection, "LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr(request_queue, "RETRY_S", 0.001)
 
 
 def one_request(request_id: str, max_tokens: int, choice_index: int) -> Request:

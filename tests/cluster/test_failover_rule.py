@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster.failover import RELEASE_TOKENS, LossRecord, after_loss, judge, may_have_run
+from transom_cluster.router.failover import RELEASE_TOKENS, LossRecord, after_loss, judge, may_have_run
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import WorkerLoad
 

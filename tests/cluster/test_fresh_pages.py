@@ -11,11 +11,11 @@ from stub_worker import StubWorker
 
 from conftest import make_router
 from engine_driver import make_engine
-from transom_cluster.ingress import build_api
-from transom_cluster.metrics.router_metrics import MAIN_ENDPOINTS
-from transom_cluster.request_outcome import BREAK_REASONS
+from transom_cluster.http.api import build_api
 from transom_cluster.routing.policy import REASONS
-from transom_worker.metrics.fixed_values import (
+from transom_cluster.telemetry.request_outcome import BREAK_REASONS
+from transom_cluster.telemetry.router_metrics import MAIN_ENDPOINTS
+from transom_worker.telemetry.metrics.fixed_values import (
     CHECKPOINT_KINDS,
     EVICTION_REASONS,
     FINISH_REASONS,
@@ -24,7 +24,7 @@ from transom_worker.metrics.fixed_values import (
     PREEMPTION_MODES,
     REFUSALS,
 )
-from transom_worker.metrics.steps import STEP_PARTS
+from transom_worker.telemetry.metrics.steps import STEP_PARTS
 
 Values = set[tuple[str, ...]]
 OWN = {"model", "worker", "router"}

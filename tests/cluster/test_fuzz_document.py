@@ -10,7 +10,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from stub_worker import StubWorker
 
 from conftest import HttpServer, http_server, make_router
-from transom_cluster.ingress import build_api
+from transom_cluster.http.api import build_api
 
 KEY = "sesame"
 load_all_checks()

@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from transom_cluster.metrics.merge import merge_pages
+from transom_cluster.telemetry.merge_metrics import merge_pages
 
 HARD = 'a\\b"c\nd # {x="y"} } 1'  # in a label's value
 

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api
-from transom_cluster.ingress import build_api
-from transom_cluster.metrics import page as metrics_page
-from transom_cluster.router import Router
-from transom_cluster.router_peers import answer_peer
+from transom_cluster.http.api import build_api
+from transom_cluster.router.peers import answer_peer
+from transom_cluster.router.router import Router
+from transom_cluster.telemetry.router_metrics import page as metrics_page
 
 # what Prometheus 2.42 sends
 PROMETHEUS = (

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stub_worker import StubWorker
 
 from conftest import Api, make_router, running_api, until
-from transom_cluster.ingress import build_api
+from transom_cluster.http.api import build_api
 from transom_cluster.openai.completion_writer import CompletionWriter
 from transom_cluster.openai.errors import STREAM_CODES
 from transom_worker.config import FailoverConfig, LimitsConfig

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api, until
-from transom_cluster import worker_pool
-from transom_cluster.metrics.router_metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
-from transom_cluster.router import Router
+from transom_cluster.router import worker_pool
+from transom_cluster.router.router import Router
+from transom_cluster.telemetry.router_metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
 from transom_worker.config import AutoscalingConfig
 from transom_worker.contract import Request, SamplingParams, WorkerLoad
 

@@ -9,9 +9,9 @@ import pytest
 from stub_worker import StubWorker
 
 from conftest import Api, make_router, running_api
-from transom_cluster.api_keys import is_of_all_clients
-from transom_cluster.ingress import build_api
-from transom_cluster.start_checks import check_api_keys
+from transom_cluster.http.api import build_api
+from transom_cluster.http.api_keys import is_of_all_clients
+from transom_cluster.serve.start_checks import check_api_keys
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 

@@ -10,13 +10,13 @@ from stub_worker import StubWorker
 from typer.testing import CliRunner
 
 from conftest import make_router, running_api
-from transom_cluster.api_keys import LOOK_AGAIN_S, ApiKeys, known_keys, read_key_file
 from transom_cluster.cli import app
 from transom_cluster.commands import serve as serve_command
 from transom_cluster.commands.local_ray import LocalRay
 from transom_cluster.commands.serve import START_FAILED
-from transom_cluster.ingress import build_api
-from transom_cluster.start_checks import check_api_keys
+from transom_cluster.http.api import build_api
+from transom_cluster.http.api_keys import LOOK_AGAIN_S, ApiKeys, known_keys, read_key_file
+from transom_cluster.serve.start_checks import check_api_keys
 from transom_worker.config import ServerConfig
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.hashing import chain_root

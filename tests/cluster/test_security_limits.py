@@ -14,8 +14,8 @@ from stub_worker import StubWorker
 from test_http_errors import problem
 
 from conftest import GIVE_UP_S, http_server, running_api
-from transom_cluster.client_limits import MAX_QUIET_CLIENTS, ClientLimits
-from transom_cluster.ingress import build_api
+from transom_cluster.http.api import build_api
+from transom_cluster.http.client_limits import MAX_QUIET_CLIENTS, ClientLimits
 from transom_cluster.openai.completion_types import MAX_ANSWERS
 from transom_worker.config import LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
@@ -269,7 +269,7 @@ class EngineTime:
 def late_server(tiny_model, monkeypatch):
     """A request's deadline passes while its answer, of which some is there, is far from its end."""
     now = EngineTime()
-    monkeypatch.setattr("transom_worker.engine.time", now)
+    monkeypatch.setattr("transom_worker.engine.engine.time", now)
     config = {"limits": LimitsConfig(request_timeout_s=3600.0)}
     with engine_server(tiny_model, server=config, kv_cache_memory_bytes="4MiB") as running:
         executor = running.replica.engine._executor

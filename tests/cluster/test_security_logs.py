@@ -13,7 +13,7 @@ from asgi_call import AsgiCall
 from stub_worker import StubWorker
 
 from conftest import Api, running_api
-from transom_cluster.ingress import build_api
+from transom_cluster.http.api import build_api
 from transom_worker.config import LimitsConfig
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed

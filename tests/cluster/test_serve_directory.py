@@ -14,9 +14,9 @@ with warnings.catch_warnings():
     from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
     from ray.serve.request_router import PendingRequest
 
-    from transom_cluster.replica_router import ReplicaRequestRouter
+    from transom_cluster.serve.replica_router import ReplicaRequestRouter
 
-from transom_cluster.serve_directory import ServeWorkerDirectory, presence_of
+from transom_cluster.serve.worker_directory import ServeWorkerDirectory, presence_of
 from transom_worker.errors import WorkerLost
 
 

@@ -11,8 +11,8 @@ import pytest
 from stub_worker import StubWorker
 
 from conftest import make_router
-from transom_cluster.router_peers import NoPeers, answer_peer
-from transom_cluster.serve_peers import ServeRouterPeers
+from transom_cluster.router.peers import NoPeers, answer_peer
+from transom_cluster.serve.router_peers import ServeRouterPeers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, of pydantic

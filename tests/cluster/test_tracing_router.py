@@ -21,16 +21,16 @@ from stub_worker import StubWorker
 from test_failover_engines import Mortal, Workers
 
 from conftest import Api, running_api, until
-from transom_cluster.ingress import build_api
-from transom_cluster.router import Router
-from transom_worker import tracing
+from transom_cluster.http.api import build_api
+from transom_cluster.router.router import Router
 from transom_worker.config import FailoverConfig, ServerConfig, TracingConfig
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, StepFailed
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.telemetry import tracing
+from transom_worker.text.tokenizer import Tokenizer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ENDPOINT = "http://127.0.0.1:9/v1/traces"

@@ -9,7 +9,7 @@ import pytest
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api, until
-from transom_cluster import dispatcher, waiting_room, worker_pool
+from transom_cluster.router import request_queue, worker_connection, worker_pool
 from transom_cluster.routing.placer import Placed, Placer
 from transom_worker.config import FailoverConfig, LimitsConfig
 from transom_worker.contract import ErrorInfo, Request, Usage, WorkerMessage
@@ -62,7 +62,7 @@ async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request
 
 
 async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_room, "MAX_WAITING", 2)
+    monkeypatch.setattr(request_queue, "MAX_WAITING", 2)
     async with running_api(*workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.links)
@@ -130,7 +130,7 @@ async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
 
 
 async def test_a_worker_that_starts_its_ranks_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_room, "RETRY_S", 0.01)
+    monkeypatch.setattr(request_queue, "RETRY_S", 0.01)
     async with running_api(*workers(1), **PATIENT) as api:
         api.worker.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
         answer = asyncio.create_task(api.complete())
@@ -275,7 +275,7 @@ async def test_what_was_taken_from_a_lost_worker_is_handed_over_whatever_else_fa
         second.num_silent = 0
         answer = asyncio.create_task(api.complete())
         await until(lambda: second.num_silent == 1)
-        monkeypatch.setattr(waiting_room, "after_loss", broken)
+        monkeypatch.setattr(request_queue, "after_loss", broken)
         second.kill()
         assert (await answer).status_code == 500
         assert api.router.num_waiting == 0
@@ -321,7 +321,7 @@ async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
 
 async def test_a_call_for_the_index_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mirror asks once for each gap: without the index it would say nothing of this worker for ever."""
-    monkeypatch.setattr(dispatcher, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
     async with running_api(*workers(1)) as api:
         resync, calls = api.worker.resync, []
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from transom_cluster.worker_resources import (
+from transom_cluster.serve.worker_resources import (
     ROUTER_CPUS,
     Machines,
     WorkerResources,

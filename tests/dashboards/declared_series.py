@@ -8,8 +8,8 @@ from pathlib import Path
 from prometheus_client import Metric
 
 from engine_driver import make_engine
-from transom_cluster.metrics import RouterMetrics
-from transom_cluster.metrics.state import RouterState
+from transom_cluster.telemetry.router_metrics import RouterMetrics
+from transom_cluster.telemetry.router_state import RouterState
 
 
 def declared(model: Path) -> dict[str, set[str]]:

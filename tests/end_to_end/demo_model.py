@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tiny_checkpoints import FULL, HybridCase, reference_steps
 from transom_worker import LLM, SamplingParams
 from transom_worker.llm import RequestOutput
-from transom_worker.model_files import resolve_model
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.model_files.resolve import resolve_model
+from transom_worker.text.tokenizer import Tokenizer
 from transom_worker.weights import load_weights
 
 NUM_TOKENS = 12

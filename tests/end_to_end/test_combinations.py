@@ -17,8 +17,8 @@ from engine_driver import make_engine, make_request, run
 from lost_windows import lose_windows
 from oracle_answers import oracle_answers
 from tiny_checkpoints import HybridCase
-from transom_worker.engine import Engine
-from transom_worker.scheduling import upcoming
+from transom_worker.engine.engine import Engine
+from transom_worker.scheduling import in_flight_prefixes
 from transom_worker.scheduling.sequence import Sequence
 
 NUM_TOKENS = 24
@@ -55,14 +55,14 @@ def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Units that requests waited for since another computed them; here a few tokens are worth it."""
     waited: list[int] = []
-    follow = upcoming.Upcoming.follow
+    follow = in_flight_prefixes.Upcoming.follow
 
-    def noted(self: upcoming.Upcoming, sequence: Sequence, leader: Sequence, units: int) -> None:
+    def noted(self: in_flight_prefixes.Upcoming, sequence: Sequence, leader: Sequence, units: int) -> None:
         waited.append(units)
         follow(self, sequence, leader, units)
 
-    monkeypatch.setattr(upcoming, "LEAST_SHARED_TOKENS", 8)
-    monkeypatch.setattr(upcoming.Upcoming, "follow", noted)
+    monkeypatch.setattr(in_flight_prefixes, "LEAST_SHARED_TOKENS", 8)
+    monkeypatch.setattr(in_flight_prefixes.Upcoming, "follow", noted)
     return waited
 
 

@@ -11,8 +11,8 @@ from lost_windows import lose_windows
 from oracle_answers import oracle_answers
 from tiny_checkpoints import HybridCase, reference_greedy
 from transom_worker.contract import Request
-from transom_worker.engine import Engine
-from transom_worker.kvcache.repair import repair_start
+from transom_worker.engine.engine import Engine
+from transom_worker.kvcache.window_repair import repair_start
 
 BLOCK = 8
 NUM_TOKENS = 12

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_worker.execution.copies import run_copies
-from transom_worker.execution.slab import block_rows
+from transom_worker.execution.batch.copies import run_copies
+from transom_worker.execution.batch.slab import block_rows
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.scheduling.step import StepPlan

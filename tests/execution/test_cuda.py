@@ -8,7 +8,7 @@ from hand_scheduler import HandScheduler
 
 from tiny_checkpoints import HybridCase, reference_steps, tiny_llama
 from transom_worker.contract import SamplingParams
-from transom_worker.execution.executor import create_executor
+from transom_worker.execution.executor_factory import create_executor
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.sampling.noise import gumbel, noise_key, random_bits
 from transom_worker.sampling.sampler import Sampler

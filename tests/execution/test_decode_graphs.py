@@ -24,9 +24,9 @@ from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.sort import MOST_PAIRS
 from transom_kernels.paged_attention import tuning
 from transom_worker.execution import dry_run, forward_pass
-from transom_worker.execution.decode_graphs import GraphMismatch
+from transom_worker.execution.graphs.decode_graphs import GraphMismatch
+from transom_worker.execution.graphs.static_batch import StaticBatch
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.static_batch import StaticBatch
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.scheduling.step import StepPlan
@@ -293,7 +293,7 @@ def test_a_start_without_room_or_time_does_without_graphs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(f"transom_worker.execution.graph_warm_up.{name}", value)
+    monkeypatch.setattr(f"transom_worker.execution.graphs.graph_warm_up.{name}", value)
     device = RecorderDevice()
     with caplog.at_level(logging.WARNING), runner_of(checkpoint, device, max_num_seqs=2, max_model_len=8) as runner:
         assert message in caplog.text

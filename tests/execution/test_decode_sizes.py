@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_worker.execution.decode_sizes import MOST_ITEMS, DecodeSize, DecodeSizes, Need
+from transom_worker.execution.graphs.decode_sizes import MOST_ITEMS, DecodeSize, DecodeSizes, Need
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 
 FULL = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)

@@ -9,7 +9,7 @@ from toy_decoder import architecture, layer
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
 from transom_worker.execution import memory, model_loading
-from transom_worker.model_files import ModelFiles
+from transom_worker.model_files.resolve import ModelFiles
 
 LLAMA = {
     "model_type": "llama",

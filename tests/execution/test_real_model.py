@@ -11,7 +11,7 @@ from hand_scheduler import HandScheduler
 from tiny_checkpoints import FULL, HybridCase, reference_logits, reference_steps, tiny_llama
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import ConfigError, ModelError
-from transom_worker.execution.executor import create_executor
+from transom_worker.execution.executor_factory import create_executor
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.settings import Settings
 

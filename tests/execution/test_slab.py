@@ -6,7 +6,7 @@ import pytest
 import torch
 from toy_decoder import architecture, layer
 
-from transom_worker.execution.slab import (
+from transom_worker.execution.batch.slab import (
     allocate_slab,
     block_rows,
     compressed_caches,
@@ -14,7 +14,7 @@ from transom_worker.execution.slab import (
     layer_caches,
 )
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.models.layer_attention import Compression, LayerAttention
+from transom_worker.model_config.layer_attention import Compression, LayerAttention
 from transom_worker.planner import cache_groups, make_layout
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ from toy_decoder import layer, load_toy
 from transom_kernels.paged_attention.parts import Asked, parts_of
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.work import FIELDS
-from transom_worker.execution.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.graph_memory import GRAPH_BYTES, graph_bytes
+from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.graphs.graph_memory import GRAPH_BYTES, graph_bytes
+from transom_worker.execution.graphs.static_batch import StaticBatch, bytes_of, need_of, plan_works
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.static_batch import StaticBatch, bytes_of, need_of, plan_works
-from transom_worker.execution.step_arrays import StepArrays
 
 SPLIT = 1024
 ASKS = tuple(

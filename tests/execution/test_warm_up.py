@@ -7,9 +7,9 @@ from hand_scheduler import HandScheduler, engine_config
 from toy_decoder import ToyDecoder, layer, load_toy
 
 from transom_worker.execution import dry_run
+from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.dry_run import warm_up, worst_past
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.sequences import SequenceStore
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.scheduling.step import StepPlan

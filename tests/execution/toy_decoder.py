@@ -12,7 +12,7 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.execution.model_loading import LoadedModel
 from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.models.architecture import Architecture, LayerAttention
+from transom_worker.model_config.architecture import Architecture, LayerAttention
 
 VOCABULARY = 64
 HIDDEN = 32

@@ -9,6 +9,8 @@ from typing import Any
 from transom_kernels.block_copy.gpu import WORDS
 from transom_kernels.block_copy.kernel import copy_words
 from transom_kernels.gated_mlp.kernel import activate
+from transom_kernels.hyper_connections.gpu import row_block, stream_blocks
+from transom_kernels.hyper_connections.kernel import collapse, expand, normalise
 from transom_kernels.kv_write.gpu import head_blocks
 from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
@@ -36,8 +38,6 @@ from transom_kernels.sample.gpu import (
 )
 from transom_kernels.sample.kernel import change_logits, choose
 from transom_kernels.sample.survey import survey
-from transom_kernels.streams.gpu import row_block, stream_blocks
-from transom_kernels.streams.kernel import collapse, expand, normalise
 
 FP8 = "fp8e4nv"  # from sm_89 on
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}

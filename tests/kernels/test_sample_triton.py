@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from transom_kernels.sample import gpu
 from transom_kernels.sample.gpu import sample_triton
-from transom_kernels.sample.op import SampleParams, sample
+from transom_kernels.sample.op import sample
+from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import gumbel, sample_reference
 from transom_worker.contract import SamplingParams
 from transom_worker.sampling import noise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transom_kernels.streams import collapse_streams, expand_streams, merge_streams, normalise_streams
+from transom_kernels.hyper_connections import collapse_streams, expand_streams, merge_streams, normalise_streams
 
 X, Y = torch.ones(2, 3, 4), torch.ones(2, 4)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transom_kernels.streams.gpu import (
+from transom_kernels.hyper_connections.gpu import (
     collapse_streams_triton,
     expand_streams_triton,
     merge_streams_triton,
     normalise_streams_triton,
 )
-from transom_kernels.streams.reference import (
+from transom_kernels.hyper_connections.reference import (
     collapse_streams_reference,
     expand_streams_reference,
     merge_streams_reference,

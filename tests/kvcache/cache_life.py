@@ -16,8 +16,8 @@ from rank_model import RankTable, Slab, prefix_tags
 from transom_worker.kvcache.compaction import BlockCopy
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.prefix_search import Hit, find_hit, hit_limit
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.tree import CheckpointKind
 

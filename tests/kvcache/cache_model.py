@@ -10,8 +10,8 @@ from transom_worker.kvcache.events import KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.window_repair import repair_start
 
 BLOCK = 4
 

@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from repair_model import COMPRESSED, RULES, Layout, make_groups
 
-from transom_worker.kvcache import outcome
+from transom_worker.kvcache import prefix_outcome
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.hit import find_hit, hit_limit
-from transom_worker.kvcache.index import PrefixIndex
-from transom_worker.kvcache.outcome import classify
+from transom_worker.kvcache.prefix_index import PrefixIndex
+from transom_worker.kvcache.prefix_outcome import classify
+from transom_worker.kvcache.prefix_search import find_hit, hit_limit
 from transom_worker.kvcache.retention import Retention
 
 UNITS = 24
@@ -117,11 +117,11 @@ def test_outcomes_name_the_reason() -> None:
     index = index_with(full=set(range(6)), window={0, 1, 2}, gone={6, 7})
     # 3 units hit, 3 more are only in the full group, 2 are gone, 1 is new, and 2 tokens fill no unit
     assert outcomes(index, 9 * 4 + 2) == {
-        outcome.HIT: 12,
-        outcome.WINDOW_EVICTED: 12,
-        outcome.FULL_EVICTED: 8,
-        outcome.NEVER_SEEN: 4,
-        outcome.BELOW_ALIGNMENT: 2,
+        prefix_outcome.HIT: 12,
+        prefix_outcome.WINDOW_EVICTED: 12,
+        prefix_outcome.FULL_EVICTED: 8,
+        prefix_outcome.NEVER_SEEN: 4,
+        prefix_outcome.BELOW_ALIGNMENT: 2,
     }
 
 
@@ -129,16 +129,16 @@ def test_repaired_tokens_are_told_from_hit_ones() -> None:
     index = index_with(full=set(range(12)), window={0, 1, 2}, gone=set())
     # windows of 10: at 48 tokens they begin at 39, in block 9
     assert outcomes(index, 13 * 4, window_repair=True) == {
-        outcome.HIT: 36,
-        outcome.REPAIRED: 12,
-        outcome.LAST_TOKEN: 4,
+        prefix_outcome.HIT: 36,
+        prefix_outcome.REPAIRED: 12,
+        prefix_outcome.LAST_TOKEN: 4,
     }
-    assert outcomes(index, 13 * 4, 38, window_repair=True) == {outcome.HIT: 36, outcome.REPAIRED: 2}
+    assert outcomes(index, 13 * 4, 38, window_repair=True) == {prefix_outcome.HIT: 36, prefix_outcome.REPAIRED: 2}
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_unit() -> None:
     index = index_with(full=set(range(6)), window=set(range(6)), gone=set())
-    assert outcomes(index, 24) == {outcome.HIT: 20, outcome.LAST_TOKEN: 4}
+    assert outcomes(index, 24) == {prefix_outcome.HIT: 20, prefix_outcome.LAST_TOKEN: 4}
 
 
 @given(

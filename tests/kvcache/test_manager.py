@@ -11,8 +11,8 @@ from cache_model import BLOCK, MIXES, Mirror, check_cache, layout, slow_hit
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache import change_log
 from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.hit import hit_limit
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.prefix_search import hit_limit
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.tree import CheckpointKind
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from repair_model import FULL, RULES, Layout, chunk, inexact_live, make_groups, sinks, state, window
 
 from transom_worker.kvcache.groups import GroupKind
-from transom_worker.kvcache.repair import repair_start
+from transom_worker.kvcache.window_repair import repair_start
 
 LAYOUTS: dict[str, Layout] = {
     "window": [[window(6)]],

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transom_worker.layers.embedding import Embedding, Head
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.rope import RotaryEmbedding
+from transom_worker.model_config.rope import Rope
 from transom_worker.models.frequencies import frequencies
-from transom_worker.models.rope import Rope
 from transom_worker.parallel import Parallel
 
 

@@ -10,7 +10,7 @@ from transom_worker.layers.embedding import Embedding, make_embedding
 from transom_worker.layers.linear import PlainLinear, make_linear
 from transom_worker.layers.norm import AllHeadsNorm, SharedAllHeadsNorm
 from transom_worker.layers.parallel_linear import make_row_parallel
-from transom_worker.models.sharding import cut
+from transom_worker.model_config.sharding import cut
 from transom_worker.parallel import ALONE, Parallel
 
 

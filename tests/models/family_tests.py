@@ -26,7 +26,7 @@ from checkpoints import (
 from engine_driver import Whole, make_engine, make_request, run
 from lost_windows import lose_windows
 from transom_worker.contract import MAX_LOGPROBS
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 
 TOLERANCE = 1e-3
 MAX_MODEL_LEN = 768

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import greedy, load_oracle, prompt
 from engine_driver import make_engine, make_request, run
 from transom_worker.errors import ConfigError, ModelError
-from transom_worker.model_files import resolve_model
-from transom_worker.models.architecture import read_architecture, runnable
+from transom_worker.model_config.architecture import read_architecture, runnable
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.models.deepseek_v4.names import published_name
 from transom_worker.models.registry import build_model
 from transom_worker.weights import Weights, load_weights

@@ -14,7 +14,7 @@ from checkpoints import greedy, load_oracle, prompt
 from engine_driver import make_engine, make_request, run
 from lost_windows import lose_windows
 from transom_worker.contract import TokenLogprobs
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.models.deepseek_v4 import compressor
 

@@ -7,7 +7,7 @@ from tiny_runner import TinyRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transom_worker.errors import ConfigError, ModelError
-from transom_worker.models.architecture import read_architecture, with_windows
+from transom_worker.model_config.architecture import read_architecture, with_windows
 from transom_worker.models.registry import build_model
 from transom_worker.parallel import Parallel
 from transom_worker.weights.checkpoint import check_shape

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from transom_worker.errors import ModelError
-from transom_worker.models.architecture import read_architecture
-from transom_worker.models.mixture import Mixture
+from transom_worker.model_config.architecture import read_architecture
+from transom_worker.model_config.mixture import Mixture
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 7,

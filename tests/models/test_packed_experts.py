@@ -15,9 +15,9 @@ from test_deepseek_v4_quantised import in_fp4
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe import ExpertTensors, MxTensor
 from transom_worker.layers.experts import GroupedExperts, make_experts
+from transom_worker.model_config.mixture import Mixture
 from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
 from transom_worker.models.loading import Loader
-from transom_worker.models.mixture import Mixture
 from transom_worker.parallel import Parallel
 from transom_worker.weights import RenamedWeights, Weights
 from transom_worker.weights.quantised_tensors import open_quantised

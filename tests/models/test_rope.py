@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from transom_worker.errors import ModelError
-from transom_worker.models.architecture import read_architecture
+from transom_worker.model_config.architecture import read_architecture
+from transom_worker.model_config.rope import Rope
 from transom_worker.models.frequencies import frequencies
-from transom_worker.models.rope import Rope
 
 CPU = torch.device("cpu")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}

@@ -23,8 +23,8 @@ from checkpoints import make_checkpoint, prompt
 from engine_driver import Whole, make_request, run
 from lost_windows import lose_windows
 from thread_ranks import ThreadRanks, make_sharded_engine
-from transom_worker.engine import Engine
-from transom_worker.model_files import resolve_model
+from transom_worker.engine.engine import Engine
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.planner import plan_from_config
 
 TOLERANCE = 1e-4

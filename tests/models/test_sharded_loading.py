@@ -13,8 +13,8 @@ from checkpoints import SIZES, make_checkpoint
 from thread_ranks import RankThreads, make_sharded_engine
 from transom_worker.errors import ConfigError
 from transom_worker.execution.executor import ExecutorInfo
-from transom_worker.model_files import resolve_model
-from transom_worker.models.architecture import read_architecture
+from transom_worker.model_config.architecture import read_architecture
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.models.model import Model
 from transom_worker.models.registry import build_model
 from transom_worker.parallel import Parallel

@@ -8,7 +8,7 @@ import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
 
 BLOCK = 4
 

@@ -15,14 +15,14 @@ import torch
 
 from transom_worker.errors import RankLost
 from transom_worker.parallel.communicator import Communicator
-from transom_worker.parallel.meeting import Meeting, connect, host_id
+from transom_worker.parallel.rendezvous import Meeting, connect, host_id
 
 KINDS = ("memory", "gloo")
 PATIENCE_S = 120.0  # of the test with a rank; what comes within it was not waited for by a rank that has `NEVER_S`
 NEVER_S = 600.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "torch", "torch.distributed", "transom_worker.parallel.meeting"])
+CONTEXT.set_forkserver_preload(["pytest", "torch", "torch.distributed", "transom_worker.parallel.rendezvous"])
 
 Body = Callable[[Communicator, int, Connection], Any]
 

@@ -15,7 +15,7 @@ from rank_processes import ranks
 from transom_worker.errors import RankLost
 from transom_worker.parallel import ALONE
 from transom_worker.parallel.communicator import Communicator
-from transom_worker.parallel.meeting import MEMORY, Meeting, connect, host_id
+from transom_worker.parallel.rendezvous import MEMORY, Meeting, connect, host_id
 
 
 def kind_of(hosts: list[str], device: str = "cpu") -> str:

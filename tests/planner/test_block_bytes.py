@@ -9,7 +9,7 @@ from model_configs import CONFIGS
 
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import GroupLayout, Role
-from transom_worker.models.architecture import read_architecture
+from transom_worker.model_config.architecture import read_architecture
 from transom_worker.planner.blocks import DTYPE_BYTES, KV_CACHE_DTYPES, cache_groups, kv_dtype
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"

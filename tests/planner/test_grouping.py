@@ -6,8 +6,8 @@ import pytest
 
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.models.architecture import Architecture
-from transom_worker.models.layer_attention import Compression, LayerAttention
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.layer_attention import Compression, LayerAttention
 from transom_worker.planner.groups import make_groups
 
 

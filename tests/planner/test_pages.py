@@ -10,7 +10,7 @@ from model_configs import CONFIGS
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.models.architecture import read_architecture
+from transom_worker.model_config.architecture import read_architecture
 from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.pages import MAX_PAGES, choose_pages, group_waste, make_layout
 

@@ -6,8 +6,8 @@ import os
 import select
 from pathlib import Path
 
-from transom_worker.engine import Engine
-from transom_worker.execution.ranks_executor import RanksExecutor
+from transom_worker.engine.engine import Engine
+from transom_worker.execution.ranks.executor import RanksExecutor
 
 GONE_TIMEOUT_S = 120.0
 

@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from engine_driver import make_engine, make_request, run
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
-from transom_worker.execution import ranks_executor
-from transom_worker.execution.rank_channel import ExecutorChannel
-from transom_worker.execution.rank_messages import Step, decode, encode
+from transom_worker.execution.ranks import executor
+from transom_worker.execution.ranks.channel import ExecutorChannel
+from transom_worker.execution.ranks.messages import Step, decode, encode
 from transom_worker.scheduling.step import StepPlan
 
 PROMPT = list(range(5, 45))
@@ -80,7 +80,7 @@ def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.Monkey
         send(channel, rank, frame)
 
     engine.add(make_request("refused", PROMPT, max_tokens=4))
-    monkeypatch.setattr(ranks_executor, "FAILURE_TIMEOUT_S", 1.0)  # the other rank never says anything
+    monkeypatch.setattr(executor, "FAILURE_TIMEOUT_S", 1.0)  # the other rank never says anything
     monkeypatch.setattr(ExecutorChannel, "_send", send_another)
     (event,) = engine.step()
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from typing import Any
 START = """
 import sys
 from transom_worker.execution import rank_processes
-from transom_worker.execution.ranks_executor import RanksExecutor
+from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.logs import show_logs
 from transom_worker.settings import Settings
 

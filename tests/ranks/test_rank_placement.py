@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from transom_worker.errors import ConfigError
-from transom_worker.execution import rank_actors
-from transom_worker.execution.rank_actors import RankActors
-from transom_worker.execution.rank_messages import RankSetup
+from transom_worker.execution.ranks import actor_launcher
+from transom_worker.execution.ranks.actor_launcher import RankActors
+from transom_worker.execution.ranks.messages import RankSetup
 from transom_worker.settings import Settings
 
 
@@ -23,7 +23,7 @@ def test_a_group_of_the_wrong_size(
     config = Settings.parse(model=str(tiny_model), tensor_parallel_size=2).engine_config()
     setups = [RankSetup(config=config, rank=rank, size=2, endpoint="", server_key=b"") for rank in range(2)]
     group = None if num_bundles is None else SimpleNamespace(bundle_count=num_bundles)
-    monkeypatch.setattr(rank_actors, "get_current_placement_group", lambda: group)
+    monkeypatch.setattr(actor_launcher, "get_current_placement_group", lambda: group)
     launcher = RankActors()
     with pytest.raises(ConfigError, match=f"{told}; 2 ranks as Ray actors need 3 bundles"):
         launcher.launch(setups, lambda rank, how: None)

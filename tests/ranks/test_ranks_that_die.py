@@ -14,7 +14,7 @@ from rank_watch import left_behind, process_ids, wait_until_gone
 from engine_driver import make_engine, make_request, run
 from tiny_checkpoints import reference_greedy
 from transom_worker.contract import Request
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.errors import WorkerLost
 from transom_worker.scheduling.step import StepPlan
 

@@ -11,11 +11,11 @@ from rank_watch import left_behind
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import RankLost
-from transom_worker.execution import rank_start
-from transom_worker.execution.rank_group import RankGroup
-from transom_worker.execution.rank_launcher import Launcher, OnEnd
-from transom_worker.execution.rank_messages import Hello, Loaded, Opened, Progress, RankSetup
-from transom_worker.execution.ranks_executor import RanksExecutor
+from transom_worker.execution.ranks import startup
+from transom_worker.execution.ranks.executor import RanksExecutor
+from transom_worker.execution.ranks.group import RankGroup
+from transom_worker.execution.ranks.launcher import Launcher, OnEnd
+from transom_worker.execution.ranks.messages import Hello, Loaded, Opened, Progress, RankSetup
 from transom_worker.settings import Settings
 
 SILENCE_S = 10.0
@@ -51,7 +51,7 @@ class Script:
 
     def __init__(self, words: list[tuple[float, int, object]], monkeypatch: pytest.MonkeyPatch) -> None:
         self._words, self.now_s = words, 0.0
-        monkeypatch.setattr(rank_start.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(startup.time, "monotonic", lambda: self.now_s)
 
     def send(self, rank: int, message: object) -> None:
         pass
@@ -87,7 +87,7 @@ def test_a_long_load_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = [(0.9 * SILENCE_S, 1, Progress(share / 100, share)) for share in range(100)]
     script = Script([*hellos, (1.0, 0, Opened("")), *loading, (1.0, 1, Loaded())], monkeypatch)
     with pytest.raises(RankLost, match="silence"):
-        rank_start.start_ranks(script, timeout_s=SILENCE_S)  # type: ignore[arg-type]
+        startup.start_ranks(script, timeout_s=SILENCE_S)  # type: ignore[arg-type]
     assert script.now_s == pytest.approx(4.0 + 90 * SILENCE_S + SILENCE_S)
 
 

@@ -15,11 +15,11 @@ from rank_watch import left_behind, wait_until_gone
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError, ModelError, RankLost
-from transom_worker.execution import rank_channel, ranks_executor
-from transom_worker.execution.rank_group import RankGroup
-from transom_worker.execution.rank_messages import Allocate, Load, Open
-from transom_worker.execution.rank_processes import RankProcesses
-from transom_worker.execution.ranks_executor import RanksExecutor
+from transom_worker.execution.ranks import channel, executor
+from transom_worker.execution.ranks.executor import RanksExecutor
+from transom_worker.execution.ranks.group import RankGroup
+from transom_worker.execution.ranks.messages import Allocate, Load, Open
+from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.settings import Settings
 
 
@@ -38,21 +38,21 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__(config, launcher, on_lost)
             found.extend(launcher.process_ids)
 
-    monkeypatch.setattr(ranks_executor, "RankGroup", Watched)
+    monkeypatch.setattr(executor, "RankGroup", Watched)
     return found
 
 
 def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
     """Have `action` done when the first message of a kind is about to be sent."""
-    encode = rank_channel.encode
+    encode = channel.encode
 
     def act_and_encode(sent: object) -> bytes:
         if isinstance(sent, message):
-            monkeypatch.setattr(rank_channel, "encode", encode)
+            monkeypatch.setattr(channel, "encode", encode)
             action()
         return encode(sent)
 
-    monkeypatch.setattr(rank_channel, "encode", act_and_encode)
+    monkeypatch.setattr(channel, "encode", act_and_encode)
 
 
 @pytest.mark.parametrize(("message", "rank"), [(Open, 1), (Load, 0), (Allocate, 1)])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transom_cluster.routing.mirror import PrefixMirror
+from transom_cluster.routing.index_mirror import PrefixMirror
 from transom_cluster.routing.placer import Placed, Placer
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.errors import RequestTooLarge

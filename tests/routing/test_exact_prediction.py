@@ -6,7 +6,7 @@ import pytest
 from fleet import Fleet, Worker, predict, run_by_run
 from scheduler_driver import Driver, layout, request
 
-from transom_cluster.routing.mirror import PrefixMirror
+from transom_cluster.routing.index_mirror import PrefixMirror
 from transom_worker.kvcache.events import KvUpdate
 
 HYBRIDS = (

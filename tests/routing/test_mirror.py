@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from transom_cluster.routing.mirror import PrefixMirror
+from transom_cluster.routing.index_mirror import PrefixMirror
 from transom_worker.kvcache import change_log
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 from prometheus_client import generate_latest
 
-from transom_cluster.metrics.families import RouterFamilies
-from transom_cluster.routing import chains
-from transom_cluster.routing.metrics import RoutingMetrics
+from transom_cluster.routing import prompt_hashes
 from transom_cluster.routing.placer import Placed, Placer
+from transom_cluster.telemetry.metric_families import RouterFamilies
+from transom_cluster.telemetry.routing_metrics import RoutingMetrics
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
@@ -103,7 +103,7 @@ def test_equal_prompts_are_hashed_once_and_others_again(monkeypatch: pytest.Monk
         hashed.append(len(token_ids))
         extend_chain(chain, root, token_ids, block_size)
 
-    monkeypatch.setattr(chains, "extend_chain", counting)
+    monkeypatch.setattr(prompt_hashes, "extend_chain", counting)
     made = placer(cached={"a": whole(PROMPT), "b": whole(PROMPT), "c": whole(PROMPT)})
     predicted = [made.place(request(f"r{choice}"), WORKERS).predicted_tokens for choice in range(4)]
     assert (predicted, hashed) == ([HIT] * 4, [2000])
@@ -211,7 +211,7 @@ def test_requests_end_move_and_go_with_their_worker() -> None:
 
 def test_a_gap_asks_for_a_resync() -> None:
     families = RouterFamilies(model="m", router="front")
-    made = placer(cached={"a": whole(PROMPT)}, metrics=RoutingMetrics(families))
+    made = placer(cached={"a": whole(PROMPT)}, observer=RoutingMetrics(families))
     assert not made.update("a", WorkerMessage(kv=KvUpdate(after=5, version=6, runs=())))
     assert made.place(request("r"), ("a",)) == Placed(
         worker_id="a", reason="only_one", predicted_tokens=0, index_version=0
@@ -224,7 +224,7 @@ def test_a_gap_asks_for_a_resync() -> None:
 
 def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -> None:
     families = RouterFamilies(model="m", router="front")
-    made = placer(cached={"a": whole(PROMPT, version=3)}, metrics=RoutingMetrics(families))
+    made = placer(cached={"a": whole(PROMPT, version=3)}, observer=RoutingMetrics(families))
     made.place(request("r"), WORKERS)
     made.first_event("r", usage(HIT - 100))
 

@@ -9,7 +9,7 @@ from scheduler_driver import Driver, layout, request
 
 from transom_worker.contract import CONTRACT_VERSION, KvPolicy, Request
 from transom_worker.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
-from transom_worker.scheduling.admission import check_request
+from transom_worker.scheduling.request_validation import check_request
 
 
 def driver(num_pages: int = 100, **config: object) -> Driver:

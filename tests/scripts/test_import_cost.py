@@ -12,12 +12,12 @@ SERVING = {"ray", "fastapi", "starlette", "uvicorn", "transom_cluster"}
 
 MODULES = [
     ("transom_worker.contract", TENSORS | SERVING),
-    ("transom_worker.tokenizer", TENSORS | SERVING),
+    ("transom_worker.text.tokenizer", TENSORS | SERVING),
     ("transom_worker.kvcache", TENSORS | SERVING),
     ("transom_worker.scheduling.scheduler", TENSORS | SERVING),
     ("transom_worker.llm", SERVING | {"transformers"}),
     ("transom_cluster.cli", TENSORS | {"ray"}),
-    ("transom_cluster.ingress", TENSORS),
+    ("transom_cluster.http.api", TENSORS),
 ]
 
 

@@ -55,7 +55,7 @@ def test_a_root_row_speaks_for_the_package_alone():
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_late_names_are_allowed_inside_functions_alone(monkeypatch, inside):
-    monkeypatch.setattr("scripts.may_import.is_inside_function", lambda module, line: inside)
+    monkeypatch.setattr("scripts.may_import.is_late", lambda module, line: inside)
     expected = [] if inside else ["app.shop may import heavy only inside a function (line 3)"]
     assert problems("heavy") == expected
 

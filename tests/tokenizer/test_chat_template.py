@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tiny_checkpoints import tiny_llama
-from transom_worker.chat_template import MAX_TURN_BOUNDARIES
 from transom_worker.errors import RequestError
-from transom_worker.model_files import resolve_model
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.model_files.resolve import resolve_model
+from transom_worker.text.chat_template import MAX_TURN_BOUNDARIES
+from transom_worker.text.tokenizer import Tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
-from transom_worker.detokenizer import Detokenizer
-from transom_worker.model_files import resolve_model
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.model_files.resolve import resolve_model
+from transom_worker.text.detokenizer import Detokenizer
+from transom_worker.text.tokenizer import Tokenizer
 
 # without what SmolLM2's vocabulary cannot spell (see test_tokenizer.py)
 SPELLED = st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF)

@@ -14,7 +14,7 @@ from transformers import GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from tiny_checkpoints import tiny_tokenizer
 from transom_worker.errors import ModelError
-from transom_worker.gguf_tokenizer import read_gguf_vocabulary
+from transom_worker.text.gguf_tokenizer import read_gguf_vocabulary
 
 TEXTS = [
     "",

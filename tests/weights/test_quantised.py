@@ -14,7 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from transom_worker.errors import ModelError
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.weights import Weights, load_weights
 from transom_worker.weights.quantised import dequantise_blocks, dequantise_mxfp4
 

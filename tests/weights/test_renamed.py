@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from transom_worker.errors import ModelError
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.weights import Weights, load_weights
 
 NORM, HEAD = "model.layers.0.input_layernorm.weight", "lm_head.weight"

@@ -12,7 +12,7 @@ import torch
 
 from tiny_checkpoints import load_reference, tiny_llama
 from transom_worker.errors import ModelError
-from transom_worker.model_files import resolve_model
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.weights import load_weights
 
 NORM = "model.layers.0.input_layernorm.weight"

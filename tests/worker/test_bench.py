@@ -10,7 +10,7 @@ import pytest
 
 from engine_driver import make_engine
 from transom_worker.bench import run_offline
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.errors import RequestError
 
 

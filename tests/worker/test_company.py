@@ -13,7 +13,7 @@ import torch
 from engine_driver import Whole, make_engine, make_request, run
 from tiny_checkpoints import reference_logits
 from transom_worker.contract import Request, TokenLogprobs
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 
 TIGHT = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
 PROMPTS = [[(131 * i + 17 * j) % 1900 + 40 for j in range(n)] for i, n in enumerate((1, 16, 17, 40, 63, 100, 150, 200))]

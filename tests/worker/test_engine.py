@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine_driver import Whole, make_engine, make_request, run
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.output import Answer, Progress
 from transom_worker.errors import (
     ConfigError,
     EngineDead,
@@ -20,7 +21,6 @@ from transom_worker.errors import (
     RequestTooLarge,
     WorkerLost,
 )
-from transom_worker.output import Answer, Progress
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from engine_driver import make_engine, make_request, run
 from transom_worker import LLM, SamplingParams, startup
 from transom_worker.contract import WorkerMessage
-from transom_worker.engine import Engine
-from transom_worker.engine_thread import EngineThread
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import ConfigError, EngineDead, RankLost, WorkerLost
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.execution.local_executor import LocalExecutor

@@ -12,8 +12,8 @@ import pytest
 
 from engine_driver import make_engine, make_request
 from transom_worker.contract import OutputEvent, WorkerMessage
-from transom_worker.engine import Engine
-from transom_worker.engine_thread import EngineThread
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
 
 WAIT_S = 120
 

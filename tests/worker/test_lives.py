@@ -11,9 +11,17 @@ import pytest
 
 from engine_driver import make_engine, make_request, run
 from lost_windows import lose_windows
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.errors import RankLost, WorkerLost
-from transom_worker.lives import MAX_FINISHED_STEPS, MAX_LIVES, MAX_STEPS, Life, Lives, answer_id_of, place_of
+from transom_worker.telemetry.request_timelines import (
+    MAX_FINISHED_STEPS,
+    MAX_LIVES,
+    MAX_STEPS,
+    Life,
+    Lives,
+    answer_id_of,
+    place_of,
+)
 
 
 def steps_of(engine: Engine, request_id: str, what: str | None = None) -> list[dict[str, Any]]:
@@ -142,8 +150,8 @@ def test_a_lost_rank_is_told_to_all_that_run(tiny_model: Path) -> None:
 
 def test_a_long_decode_is_a_few_runs(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(str(tiny_model))
-    monkeypatch.setattr("transom_worker.engine_lives.LEAST_RUN_S", 0.0)
-    monkeypatch.setattr("transom_worker.engine_lives.RUN_SHARE", 0.0)
+    monkeypatch.setattr("transom_worker.telemetry.engine_timelines.LEAST_RUN_S", 0.0)
+    monkeypatch.setattr("transom_worker.telemetry.engine_timelines.RUN_SHARE", 0.0)
     engine.add(make_request("a", [1, 2, 3], max_tokens=40))
     while engine.has_work:
         engine.step()

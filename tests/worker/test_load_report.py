@@ -8,7 +8,7 @@ import pytest
 
 from engine_driver import make_engine, make_request
 from transom_worker.contract import WorkerLoad
-from transom_worker.step_rates import StepRates
+from transom_worker.engine.step_rates import StepRates
 
 
 def test_a_report_counts_what_is_left_to_compute_and_what_is_held(tiny_model: Path) -> None:

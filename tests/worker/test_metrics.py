@@ -13,13 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_driver import make_engine, make_request, run
 from transom_worker.contract import WorkerLoad
-from transom_worker.engine import Engine
-from transom_worker.engine_thread import EngineThread
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import EngineDead
 from transom_worker.kvcache.histogram import Histogram
 from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
-from transom_worker.metrics import EngineMetrics, WorkerState
 from transom_worker.scheduling.work_counts import WorkCounts
+from transom_worker.telemetry.metrics import EngineMetrics, WorkerState
 
 GIVE_UP_S = 120
 Page = dict[str, list[tuple[dict[str, str], float]]]
@@ -104,7 +104,7 @@ def test_outcomes_sum_to_the_prompt_tokens_on_every_page(engine: Engine) -> None
 
 def test_the_oldest_of_the_queue_is_told_while_it_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has not begun is in no histogram."""
-    monkeypatch.setattr("transom_worker.engine.STATS_PERIOD_S", -1.0)
+    monkeypatch.setattr("transom_worker.engine.engine.STATS_PERIOD_S", -1.0)
     engine.add(make_request("runs", [5, 6, 7], max_tokens=3))
     engine.add(replace(make_request("waits", [5, 6, 7], max_tokens=3), arrival_s=time.time() - 1000))
     engine.add(replace(make_request("came later", [5, 6, 7], max_tokens=3), arrival_s=time.time() - 500))

@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from engine_driver import make_engine, make_request, run
 from transom_worker.contract import FinishReason
-from transom_worker.engine import Engine
-from transom_worker.kvcache import outcome
+from transom_worker.engine.engine import Engine
+from transom_worker.kvcache import prefix_outcome
 from transom_worker.kvcache.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
 from transom_worker.kvcache.tree import CheckpointKind
-from transom_worker.metrics import EngineMetrics, RequestTimes, build_versions, fixed_values
+from transom_worker.telemetry.metrics import EngineMetrics, RequestTimes, build_versions, fixed_values
 
 OWN = {"model", "worker"}
 TIMES = ("queue", "prefill", "first_token", "decode")
@@ -207,10 +207,10 @@ def test_whatever_an_id_is_the_page_stays_whole(request_id: str, trace_parent: s
 def test_fixed_values_are_those_that_happen() -> None:
     assert set(fixed_values.FINISH_REASONS) == set(get_args(FinishReason))
     assert set(fixed_values.CHECKPOINT_KINDS) == {kind.value for kind in CheckpointKind}
-    missed = {name for name in vars(outcome).values() if isinstance(name, str) and name.startswith("missed_")}
+    missed = {name for name in vars(prefix_outcome).values() if isinstance(name, str) and name.startswith("missed_")}
     assert {f"missed_{reason}" for reason in fixed_values.MISS_REASONS} == missed
     assert {EVICTED_FOR_OWN_GROUP, EVICTED_FOR_OTHER_GROUP} < set(fixed_values.EVICTION_REASONS)
-    assert set(fixed_values.HIT_OUTCOMES) == {outcome.HIT, outcome.REPAIRED, outcome.MISSED}
+    assert set(fixed_values.HIT_OUTCOMES) == {prefix_outcome.HIT, prefix_outcome.REPAIRED, prefix_outcome.MISSED}
 
 
 def test_versions_are_read_and_nothing_is_imported() -> None:

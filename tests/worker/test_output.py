@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.output import Answer, StopStrings
+from transom_worker.engine.output import Answer, StopStrings
 
 
 class Letters:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from transom_worker import engine_thread
 from transom_worker.contract import OutputEvent, Request, SamplingParams, WorkerMessage
+from transom_worker.engine import engine_thread
 from transom_worker.replica import WorkerReplica
 from transom_worker.scheduling.step import StepResult
 from transom_worker.settings import Settings

@@ -9,7 +9,7 @@ import pytest
 
 from engine_driver import Whole, make_engine, make_request, run
 from transom_worker.contract import TokenLogprobs
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 
 NUM_TOKENS = 20
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.errors import RequestError
 
 

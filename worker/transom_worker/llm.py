@@ -14,12 +14,12 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from transom_worker.contract import FinishReason, OutputEvent, Request, SamplingParams, TokenLogprobs
-from transom_worker.engine import Engine
+from transom_worker.engine.engine import Engine
 from transom_worker.errors import RequestError, TransomError, WorkerLost
 from transom_worker.logs import show_logs
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]

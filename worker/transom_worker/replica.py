@@ -20,7 +20,7 @@ from transom_worker.blockmap.block_map import BlockMap, OnEngine
 from transom_worker.blockmap.encoder import Identity
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.engine_thread import EngineThread
+from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
 from transom_worker.logs import show_logs
 from transom_worker.startup import build_engine
@@ -29,7 +29,7 @@ logger = logging.getLogger("transom.worker")
 
 
 class WorkerReplica:
-    """Methods are what `transom_cluster.worker_client` calls; all but the constructor run on Serve's event loop."""
+    """Methods are what `transom_cluster.router.worker_client` calls; all but the constructor run on Serve's event loop."""
 
     def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
         show_logs(config.log_format, f"worker/{worker}")

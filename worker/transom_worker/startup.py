@@ -6,14 +6,14 @@ import logging
 import time
 
 from transom_worker.config import EngineConfig
-from transom_worker.ended_requests import follow_requests
-from transom_worker.engine import Engine
-from transom_worker.execution.executor import create_executor
-from transom_worker.metrics import EngineMetrics
-from transom_worker.model_files import resolve_model
+from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor_factory import create_executor
+from transom_worker.model_files.resolve import resolve_model
 from transom_worker.startup_report import startup_report
-from transom_worker.tokenizer import Tokenizer
-from transom_worker.tracing import Tracing
+from transom_worker.telemetry.ended_requests import follow_requests
+from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.tracing import Tracing
+from transom_worker.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("transom.worker")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.models.shares import rank_lines
+from transom_worker.model_config.rank_shares import rank_lines
 from transom_worker.planner import CachePlan, GroupPlan
 
 _COLUMNS = ("group", "layers", "keep", "block", "bytes per block", "per page", "at most per sequence")

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from transom_cluster.blockmap.outbox import Outbox
-from transom_cluster.worker_client import WorkerClient
+from transom_cluster.router.worker_client import WorkerClient
 from transom_worker.errors import TransomError
 
 FIRST_PAUSE_S = 0.5

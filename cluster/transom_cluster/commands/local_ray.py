@@ -26,7 +26,7 @@ from transom_cluster.commands.process_tree import (
     processes_below,
 )
 from transom_cluster.commands.progress import Progress
-from transom_cluster.worker_resources import check_gpus
+from transom_cluster.serve.worker_resources import check_gpus
 from transom_worker.settings import Settings
 
 logger = logging.getLogger("transom.cli")

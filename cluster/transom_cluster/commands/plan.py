@@ -32,7 +32,7 @@ def plan(
     from transom_cluster.commands.plan_report import print_plan
     from transom_worker.byte_sizes import parse_bytes
     from transom_worker.errors import ConfigError, ModelError
-    from transom_worker.model_files import resolve_config
+    from transom_worker.model_files.resolve import resolve_config
     from transom_worker.planner import plan_from_config
 
     try:

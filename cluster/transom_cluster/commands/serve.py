@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import typer
 
-from transom_cluster.api_keys import known_keys
 from transom_cluster.commands.local_ray import LocalRay, StartFailed
 from transom_cluster.commands.progress import Progress
-from transom_cluster.start_checks import check_start
+from transom_cluster.http.api_keys import known_keys
+from transom_cluster.serve.start_checks import check_start
 from transom_worker.config import ServerConfig
 from transom_worker.errors import TransomError
 from transom_worker.settings import Settings

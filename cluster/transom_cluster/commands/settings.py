@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from transom_cluster.api_keys import KEY_VARIABLES
+from transom_cluster.http.api_keys import KEY_VARIABLES
 from transom_worker.settings import NOT_YET, Settings
 
 _ENVIRONMENT: dict[str, list[str]] = {

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from transom_cluster.openai.chat_types import ChatMessage, template_messages
 from transom_worker.errors import RequestError
-from transom_worker.tokenizer import Tokenizer
+from transom_worker.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
 

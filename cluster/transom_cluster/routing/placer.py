@@ -7,11 +7,10 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from transom_cluster.metrics.families import RouterFamilies
-from transom_cluster.routing.chains import Chains
-from transom_cluster.routing.known_worker import KnownWorker, Placement
-from transom_cluster.routing.metrics import RoutingMetrics
+from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import Chance, Reason, choose
+from transom_cluster.routing.prompt_hashes import Chains
+from transom_cluster.routing.worker_view import KnownWorker, Placement
 from transom_worker.config import RoutingPolicy
 from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
 
@@ -29,11 +28,11 @@ class Placed:
 class Placer:
     """One router's view of all workers. Not thread-safe: one event loop calls it, and every call is short."""
 
-    def __init__(self, policy: RoutingPolicy, *, seed: int = 0, metrics: RoutingMetrics | None = None) -> None:
+    def __init__(self, policy: RoutingPolicy, *, seed: int = 0, observer: PlacementObserver | None = None) -> None:
         self.policy = policy
         self._rng = random.Random(seed)
         self._turn = self._rng.randrange(1 << 16)  # routers that start together begin elsewhere
-        self._metrics = metrics or RoutingMetrics(RouterFamilies())
+        self._observer = observer or PlacementObserver()
         self._chains = Chains()
         self._workers: dict[str, KnownWorker] = {}
         self._placements: dict[str, Placement] = {}
@@ -42,12 +41,12 @@ class Placer:
         """A worker's stream was opened; what was known of an earlier one is forgotten."""
         self._drop(worker_id)
         self._workers[worker_id] = KnownWorker(worker_id, info)
-        self._metrics.joined(self.policy, worker_id)
+        self._observer.joined(self.policy, worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
         """A worker is gone, with what was placed there; an unknown one is ignored."""
         if self._drop(worker_id):
-            self._metrics.forget(self.policy, worker_id)
+            self._observer.forget(self.policy, worker_id)
 
     def update(self, worker_id: str, message: WorkerMessage) -> bool:
         """Take in what a worker's message says of index and load; False: ask that worker to `resync`."""
@@ -59,9 +58,9 @@ class Placer:
         if message.kv is None:
             return True
         follows = worker.mirror.apply(message.kv)
-        self._metrics.mirrored(worker_id, num_blocks=worker.mirror.num_blocks, version=worker.mirror.version)
+        self._observer.mirrored(worker_id, num_blocks=worker.mirror.num_blocks, version=worker.mirror.version)
         if not follows:
-            self._metrics.resync(worker_id)
+            self._observer.resync(worker_id)
         return follows
 
     def place(self, request: Request, among: Collection[str]) -> Placed:
@@ -84,7 +83,7 @@ class Placer:
             report=worker.num_reports,
         )
         self._placements[request.request_id] = worker.placements[request.request_id] = placement
-        self._metrics.placed(self.policy, chosen.worker_id, reason, cost_s=time.perf_counter() - begin_s)
+        self._observer.placed(self.policy, chosen.worker_id, reason, cost_s=time.perf_counter() - begin_s)
         return Placed(
             worker_id=chosen.worker_id,
             reason=reason,
@@ -98,7 +97,7 @@ class Placer:
         if placement is None or placement.has_begun:
             return None
         placement.has_begun = True
-        self._metrics.compared(predicted=placement.predicted_tokens, actual=usage.num_cached_tokens)
+        self._observer.compared(predicted=placement.predicted_tokens, actual=usage.num_cached_tokens)
         return placement.predicted_tokens - usage.num_cached_tokens
 
     def ended(self, request_id: str) -> None:

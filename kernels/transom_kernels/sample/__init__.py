@@ -1,5 +1,6 @@
 """Logits to tokens."""
 
-from transom_kernels.sample.op import SampleParams, sample
+from transom_kernels.sample.op import sample
+from transom_kernels.sample.params import SampleParams
 
 __all__ = ["SampleParams", "sample"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from transom_kernels.sample.kernel import change_logits, choose
-from transom_kernels.sample.reference import NOISE_BLOCK
+from transom_kernels.sample.params import NOISE_BLOCK, SampleParams
 from transom_kernels.sample.survey import survey
-
-if TYPE_CHECKING:
-    from transom_kernels.sample.op import SampleParams
 
 SURVEYED_BLOCKS = 32  # of a program, which is one warp: a thread has the noise of one block
 ROUND_BLOCKS = 16  # whose ids are looked at together

@@ -7,16 +7,13 @@ Noise is counter-based: SplitMix64's finaliser over `key + counter * GOLDEN`. A 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from transom_kernels.sample.op import SampleParams
+from transom_kernels.sample.params import NOISE_BLOCK, SampleParams
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK_64 = 2**64 - 1
-NOISE_BLOCK = 64
 
 
 def sample_reference(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_worker.blockmap.frame import Words
+from transom_worker.kvcache.cache_snapshot import CachePicture, GroupCopy, GroupPicture, Name
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.picture import CachePicture, GroupCopy, GroupPicture, Name
 
 GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIRED, EVICTED = range(7)
 UNKNOWN = 0xFFFFFFFF

@@ -16,8 +16,8 @@ from transom_worker.blockmap.frame import Frame, Words, make_frame
 from transom_worker.blockmap.history import History
 from transom_worker.blockmap.runs import TableRuns
 from transom_worker.blockmap.snapshot import SequenceSnapshot, Snapshot
+from transom_worker.kvcache.cache_snapshot import GroupCopy
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.picture import GroupCopy
 
 
 class Identity(NamedTuple):

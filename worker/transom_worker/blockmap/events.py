@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from transom_worker.kvcache.outcome import HIT, REPAIRED
+from transom_worker.kvcache.prefix_outcome import HIT, REPAIRED
 from transom_worker.scheduling.sequence import Sequence
 
 MAX_EVENTS = 256

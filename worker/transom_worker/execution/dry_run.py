@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from transom_worker.contract import SamplingParams
-from transom_worker.execution.batch import BatchBuilder
-from transom_worker.execution.sequences import SequenceStore
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan

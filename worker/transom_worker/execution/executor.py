@@ -1,4 +1,4 @@
-"""The seam between engine and ranks: plans in, results out, in order."""
+"""The interface between the engine and the ranks: an `Executor` takes step plans and returns their results in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transom_worker.config import EngineConfig
 from transom_worker.errors import RankLost
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
@@ -126,20 +125,3 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Free everything, end every process; idempotent."""
-
-
-def create_executor(config: EngineConfig) -> Executor:
-    """The executor for a config: one rank in this process, or several in theirs. What it needs is imported here."""
-    if config.ranks.size == 1:
-        from transom_worker.execution.local_executor import LocalExecutor
-
-        return LocalExecutor(config)
-    from transom_worker.execution.ranks_executor import RanksExecutor
-
-    if config.ranks.launcher == "ray":
-        from transom_worker.execution.rank_actors import RankActors
-
-        return RanksExecutor(config, RankActors)
-    from transom_worker.execution.rank_processes import RankProcesses
-
-    return RanksExecutor(config, RankProcesses)

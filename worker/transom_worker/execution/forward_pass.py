@@ -9,12 +9,12 @@ import torch
 
 from transom_kernels.launch import uses_triton
 from transom_worker.config import EngineConfig
-from transom_worker.execution.batch import BatchBuilder
-from transom_worker.execution.decode_graphs import DecodeGraphs
-from transom_worker.execution.decode_sizes import DecodeSizes
-from transom_worker.execution.graph_capture import capture_device
-from transom_worker.execution.graph_warm_up import make_graphs
-from transom_worker.execution.sequences import SequenceStore
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
+from transom_worker.execution.graphs.decode_sizes import DecodeSizes
+from transom_worker.execution.graphs.graph_capture import capture_device
+from transom_worker.execution.graphs.graph_warm_up import make_graphs
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.parallel import Parallel

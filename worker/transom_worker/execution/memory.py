@@ -12,7 +12,7 @@ import torch
 from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import GroupLayout
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
 
 MEMINFO = Path("/proc/meminfo")
 STATM = Path("/proc/self/statm")

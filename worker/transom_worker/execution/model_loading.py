@@ -15,11 +15,11 @@ import torch
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
 from transom_worker.execution.load_progress import CountedWeights, OnProgress, fetched
-from transom_worker.model_files import ModelFiles, resolve_model
-from transom_worker.models.architecture import Architecture, read_architecture, runnable, with_windows
+from transom_worker.model_config.architecture import Architecture, read_architecture, runnable, with_windows
+from transom_worker.model_config.sharding import check_size
+from transom_worker.model_files.resolve import ModelFiles, resolve_model
 from transom_worker.models.model import Model
 from transom_worker.models.registry import build_model
-from transom_worker.models.sharding import check_size
 from transom_worker.parallel import Parallel
 from transom_worker.weights import load_weights
 

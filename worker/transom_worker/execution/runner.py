@@ -13,20 +13,20 @@ from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution import memory
-from transom_worker.execution.batch import BatchBuilder
-from transom_worker.execution.copies import run_copies
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.copies import run_copies
+from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.batch.slab import allocate_slab
 from transom_worker.execution.dry_run import dry_run, warm_up, worst_counts, worst_past
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUse
 from transom_worker.execution.forward_pass import ForwardPass, decode_sizes
-from transom_worker.execution.graph_memory import graph_bytes
+from transom_worker.execution.graphs.graph_memory import graph_bytes
 from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
-from transom_worker.execution.sequences import SequenceStore
-from transom_worker.execution.slab import allocate_slab
 from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.models.architecture import choose_max_model_len
+from transom_worker.model_config.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_shares
 from transom_worker.sampling.sharded import ShardedSampler

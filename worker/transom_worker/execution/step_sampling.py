@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from transom_worker.contract import TokenLogprobs
-from transom_worker.execution.sequences import SequenceStore
+from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.sampling.sampler import Sampled
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan, StepResult

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.eviction import Candidates, EvictionPolicy
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.tree import CheckpointKind, Hold, Node, PrefixTree
+from transom_worker.kvcache.window_repair import repair_start
 
 NEAR_UNITS = 64  # a request that parts from a chain this close to a checkpoint has come back to it
 CONVERSATION = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))

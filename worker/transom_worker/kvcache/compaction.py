@@ -11,7 +11,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.catalog import Catalog
+from transom_worker.kvcache.block_registry import Catalog
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.sequence import SequenceBlocks
 

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
+from transom_worker.kvcache.block_registry import Catalog
+from transom_worker.kvcache.cache_snapshot import Pictures
 from transom_worker.kvcache.capacity import Capacity
-from transom_worker.kvcache.catalog import Catalog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import BlockCopy, Compaction
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
-from transom_worker.kvcache.hit import Hit, find_hit, hit_limit
 from transom_worker.kvcache.layout import ArenaLayout, check_units
-from transom_worker.kvcache.outcome import OutcomeCounts
-from transom_worker.kvcache.picture import Pictures
 from transom_worker.kvcache.pool import GroupPool
+from transom_worker.kvcache.prefix_outcome import OutcomeCounts
+from transom_worker.kvcache.prefix_search import Hit, find_hit, hit_limit
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import SequenceBlocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from transom_worker.kvcache.catalog import Catalog
+from transom_worker.kvcache.block_registry import Catalog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.retention import Retention

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from transom_worker.kvcache.hit import Hit
+from transom_worker.kvcache.prefix_search import Hit
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.tree import CheckpointKind, Node
 

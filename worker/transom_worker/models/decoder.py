@@ -15,10 +15,10 @@ from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.layers.norm import Norm, RmsNorm
 from transom_worker.layers.residual import Residual
 from transom_worker.layers.rope import RotaryTables
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.rope import Rope
+from transom_worker.models.layer_factory import make_attention, make_norm, make_rms_norm, make_rotary
 from transom_worker.models.loading import Loader
-from transom_worker.models.parts import make_attention, make_norm, make_rms_norm, make_rotary
-from transom_worker.models.rope import Rope
 from transom_worker.models.style import Style
 
 _AttentionArguments = tuple[torch.Tensor, RotaryTables | None, LayerCache, PagedBatch, torch.Tensor | None]

@@ -12,8 +12,8 @@ import torch
 
 from transom_kernels.moe import ExpertTensors, MxTensor
 from transom_worker.layers.experts import runs_grouped
+from transom_worker.model_config.mixture import Mixture
 from transom_worker.models.loading import Loader
-from transom_worker.models.mixture import Mixture
 from transom_worker.weights import ALL, Packed, Part, read_packed
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.layers.residual import Residual
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.gemma4_experts import DenseAndExperts
 from transom_worker.models.loading import Loader

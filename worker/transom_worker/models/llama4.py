@@ -14,11 +14,11 @@ from transom_kernels.route import Routing
 from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.scales import PositionScale
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_stack
 from transom_worker.models.loading import Loader
-from transom_worker.models.scales import PositionScale
 from transom_worker.models.style import FeedForward, Style
 
 

@@ -16,9 +16,9 @@ from transom_worker.layers.linear import Linear, Quantization, make_linear
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.norm import RmsNorm
 from transom_worker.layers.parallel_linear import make_row_parallel
+from transom_worker.model_config.scales import NO_SCALES, Scales
+from transom_worker.model_config.sharding import cut
 from transom_worker.models.model import Weights
-from transom_worker.models.scales import NO_SCALES, Scales
-from transom_worker.models.sharding import cut
 from transom_worker.parallel import ALONE, Communicator, Parallel
 from transom_worker.weights import ALL, WHOLE, Part
 

@@ -9,7 +9,7 @@ from transom_kernels.route import Routing
 from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
 from transom_worker.layers.router import Router
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_name
 from transom_worker.models.loading import Loader

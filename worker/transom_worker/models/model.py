@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
 from transom_worker.weights import Weights
 
 __all__ = ["Model", "Weights"]

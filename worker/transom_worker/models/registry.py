@@ -8,7 +8,8 @@ import torch
 
 from transom_worker.errors import ModelError
 from transom_worker.layers.linear import Quantization
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.sharding import check_size
 from transom_worker.models.deepseek_v4.model import DeepseekV4
 from transom_worker.models.dense import DENSE_FAMILIES, dense
 from transom_worker.models.gemma4 import Gemma4
@@ -17,7 +18,6 @@ from transom_worker.models.llama4 import llama4
 from transom_worker.models.loading import Loader
 from transom_worker.models.mixtures import MIXTURE_FAMILIES, mixture_of_matrices
 from transom_worker.models.model import Model, Weights
-from transom_worker.models.sharding import check_size
 from transom_worker.parallel import Parallel
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {

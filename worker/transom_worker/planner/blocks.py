@@ -9,9 +9,9 @@ from typing import NamedTuple
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, LayerTensors, Role
-from transom_worker.models.architecture import Architecture
-from transom_worker.models.layer_attention import LayerAttention
-from transom_worker.models.sharding import head_share
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.layer_attention import LayerAttention
+from transom_worker.model_config.sharding import head_share
 from transom_worker.planner.groups import Rule, layer_rules, make_groups
 
 FP8 = "float8_e4m3fn"

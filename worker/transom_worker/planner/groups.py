@@ -7,8 +7,8 @@ from typing import NamedTuple
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import Role
-from transom_worker.models.architecture import Architecture
-from transom_worker.models.layer_attention import LayerAttention
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.layer_attention import LayerAttention
 
 
 class Rule(NamedTuple):

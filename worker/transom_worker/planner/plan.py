@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.kvcache.repair import repair_start
 from transom_worker.kvcache.retention import Retention
-from transom_worker.models.architecture import Architecture, choose_max_model_len, read_architecture
-from transom_worker.models.sharding import check_size
-from transom_worker.models.shares import RankShare, rank_shares, replicated_parts
+from transom_worker.kvcache.window_repair import repair_start
+from transom_worker.model_config.architecture import Architecture, choose_max_model_len, read_architecture
+from transom_worker.model_config.rank_shares import RankShare, rank_shares, replicated_parts
+from transom_worker.model_config.sharding import check_size
 from transom_worker.planner.blocks import cache_groups, kv_dtype
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
 from transom_worker.planner.pages import group_waste, make_layout

@@ -1,103 +1,265 @@
-"""Which requests are let in at the door, and why others are refused."""
+"""Who holds blocks: lets waiting sequences in, makes room for running ones, and takes memory back.
+
+The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute. Alone it
+fits, however its blocks lie scattered, since the cache moves them together. Who waits for blocks holds up those behind it; who
+waits for units that another computes (`upcoming`) steps aside.
+"""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
-from transom_worker.contract import CONTRACT_VERSION, Request
-from transom_worker.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.prefix_search import Hit
+from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.scheduling.in_flight_prefixes import Upcoming
+from transom_worker.scheduling.listener import SchedulerListener
+from transom_worker.scheduling.queue import OrderedQueue
+from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.work_counts import WorkCounts
 
-logger = logging.getLogger("transom.worker")
 
-UNSUPPORTED = {
-    "kv_policy": "per-request KV policies",
-    "grammar": "grammars",
-    "adapter": "adapters",
-}
+class Placement:
+    """The two queues and the cache. Blocks of a sequence that a step in flight computes stay until that step has answered."""
 
+    def __init__(self, cache: KvCache, work: WorkCounts) -> None:
+        self.cache = cache
+        self._work = work
+        self.running = OrderedQueue()
+        self.waiting = OrderedQueue()  # without those that follow others
+        self.upcoming = Upcoming(cache.block_size)
+        self.listeners: list[SchedulerListener] = []
+        self.finished_ids: list[int] = []  # ranks have not been told yet
+        self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
+        self._next_seq_id = 0
+        self._blocked: Sequence | None = None  # the first waiting one did not fit
+        self._blocked_at = 0  # `cache.num_releases` then
 
-def check_request(request: Request, *, vocab_size: int) -> None:
-    """Whether this worker understands a request.
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not running, those that follow others with them."""
+        return len(self.waiting) + len(self.upcoming.following)
 
-    Raises:
-        RequestError: no prompt, or ids outside the vocabulary.
-        WorkerLost: another contract version, as in mid-upgrade; a worker of the router's own version can take it.
-    """
-    if request.version != CONTRACT_VERSION:
-        raise WorkerLost(
-            f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}. Update the older side."
+    @property
+    def num_seats_taken(self) -> int:
+        """Sequences that run, and those that would but for whom they follow: nobody behind takes their seats."""
+        return len(self.running) + len(self.upcoming.following)
+
+    @property
+    def all_waiting(self) -> Iterator[Sequence]:
+        """They themselves."""
+        yield from self.waiting
+        yield from self.upcoming.following
+
+    def num_before(self, sequence: Sequence) -> int:
+        """How many of them stand before one."""
+        return self.waiting.num_before(sequence) + self.upcoming.following.num_before(sequence)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a new sequence wait for its turn."""
+        self.waiting.add(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a sequence, wherever it stands."""
+        if sequence.state is State.WAITING:
+            if not self.upcoming.stop_following(sequence):
+                self.waiting.remove(sequence)
+        else:
+            self._rejoin(self.upcoming.left(sequence))
+            if sequence.num_in_flight and sequence.state is State.RUNNING:
+                self._num_held += 1
+            self.running.remove(sequence)
+            if not sequence.num_in_flight:
+                self._end(sequence)
+        sequence.state = State.DONE
+
+    def settle(self, sequence: Sequence) -> None:
+        """No step in flight computes this LEAVING or DONE sequence any more: its blocks come free."""
+        self._num_held -= 1
+        if sequence.state is State.LEAVING:
+            self._preempt(sequence)
+        else:
+            self._end(sequence)
+
+    def make_room(self, sequence: Sequence, count: int, *, steps_in_flight: int) -> int:
+        """Tokens, up to `count`, that a running sequence has blocks for now; 0 if it must wait or was preempted itself."""
+        while True:
+            fitting = self._extend(sequence, count)
+            if fitting or self._num_held:  # else what a step in flight holds comes free first
+                return fitting
+            victim = self.running.last
+            if victim is sequence and len(self.running) == 1:
+                if not steps_in_flight:
+                    raise RuntimeError(f"{sequence.request.request_id} was let in as fitting, and does not fit alone")
+                return 0  # windows slide when the result arrives
+            if victim.num_in_flight:
+                victim.state = State.LEAVING
+                self._rejoin(self.upcoming.left(victim))
+                self._num_held += 1
+                return 0
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+
+    def start_over(self) -> None:
+        """Nothing in the slab can be trusted: every running sequence is computed again. No step may be in flight."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+        self.cache.drop_cached()
+
+    def published(self, sequence: Sequence) -> None:
+        """A result of a sequence was received: whoever waited for just that may go on from it."""
+        self._rejoin(self.upcoming.published(sequence))
+
+    def owed_before(self, sequence: Sequence, *, num_seats: int) -> int:
+        """Tokens that a running sequence leaves those who need not follow others any more and stand before it.
+
+        They would run, and be served first, had they not stepped aside. No more of them can be let in than there are free seats.
+        """
+        owed = 0
+        for one in islice(self.waiting, max(0, num_seats)):
+            if not one.owed or one.key > sequence.key:
+                break
+            owed += one.owed
+        return owed
+
+    def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
+        """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait.
+
+        0 tokens: it stepped aside, since a running sequence computes what it needs, and the next one may be tried.
+        """
+        sequence = self.waiting.first
+        busy = len(self.running) > 0 or self._num_held > 0
+        if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
+            return None
+        if busy and self._is_blocked(sequence):
+            return None
+        hit = self._find_hit(sequence)
+        if hit is not None and self._steps_aside(sequence, hit):
+            return sequence, 0
+        count = self._admit(sequence, hit, budget, busy)
+        if not count:
+            self._blocked, self._blocked_at = sequence, self.cache.num_releases
+            return None
+        return sequence, count
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        """Whether it did not fit, and since then nobody left and windows let go hardly more than running sequences took.
+
+        To try costs as much as the hit is long, so it is not done for every block that slides out of a window.
+        """
+        return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
+
+    def _steps_aside(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether it waits for another's units; what is live where the two part is kept for it."""
+        found = self.upcoming.leader_of(sequence, hit)
+        if found is None:
+            return False
+        leader, units = found
+        assert leader.blocks is not None
+        self.cache.plan_fork(leader.blocks, units)
+        self.waiting.remove(sequence)
+        self.upcoming.follow(sequence, leader, units)
+        return True
+
+    def _rejoin(self, followers: Iterable[Sequence]) -> None:
+        """Back to their places in the queue, to be tried however little memory came free."""
+        for sequence in followers:
+            self.waiting.add(sequence)
+            if self._blocked is sequence:
+                self._blocked = None
+
+    def _admit(self, sequence: Sequence, hit: Hit | None, budget: int, busy: bool) -> int:
+        version = self.cache.index_version
+        sequence.owed = 0
+        blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
+        sequence.blocks, sequence.scheduled = blocks, blocks.processed
+        count = min(sequence.num_ready, budget)
+        if not busy:
+            count = self._extend(sequence, count)
+        # one block for each that runs stays within reach, or they would soon preempt it
+        elif not self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running)):
+            count = 0
+        if not count:
+            self.cache.release(blocks, kind=None)
+            sequence.leave()
+            return 0
+        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.admitted)
+        tokens = self._count_outcome(sequence, hit, version)
+        self._work.admitted(sequence, blocks)
+        self.waiting.remove(sequence)
+        self.running.add(sequence)
+        sequence.state = State.RUNNING
+        sequence.seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        self.upcoming.announce(sequence)
+        for listener in self.listeners:
+            listener.admitted(sequence, tokens=tokens)
+        return count
+
+    def _checkpoints(self, sequence: Sequence, hit: Hit | None) -> list[tuple[int, CheckpointKind]]:
+        """Where the client may come back to, beyond the hit: end of the system part, last two turns, end of the prompt."""
+        unit = self.cache.block_size
+        turns = sequence.request.turn_boundaries
+        places = {turns[0] // unit: CheckpointKind.SYSTEM} if turns else {}
+        places |= {end // unit: CheckpointKind.TURN for end in turns[1:][-2:]}
+        places[(len(sequence.token_ids) - 1) // unit] = CheckpointKind.PROMPT
+        begin = hit.num_units if hit else 0
+        return sorted((units, kind) for units, kind in places.items() if units > begin)
+
+    def _find_hit(self, sequence: Sequence) -> Hit | None:
+        """None where the sequence reads no cache."""
+        if not self.cache.enable_prefix_caching:
+            return None
+        extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
+        if sequence.wants_prompt_logprobs:
+            return None
+        return self.cache.find(sequence.chain, len(sequence.token_ids))
+
+    def _extend(self, sequence: Sequence, count: int) -> int:
+        """Blocks for `count` more tokens, or for as many as fit by halving; 0 if not even for one."""
+        blocks = sequence.blocks
+        assert blocks is not None
+        while count and not self.cache.extend(blocks, sequence.scheduled + count, compact=count == 1):
+            count //= 2
+        return count
+
+    def _count_outcome(self, sequence: Sequence, hit: Hit | None, version: int) -> Mapping[str, int]:
+        """Tokens by outcome: those of the prompt, counted once, or what an earlier admission had computed already."""
+        if sequence.admitted:
+            if hit is None:
+                return {}
+            return {"hit": hit.start, "repaired": hit.num_units * self.cache.block_size - hit.start}
+        sequence.admitted = True
+        sequence.index_version = version
+        num_prompt = sequence.num_prompt_tokens
+        if hit is not None:
+            sequence.num_cached_tokens = min(hit.start, num_prompt)
+        return self.cache.outcomes.count(
+            hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt
         )
-    if not request.prompt_token_ids:
-        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
-    for name, ids in (
-        ("prompt", request.prompt_token_ids),
-        ("resumed_output_ids", request.resumed_output_ids),
-        ("logit_bias", tuple(request.params.logit_bias)),
-        ("stop_token_ids", request.params.stop_token_ids),
-    ):
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            wrong = next(i for i in ids if not 0 <= i < vocab_size)
-            raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
 
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; what it published stays cached, the rest is computed again."""
+        assert sequence.blocks is not None
+        self._work.preempted(sequence, sequence.blocks)
+        for listener in self.listeners:
+            listener.preempted(sequence, mode="recompute")
+        self.running.remove(sequence)
+        self._rejoin(self.upcoming.left(sequence))
+        self._release(sequence, CheckpointKind.PREEMPTED)
+        sequence.leave()
+        self.waiting.add(sequence)
 
-def check_supported(request: Request) -> None:
-    """Raises RequestError for fields that mean something no worker does yet, and for an empty or finished request."""
-    for name, what in UNSUPPORTED.items():
-        if getattr(request, name) is not None:
-            raise RequestError(f"{name} is set, but {what} are not supported yet; leave it out.", param=name)
-    if not request.prompt_token_ids:
-        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
-    num_resumed, max_tokens = len(request.resumed_output_ids), request.params.max_tokens
-    if max_tokens is not None and num_resumed >= max_tokens:
-        raise RequestError(
-            f"resumed_output_ids has {num_resumed} tokens and max_tokens is {max_tokens}; nothing is left to generate.",
-            param="resumed_output_ids",
-        )
+    def _end(self, sequence: Sequence) -> None:
+        """Keep what the client may continue from, unless it left before the first token."""
+        self._release(sequence, CheckpointKind.GENERATION if sequence.has_output else None)
 
-
-def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int:
-    """Most tokens (prompt and output) that the request may come to.
-
-    Raises:
-        PromptTooLong: no room for one more token within `max_model_len`.
-        RequestTooLarge: the KV pool could not hold that many tokens, even with nothing else running.
-    """
-    num_prompt, num_resumed = request.num_prompt_tokens, len(request.resumed_output_ids)
-    if num_prompt + num_resumed + 1 > max_model_len:
-        resumed = f" and {num_resumed} resumed output tokens" if num_resumed else ""
-        raise PromptTooLong(
-            f"The prompt has {num_prompt} tokens{resumed}; with at least one more to generate the model's length is "
-            f"{max_model_len} tokens. Send at most {max_model_len - 1 - num_resumed}.",
-            param="prompt",
-        )
-    max_tokens = request.params.max_tokens
-    limit = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
-    pages = cache.capacity.worst_case_pages(limit)
-    if pages > cache.arena.num_pages:
-        raise RequestTooLarge(
-            f"The request may need {pages} pages of KV cache for {limit} tokens ({num_prompt} prompt, up to "
-            f"{limit - num_prompt} output); the pool has {cache.arena.num_pages}, enough for "
-            f"{cache.capacity.longest_tokens(limit)} tokens. Lower max_tokens, shorten the prompt or enlarge the KV pool.",
-            param="max_tokens"
-            if cache.capacity.worst_case_pages(num_prompt + num_resumed + 1) <= cache.arena.num_pages
-            else "prompt",
-        )
-    return limit
-
-
-def fit_model_len(capacity_tokens: int, max_model_len: int, *, is_asked: bool) -> int:
-    """The longest sequence that both the model and a pool for one of `capacity_tokens` can hold.
-
-    Raises:
-        ConfigError: the length was asked for and the pool is too small for it.
-    """
-    if capacity_tokens >= max_model_len:
-        return max_model_len
-    if is_asked or capacity_tokens < 2:
-        raise ConfigError(
-            f"The KV pool holds {capacity_tokens} tokens of one sequence, and the model's length is {max_model_len}; "
-            f"give a larger --kv-cache-memory-bytes, or --max-model-len {max(2, capacity_tokens)} at most."
-        )
-    logger.warning("The KV pool holds %d tokens of one sequence: that is the length limit now.", capacity_tokens)
-    return capacity_tokens
+    def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
+        assert sequence.blocks is not None
+        self.cache.release(sequence.blocks, kind=kind)
+        self._blocked = None
+        sequence.blocks = None
+        self.finished_ids.append(sequence.seq_id)

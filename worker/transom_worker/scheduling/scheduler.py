@@ -14,11 +14,11 @@ from transom_worker.kvcache.hashing import chain_root
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.scheduling.admission import check_supported, length_limit
+from transom_worker.scheduling.admission import Placement
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.scheduling.placement import Placement
 from transom_worker.scheduling.queue import virtual_arrival_s
+from transom_worker.scheduling.request_validation import check_supported, length_limit
 from transom_worker.scheduling.sequence import Sequence, State
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.scheduling.placement import Placement
+from transom_worker.scheduling.admission import Placement
 from transom_worker.scheduling.plan_builder import PlanBuilder
 from transom_worker.scheduling.sequence import Sequence, State
 from transom_worker.scheduling.step import StepPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from transom_worker.kvcache.outcome import HIT, REPAIRED
+from transom_worker.kvcache.prefix_outcome import HIT, REPAIRED
 from transom_worker.kvcache.stats import CacheStats
 
 MISSED = "missed_"

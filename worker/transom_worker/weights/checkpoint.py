@@ -1,4 +1,4 @@
-"""What every checkpoint format offers to a model builder."""
+"""The interface of an open checkpoint, which every format implements: `Weights` reads one tensor, or a part of it, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from transom_worker.errors import ModelError
-from transom_worker.model_files import ModelFiles
 
 Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
 Packed = tuple[
@@ -58,26 +57,6 @@ def read_packed(weights: Weights, name: str, *, shape: tuple[int, ...], part: Pa
     """
     read: Callable[..., Packed | None] | None = getattr(weights, "packed", None)
     return None if read is None else read(name, shape=shape, part=part)
-
-
-def load_weights(files: ModelFiles) -> Weights:
-    """Open a model's checkpoint, of a model that also sees or hears its text decoder's; tensors are read when they are asked for.
-
-    Raises:
-        ModelError: a file is missing or broken, names it; or quantised in a way that cannot be read.
-    """
-    from transom_worker.weights.gguf_experts import with_experts
-    from transom_worker.weights.gguf_file import GgufWeights
-    from transom_worker.weights.quantised_tensors import open_quantised
-    from transom_worker.weights.renamed import text_decoder
-    from transom_worker.weights.safetensors_files import SafetensorsWeights
-
-    if files.is_gguf:
-        family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))
-        return with_experts(GgufWeights(files), family, num_experts=experts)
-    plain = SafetensorsWeights(files.path)
-    config = files.config.get("quantization_config")
-    return text_decoder(plain if config is None else open_quantised(plain, config))
 
 
 def check_shape(tensor: torch.Tensor, shape: tuple[int, ...] | None, *, name: str, file: object) -> torch.Tensor:

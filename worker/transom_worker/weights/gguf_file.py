@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from transom_worker.errors import ModelError
-from transom_worker.gguf_header import GgufTensor, read_gguf_header
-from transom_worker.model_files import ModelFiles
+from transom_worker.model_files.gguf_header import GgufTensor, read_gguf_header
+from transom_worker.model_files.resolve import ModelFiles
 from transom_worker.weights.checkpoint import ALL, WHOLE, Part, check_shape
 from transom_worker.weights.gguf_names import NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PAIRS_SIDE_BY_SIDE, PARAMETERS
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from transom_worker.errors import ModelError
-from transom_worker.model_files import read_json
+from transom_worker.model_files.resolve import read_json
 from transom_worker.weights.checkpoint import WHOLE, Part, check_shape
 
 _INDEX = "model.safetensors.index.json"

@@ -13,12 +13,12 @@ from transom_kernels.launch import uses_triton
 from transom_kernels.rms_norm import head_norm_
 from transom_worker.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.layers.rope import RotaryTables
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
+from transom_worker.model_config.sharding import head_share
 from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_turned
-from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
 from transom_worker.models.deepseek_v4.step import Step
 from transom_worker.models.loading import Loader
-from transom_worker.models.sharding import head_share
 
 
 class LatentAttention:

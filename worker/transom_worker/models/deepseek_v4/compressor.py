@@ -17,9 +17,9 @@ from transom_kernels.rotary import rotary_
 from transom_worker.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.layers.norm import RmsNorm
 from transom_worker.layers.rope import RotaryTables
-from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
+from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
+from transom_worker.model_config.layer_attention import Compression
 from transom_worker.models.deepseek_v4.step import Step
-from transom_worker.models.layer_attention import Compression
 from transom_worker.models.loading import Loader
 
 

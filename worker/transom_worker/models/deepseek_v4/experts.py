@@ -12,8 +12,8 @@ from transom_kernels.route import Routing
 from transom_worker.errors import ModelError
 from transom_worker.layers.experts import gated, make_experts
 from transom_worker.layers.router import Router
-from transom_worker.models.architecture import Architecture
-from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.models.expert_loading import experts_by_name
 from transom_worker.models.loading import Loader
 

@@ -12,16 +12,16 @@ import torch
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.layers.rope import RotaryEmbedding, RotaryTables
-from transom_worker.models.architecture import Architecture
+from transom_worker.model_config.architecture import Architecture
+from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
+from transom_worker.model_config.rope import Rope
 from transom_worker.models.deepseek_v4.attention import LatentAttention
 from transom_worker.models.deepseek_v4.experts import ExpertLayer
+from transom_worker.models.deepseek_v4.hyper_connections import StreamHead, StreamMixer
 from transom_worker.models.deepseek_v4.names import either_name
-from transom_worker.models.deepseek_v4.shape import DeepseekV4Shape
 from transom_worker.models.deepseek_v4.step import Step
-from transom_worker.models.deepseek_v4.streams import StreamHead, StreamMixer
 from transom_worker.models.frequencies import frequencies
 from transom_worker.models.loading import Loader
-from transom_worker.models.rope import Rope
 
 
 class DeepseekV4:

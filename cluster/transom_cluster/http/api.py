@@ -1,0 +1,105 @@
+"""The HTTP API as a FastAPI app, independent of Ray: routes, error shapes, and the router's life cycle."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from transom_cluster import __version__
+from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
+from transom_cluster.http.api_keys import ApiKeys, is_of_all_clients
+from transom_cluster.http.client_limits import ClientLimits
+from transom_cluster.http.declared_statuses import known_answers
+from transom_cluster.http.middleware import (
+    OPEN_PATHS,
+    AnswerBugs,
+    CountRequests,
+    LimitBody,
+    LimitClients,
+    LimitHeaders,
+    RequireApiKey,
+)
+from transom_cluster.http.openai_routes import OpenAiRoutes
+from transom_cluster.http.request_id_middleware import FollowRequests
+from transom_cluster.openai.document import complete_document
+from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
+from transom_cluster.router.router import Router
+from transom_worker.errors import RequestError, TransomError
+
+logger = logging.getLogger("transom.router")
+
+# The framework's own spans would double ours, and its records of exceptions quote messages, and so prompts.
+NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+
+
+def build_api(router: Router) -> FastAPI:
+    """The app that serves `router`; its lifespan starts and stops it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        router.start()
+        yield
+        await router.stop()
+
+    api = FastAPI(
+        title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False, telemetry=NO_TELEMETRY
+    )
+    keys, admins = ApiKeys.of(router.config), ApiKeys.of_admins(router.config)
+    _add_layers(api, router, keys, admins)
+    _add_error_handlers(api)
+    OpenAiRoutes(router).add_to(api)
+    for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes):
+        routes.add_to(api, router)
+    document = api.openapi()
+    admin_paths = frozenset(path for path in document["paths"] if admins.are_wanted and is_of_all_clients(path))
+    complete_document(document, wants_key=keys.are_wanted, open_paths=OPEN_PATHS, admin_paths=admin_paths)
+    for endpoint, statuses in known_answers(api.routes, document, router.config).items():
+        router.metrics.may_end(endpoint, statuses)
+    return api
+
+
+def _add_layers(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys) -> None:
+    """From the innermost to the outermost, which counts refusals as well."""
+    config = router.config
+    api.add_middleware(LimitBody, max_body_bytes=config.max_body_bytes)
+    api.add_middleware(LimitClients, limits=ClientLimits(config.limits))
+    api.add_middleware(RequireApiKey, keys=keys, admins=admins)
+    api.add_middleware(LimitHeaders, max_header_bytes=config.limits.max_header_bytes)
+    api.add_middleware(AnswerBugs, show_messages=config.log_prompts)
+    api.add_middleware(CountRequests, metrics=router.metrics)
+    api.add_middleware(FollowRequests, tracing=router.tracing, logs_access=config.log_format == "json")
+
+
+def _add_error_handlers(api: FastAPI) -> None:
+    async def on_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, (RequestError, HttpError)):
+            logger.warning("%s %s: %r", request.method, request.url.path, error)
+        return _response(wire_error(error))
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        response = _response(http_status_error(status, request.method, request.url.path))
+        response.headers.update(getattr(error, "headers", None) or {})
+        return response
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        problems = error.errors() if isinstance(error, RequestValidationError) else []
+        name = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else None
+        message = f"{name}: {problems[0]['msg']}." if problems else str(error)
+        return _response(wire_error(RequestError(message, param=name)))
+
+    api.add_exception_handler(TransomError, on_error)
+    api.add_exception_handler(HttpError, on_error)
+    api.add_exception_handler(HTTPException, on_http_exception)
+    api.add_exception_handler(RequestValidationError, on_validation_error)
+
+
+def _response(error: WireError) -> Response:
+    return Response(error.dumps(), status_code=error.status, media_type="application/json", headers=error.headers)

@@ -1,0 +1,73 @@
+"""The merged stream of all workers' block maps to one client, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from transom_cluster.blockmap.feed import Feed, sse_json
+from transom_cluster.blockmap.outbox import Outbox
+from transom_cluster.http.client_disconnect import while_client_stays
+from transom_cluster.router.background_tasks import BackgroundTasks
+from transom_cluster.router.router import Router
+from transom_cluster.telemetry.request_outcome import is_endless
+
+LOOK_S = 0.25  # for workers that came or went, and for the router's end
+SILENCE_S = 5.0
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # reverse proxies must not hold frames back
+]
+
+
+class BlockStream(Response):
+    """Sends until the client leaves or the router drains. `worker` None: of all workers."""
+
+    def __init__(self, router: Router, *, worker: str | None, period_s: float) -> None:
+        super().__init__()
+        self._router = router
+        self._worker = worker
+        self._period_s = period_s
+        self._outbox = Outbox()
+        self._tasks = BackgroundTasks()
+        self._feeds: dict[str, asyncio.Task[None]] = {}
+        self._told: list[dict[str, Any]] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send, and leave nothing behind."""
+        is_endless(scope)
+        try:
+            await while_client_stays(self._send_all(send), receive)
+        finally:
+            await self._tasks.cancel()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        sent_s = time.monotonic()
+        while not self._router.is_draining:
+            self._follow_workers()
+            event = await self._outbox.next(LOOK_S)
+            if event is None and time.monotonic() - sent_s < SILENCE_S:
+                continue
+            await send({"type": "http.response.body", "body": event or b": still here\n\n", "more_body": True})
+            sent_s = time.monotonic()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _follow_workers(self) -> None:
+        """Begin with those that came, end with those that went, and tell the client."""
+        links = {worker: link for worker, link in self._router.links.items() if self._worker in (None, worker)}
+        for worker in self._feeds.keys() - links.keys():
+            self._feeds.pop(worker).cancel()
+        for worker in links.keys() - self._feeds.keys():
+            feed = Feed(worker, links[worker].client, self._outbox, period_s=self._period_s)
+            self._feeds[worker] = self._tasks.spawn(feed.run())
+        model = self._router.config.served_model_name
+        present = [{"worker": worker, "model": model, "state": link.state} for worker, link in links.items()]
+        if present != self._told:
+            self._told = present
+            self._outbox.put(sse_json("workers", present))

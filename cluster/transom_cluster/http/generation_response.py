@@ -1,0 +1,137 @@
+"""The HTTP response of one answer: JSON or server-sent events, abandoned as soon as the client leaves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from transom_cluster.http.client_disconnect import while_client_stays
+from transom_cluster.http.response_metrics import AnswerMeter
+from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_of
+from transom_cluster.openai.writers import Writer, data_line
+from transom_cluster.router.output_stream import Answer
+from transom_cluster.router.router import Router
+from transom_cluster.telemetry.request_outcome import broke_off
+from transom_cluster.telemetry.request_timeline import RequestLife
+from transom_cluster.telemetry.tracebacks import traceback_lines
+from transom_worker.contract import OutputEvent, Request
+
+logger = logging.getLogger("transom.router")
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # reverse proxies must not hold tokens back
+]
+
+
+class AnswerResponse(Response):
+    """Runs the requests when it is sent, so that no path from admission to the last byte can leak one.
+
+    A stream's headers wait for its first event: an error before that still gets its own status.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        requests: Sequence[Request],
+        writer: Writer,
+        *,
+        stream: bool,
+        life: RequestLife | None = None,
+    ) -> None:
+        super().__init__()
+        self._life = life or RequestLife(requests)
+        self._router = router
+        self._requests = requests
+        self._writer = writer
+        self._stream = stream
+        self._meter = AnswerMeter(router.metrics, requests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves first."""
+        scope.setdefault("state", {})["request_id"] = self._requests[0].request_id  # for metrics of the whole request
+        await while_client_stays(self._run(scope, receive, send), receive, left=self._life.client_left)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._router.answer(self._requests, self._life) as answer:
+            self._meter.begun()
+            if self._stream:
+                await self._send_stream(answer, scope, send)
+            else:
+                body = await self._collect(answer)
+                await JSONResponse(body)(scope, receive, send)
+
+    async def _collect(self, answer: Answer) -> dict[str, Any]:
+        """All events as one body; raises a choice's error."""
+        events: list[list[OutputEvent]] = [[] for _ in self._requests]
+        while True:
+            for index, event in await answer.next():
+                if event.error is not None:
+                    raise event.error.error()
+                events[index].append(self._shown(index, event))
+            if answer.num_unfinished == 0:
+                return self._writer.body(events)
+
+    async def _send_stream(self, answer: Answer, scope: Scope, send: Send) -> None:
+        first = await answer.next()
+        for _, event in first:
+            if event.error is not None:
+                raise event.error.error()
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        self._router.metrics.open_streams.inc()
+        try:
+            await self._send_chunks(answer, first, scope, send)
+        finally:
+            self._router.metrics.open_streams.dec()
+
+    async def _send_chunks(
+        self, answer: Answer, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
+    ) -> None:
+        """Everything that has come since the last send goes out as one message."""
+        while True:
+            text, error = self._chunks(events)
+            ended = error is not None or answer.num_unfinished == 0
+            if error is not None:  # the status is long sent: it is said in the stream
+                text += data_line(error.body)
+                broke_off(scope, error)
+            elif ended:
+                text += self._writer.stream_end()
+            if text:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": not ended})
+            if ended:
+                return
+            events = await answer.next()
+
+    def _chunks(self, events: list[tuple[int, OutputEvent]]) -> tuple[str, WireError | None]:
+        """Server-sent events, and the error that ends them."""
+        parts: list[str] = []
+        for index, event in events:
+            if event.error is not None:
+                error = wire_error_of(event.error)
+                if error.code in STREAM_CODES:
+                    self._log(f"{event.error.kind}, {error.code}")
+                return "".join(parts), error
+            try:
+                parts.append(self._writer.chunk(index, self._shown(index, event)))
+            except Exception as bug:
+                details = traceback_lines(bug, with_messages=self._router.config.log_prompts)
+                self._log("".join(details))
+                return "".join(parts), wire_error(bug)
+        return "".join(parts), None
+
+    def _log(self, reason: str) -> None:
+        """What is not the request's own fault; no access line tells, since the status was 200."""
+        request_id = self._requests[0].request_id
+        logger.error("The stream of %s broke off: %s", request_id, reason, extra={"request_id": request_id})
+
+    def _shown(self, index: int, event: OutputEvent) -> OutputEvent:
+        self._meter.came(index, event)
+        event = self._writer.shown(event)
+        self._meter.shown(event)
+        self._writer.usage.add(index, event)
+        return event

@@ -1,0 +1,69 @@
+"""Pages of metrics of more than this router: the union of all processes, and that of one by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from transom_cluster.openai.errors import process_silent, unknown_process
+from transom_cluster.router.router import Router
+from transom_cluster.router.worker_client import WorkerClient
+from transom_cluster.telemetry.merge_metrics import merge_pages
+
+logger = logging.getLogger("transom.router")
+
+SCRAPE_TIMEOUT_S = 2.0  # for each process, all at once; Prometheus itself waits 4 s in our configuration
+
+
+async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
+    """The metrics of all routers and workers that answer in time; the others are left out and counted."""
+    workers, routers = await asyncio.gather(
+        asyncio.gather(*(_page_of(client, openmetrics) for client in router.clients)),
+        router.peers.ask_others("metrics_text", openmetrics, timeout_s=SCRAPE_TIMEOUT_S),
+    )
+    router.metrics.dropped_scrapes("worker", sum(page is None for page in workers))
+    router.metrics.dropped_scrapes("router", sum(not isinstance(page, str) for page in routers))
+    pages = [router.metrics_text(openmetrics), *routers, *workers]
+    texts = [page for page in pages if isinstance(page, str)]
+    return await asyncio.to_thread(merge_pages, texts, openmetrics=openmetrics)  # so that no stream waits for it
+
+
+async def process_names(router: Router) -> Sequence[str]:
+    """This router, the others that answer, and all workers: `router/ID`, `worker/ID`."""
+    others = await router.peers.ask_others("process_name", timeout_s=SCRAPE_TIMEOUT_S)
+    routers = [router.process_name(), *sorted(name for name in others if isinstance(name, str))]
+    return [*routers, *(f"worker/{worker_id}" for worker_id in router.links)]
+
+
+async def process_page(router: Router, name: str, *, openmetrics: bool = False) -> str:
+    """One process's metrics alone.
+
+    Raises:
+        HttpError: 404, there is no such process.  504: it does not answer.
+    """
+    kind, _, process_id = name.partition("/")
+    if (page := router.process_page(name, openmetrics)) is not None:
+        return page
+    if kind == "worker" and (link := router.links.get(process_id)) is not None:
+        page = await _page_of(link.client, openmetrics)
+        if page is None:
+            raise process_silent(name)
+        return page
+    answers = []
+    if kind == "router":
+        answers = await router.peers.ask_others("process_page", name, openmetrics, timeout_s=SCRAPE_TIMEOUT_S)
+    for answer in answers:
+        if isinstance(answer, str):
+            return answer
+    raise (
+        process_silent(name) if any(isinstance(answer, BaseException) for answer in answers) else unknown_process(name)
+    )
+
+
+async def _page_of(client: WorkerClient, openmetrics: bool) -> str | None:
+    try:
+        return await asyncio.wait_for(client.metrics_text(openmetrics=openmetrics), SCRAPE_TIMEOUT_S)
+    except Exception as error:
+        logger.info("A worker's metrics were left out: %r", error)
+        return None

@@ -1,0 +1,98 @@
+"""A request's whole life, put together from the router that served it and the workers that it was at."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from transom_cluster.router.router import Router
+from transom_worker.telemetry.request_timelines import place_of
+
+ASK_TIMEOUT_S = 2.0
+
+Steps = list[dict[str, Any]]
+
+
+async def whole_life(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
+    """All steps in order of time, and sums; None where no router knows the request, or it is another client's."""
+    own = await _router_part(router, request_id, client)
+    if own is None:
+        return None
+    line = own["line"]
+    asked = await asyncio.gather(*(_worker_part(router, worker, line["id"]) for worker in line["workers"]))
+    parts = dict(zip(line["workers"], asked, strict=True))
+    told = [step for part in parts.values() if isinstance(part, list) for step in part]
+    steps = sorted((*own["steps"], *(_with_choice(step, line) for step in told)), key=lambda step: step["at_s"])
+    return {
+        **line,
+        "times": phase_times(told),
+        "worker_parts": {worker: part if isinstance(part, str) else "told" for worker, part in parts.items()},
+        "steps": [_shown(step, line["arrival_s"]) for step in steps],
+    }
+
+
+async def last_requests(router: Router, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
+    """A client's last requests at all routers, the newest first."""
+    others = await router.peers.ask_others("request_lines", client, state, limit, timeout_s=ASK_TIMEOUT_S)
+    known = [router.request_lines(client, state, limit), *(lines for lines in others if isinstance(lines, list))]
+    return sorted(itertools.chain(*known), key=lambda line: float(line["arrival_s"]), reverse=True)[:limit]
+
+
+def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Seconds in queue, prefill and decode at workers: summed over a choice's attempts, of the choice that took longest in each."""
+    by_attempt: dict[str, Steps] = {}
+    for step in steps:
+        by_attempt.setdefault(step["request_id"], []).append(step)
+    by_choice: dict[str, dict[str, float]] = {}
+    for request_id, own in by_attempt.items():
+        times = by_choice.setdefault(request_id.partition("+")[0], {"queue_s": 0.0, "prefill_s": 0.0, "decode_s": 0.0})
+        at_s = {step["what"]: step["at_s"] for step in reversed(own)}  # the first of each kind
+        latest_s = max(step["at_s"] + step.get("seconds", 0.0) for step in own)
+        phases = ("queued", "admitted", "first_token")
+        for name, begin, end in zip(times, phases, (*phases[1:], "finished"), strict=True):
+            if begin in at_s:
+                times[name] += max(0.0, at_s.get(end, latest_s) - at_s[begin])
+    if not by_choice:
+        return {}
+    return {name: max(times[name] for times in by_choice.values()) for name in ("queue_s", "prefill_s", "decode_s")}
+
+
+async def _router_part(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
+    """An answer has one router, which may not be this one."""
+    own = router.request_life(request_id, client)
+    if own is not None:
+        return own
+    others = await router.peers.ask_others("request_life", request_id, client, timeout_s=ASK_TIMEOUT_S)
+    return next((part for part in others if isinstance(part, dict)), None)
+
+
+async def _worker_part(router: Router, worker: str, answer_id: str) -> Steps | str:
+    """A worker's steps, or why there are none."""
+    link = router.links.get(worker)
+    if link is None:
+        return "gone"
+    try:
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            steps = await link.client.request_life(answer_id)
+    except Exception:  # whatever a call to a worker that is ill or gone raises
+        return "no answer"
+    return steps or "forgotten"
+
+
+def _with_choice(step: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """A worker's step with the number that the router gives its choice: workers do not know how many a prompt has."""
+    place = place_of(step["request_id"])
+    if line["choices"] == 1 or place is None:
+        return step
+    prompt, choice = place
+    return {**step, "choice": prompt * (line["choices"] // line["prompts"]) + choice}
+
+
+def _shown(step: dict[str, Any], arrival_s: float) -> dict[str, Any]:
+    at = datetime.fromtimestamp(step["at_s"], UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    facts = {name: round(value, 6) if isinstance(value, float) else value for name, value in step.items()}
+    facts.pop("at_s")
+    return {"after_s": round(step["at_s"] - arrival_s, 6), "at": at, **facts}

@@ -1,0 +1,40 @@
+"""What one answer adds to the router's metrics: times and tokens of its choices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from transom_cluster.telemetry.router_metrics import RouterMetrics
+from transom_worker.contract import OutputEvent, Request
+
+
+class AnswerMeter:
+    """Times the first token and the gaps of each choice, and counts tokens as `usage` does."""
+
+    def __init__(self, metrics: RouterMetrics, requests: Sequence[Request]) -> None:
+        self._metrics = metrics
+        self._requests = requests
+        self._start_s = time.perf_counter()
+        self._last_s = [0.0] * len(requests)
+
+    def begun(self) -> None:
+        """Workers have all requests. A prompt counts once, however many choices it has."""
+        prompts = (request.num_prompt_tokens for request in self._requests if request.choice_index == 0)
+        self._metrics.prompt_tokens.inc(sum(prompts))
+
+    def came(self, index: int, event: OutputEvent) -> None:
+        """An event of choice `index` is about to be sent."""
+        if not event.token_ids:
+            return
+        now_s = time.perf_counter()
+        if self._last_s[index]:
+            self._metrics.inter_token_s.observe(now_s - self._last_s[index])
+        else:
+            self._metrics.first_token(now_s - self._start_s, self._requests[index].request_id)
+        self._last_s[index] = now_s
+
+    def shown(self, event: OutputEvent) -> None:
+        """This is what the client gets of it."""
+        if event.token_ids:
+            self._metrics.output_tokens.inc(len(event.token_ids))

@@ -1,0 +1,70 @@
+"""What a server tells of itself: what is here, health, version, models."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+
+from transom_cluster import __version__
+from transom_cluster.router.router import Router
+from transom_cluster.router.worker_pool import describe_link
+
+
+def add_to(api: FastAPI, router: Router) -> None:
+    """Add the routes."""
+    _add_state(api, router)
+    _add_models(api, router)
+
+
+def _add_state(api: FastAPI, router: Router) -> None:
+    @api.get("/", summary="What is here")
+    async def index() -> dict[str, Any]:
+        paths = sorted(path for path in api.openapi()["paths"] if path != "/")
+        return {
+            "name": "transom",
+            "version": __version__,
+            "model": router.config.served_model_name,
+            "workers": [describe_link(link) for link in router.links.values()],
+            "paths": paths,
+            "docs": "/docs",
+        }
+
+    @api.get("/health", summary="200 when requests can be served")
+    async def health() -> Response:
+        if router.is_ready:
+            return JSONResponse({"status": "ok"})
+        status = "this router is being stopped" if router.is_draining else "no worker is ready"
+        return JSONResponse({"status": status}, status_code=503, headers={"retry-after": "1"})
+
+    @api.get("/version", summary="The server's version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+
+def _add_models(api: FastAPI, router: Router) -> None:
+    started_s = int(time.time())
+    name = router.config.served_model_name
+
+    def model_card() -> dict[str, Any]:
+        limits = router.known_limits
+        return {
+            "id": name,
+            "object": "model",
+            "created": started_s,
+            "owned_by": "transom",
+            "root": name,
+            "parent": None,
+            "max_model_len": None if limits is None else limits.max_model_len,
+        }
+
+    @api.get("/v1/models", summary="The served models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card()]}
+
+    @api.get("/v1/models/{model_id:path}", summary="One model")
+    async def model(model_id: str) -> dict[str, Any]:
+        router.check_model(model_id)
+        return model_card()

@@ -1,0 +1,72 @@
+"""What can be known about a start before anything is started: refused within a second, not after Ray and the weights."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from transom_cluster.http.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
+from transom_cluster.serve.worker_resources import check_gpus, gpus_of
+from transom_worker.errors import ConfigError
+from transom_worker.settings import Settings
+
+
+def check_start(settings: Settings) -> None:
+    """Look at the address, the machine's GPUs, the model's files, its shape and its tokenizer.
+
+    Raises:
+        ConfigError: a setting does not suit this machine or this model.
+        ModelError: the model is not there, incomplete, or not supported.
+    """
+    from transom_worker.model_config.architecture import choose_max_model_len, read_architecture, runnable
+    from transom_worker.model_config.sharding import check_size
+    from transom_worker.model_files.resolve import resolve_model
+    from transom_worker.telemetry.tracing import check_tracing
+    from transom_worker.text.tokenizer import Tokenizer
+
+    check_api_keys(settings)
+    if (tracing := settings.server_config().tracing) is not None:
+        check_tracing(tracing)
+    if problem := port_problem(settings.host, settings.port):
+        raise ConfigError(problem)
+    if settings.quantization == "int8" and (settings.device == "cuda" or settings.dtype == "float16"):
+        raise ConfigError(
+            f"--quantization int8 runs on CPUs in bfloat16 or float32, not with --device {settings.device} --dtype "
+            f"{settings.dtype}; leave one of them out."
+        )
+    if problem := check_gpus(settings, gpus_of(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))):
+        raise ConfigError(problem)
+    files = resolve_model(settings.model)
+    architecture = runnable(read_architecture(files.config))
+    check_size(architecture, settings.tensor_parallel_size)
+    choose_max_model_len(settings.max_model_len, architecture)
+    Tokenizer.load(files)
+
+
+def check_api_keys(settings: Settings) -> None:
+    """See that whoever asked for keys gets them.
+
+    Raises:
+        ConfigError: a key is no secret, such as an unset variable's; a file has none; a setting or a variable is there and empty.
+    """
+    for name in ("api_key_file", "admin_api_key_file"):
+        if name in settings.model_fields_set and getattr(settings, name) is None:
+            raise ConfigError(f"{name} has no value; give a file with a key a line, or leave it out to do without.")
+    check_key_variables(os.environ, settings.model_dump(include=set(KEY_VARIABLES)))
+    if not all(key.strip() for key in settings.api_key):
+        raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
+    if settings.api_key_file is not None:
+        read_key_file(settings.api_key_file)
+    if settings.admin_api_key_file is not None:
+        read_key_file(settings.admin_api_key_file, flag=ADMIN_FLAG)
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why the address cannot be listened on, or None."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return f"Port {port} on {host} cannot be used ({error.strerror}); choose another with --host or --port."
+    return None

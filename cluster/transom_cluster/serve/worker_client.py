@@ -1,0 +1,71 @@
+"""The client of one worker replica, behind a Ray Serve handle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
+
+
+class ServeWorkerClient:
+    """One replica of a worker deployment, behind a Ray Serve handle.
+
+    It holds `replica`, Serve's own object for it, so that calls reach a worker that drains; see `ReplicaRequestRouter`.
+    """
+
+    def __init__(self, handle: Any, worker_id: str, replica: object) -> None:
+        self._handle = handle.options(session_id=worker_id)
+        self._streaming = self._handle.options(stream=True)
+        self._replica = replica
+
+    async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
+        """See `WorkerClient`. Ending the iteration cancels the call at the worker."""
+        response = self._streaming.open_stream.remote(router_id)
+        try:
+            async for message in response:
+                yield message
+        finally:
+            response.cancel()
+
+    async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
+        """See `WorkerClient`."""
+        results: list[ErrorInfo | None] = await self._handle.submit.remote(router_id, requests)
+        return results
+
+    async def abort(self, router_id: str, request_ids: list[str]) -> None:
+        """See `WorkerClient`."""
+        await self._handle.abort.remote(router_id, request_ids)
+
+    async def resync(self, router_id: str) -> None:
+        """See `WorkerClient`."""
+        await self._handle.resync.remote(router_id)
+
+    async def info(self) -> WorkerInfo:
+        """See `WorkerClient`."""
+        info: WorkerInfo = await self._handle.info.remote()
+        return info
+
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
+        """See `WorkerClient`."""
+        text: str = await self._handle.metrics_text.remote(openmetrics=openmetrics)
+        return text
+
+    async def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
+        """See `WorkerClient`. Ending the iteration cancels the call at the worker."""
+        response = self._streaming.watch_blocks.remote(period_s)
+        try:
+            async for frame in response:
+                yield frame
+        finally:
+            response.cancel()
+
+    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
+        """See `WorkerClient`."""
+        description: dict[str, Any] = await self._handle.describe_block.remote(group, block)
+        return description
+
+    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+        """See `WorkerClient`."""
+        life: list[dict[str, Any]] = await self._handle.request_life.remote(request_id)
+        return life

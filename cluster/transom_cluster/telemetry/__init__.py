@@ -1,0 +1,1 @@
+"""What a router reports: Prometheus metrics, request timelines, and OpenTelemetry spans."""

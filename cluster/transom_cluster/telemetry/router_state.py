@@ -1,0 +1,64 @@
+"""What a scrape reads of a router at that moment: requests, workers, and the versions that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from transom_worker.telemetry.metrics import build_versions
+from transom_worker.telemetry.metrics.own_labels import OwnLabels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterState:
+    """A router as it is now. `desired_workers` is None where their number does not follow the load."""
+
+    num_waiting: int
+    workers_by_state: Mapping[str, int]
+    in_flight_by_worker: Mapping[str, int]
+    desired_workers: int | None = None
+
+
+class StateCollector(Collector):
+    """Families that are read from `read` when somebody scrapes; workers that are gone are gone from them."""
+
+    def __init__(self, own: OwnLabels) -> None:
+        self.read: Callable[[], RouterState] | None = None
+        self._own = own
+        self._versions = build_versions("ray")
+
+    def collect(self) -> Iterator[Metric]:
+        """Families of this moment."""
+        if self.read is not None:
+            yield from self._of_router(self.read())
+        yield self._own.gauges(
+            "transom_build_info",
+            "Versions of Transom, Python and the libraries that the process runs on; the value is always 1.",
+            tuple(self._versions),
+            [(tuple(self._versions.values()), 1)],
+        )
+
+    def _of_router(self, state: RouterState) -> Iterator[Metric]:
+        yield self._own.gauge("transom_router_waiting_requests", "Requests that no worker has.", state.num_waiting)
+        yield self._own.gauges(
+            "transom_router_workers",
+            "Workers by state: open, closed (starting or lost), draining.",
+            ("state",),
+            [((name,), count) for name, count in state.workers_by_state.items()],
+        )
+        yield self._own.gauges(
+            "transom_router_in_flight_requests",
+            "Requests that a worker has from this router.",
+            ("worker",),
+            [((worker,), count) for worker, count in state.in_flight_by_worker.items()],
+        )
+        if state.desired_workers is not None:
+            yield self._own.gauge(
+                "transom_router_desired_workers",
+                "Workers that the autoscaling policy would ask for from the loads that this router knows; "
+                "only with --max-replicas.",
+                state.desired_workers,
+            )

@@ -1,0 +1,40 @@
+"""The attributes of an HTTP request's span, under the names of OpenTelemetry's conventions for generative AI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transom_cluster.telemetry.request_timeline import RequestLife
+from transom_worker.contract import SamplingParams
+
+
+def request_attributes(params: SamplingParams, *, num_choices: int, stream: bool) -> dict[str, Any]:
+    """Attributes of what a client requested. They hold no text, not even stop strings."""
+    attributes: dict[str, Any] = {
+        "gen_ai.request.choice.count": num_choices,
+        "gen_ai.request.stream": stream,
+        "gen_ai.request.temperature": float(params.temperature),
+        "gen_ai.request.top_p": float(params.top_p),
+    }
+    if params.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = params.max_tokens
+    return attributes
+
+
+def response_attributes(life: RequestLife | None) -> dict[str, Any]:
+    """Attributes of the response; none where the request was refused before its timeline began."""
+    if life is None:
+        return {}
+    attributes: dict[str, Any] = {
+        "gen_ai.response.id": life.request_id,
+        "gen_ai.usage.input_tokens": life.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": life.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": life.num_hit_tokens,
+        "gen_ai.response.finish_reasons": [life.finish_reasons[index] for index in sorted(life.finish_reasons)],
+        "transom.workers": list(life.workers),
+        "transom.resumes": life.num_resumes,
+        "transom.client_left": life.has_left,
+    }
+    if life.first_token_s:
+        attributes["gen_ai.response.time_to_first_chunk"] = life.first_token_s - life.arrival_s
+    return attributes

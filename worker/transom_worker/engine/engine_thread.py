@@ -1,0 +1,163 @@
+"""Runs an engine on a thread of its own, so that the step loop never blocks an event loop.
+
+Commands (add, abort) wait in an inbox that the engine's thread empties between steps; an idle engine wakes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
+from transom_worker.engine.engine import RESTARTING, Engine
+from transom_worker.errors import EngineDead, TransomError, WorkerLost
+
+logger = logging.getLogger("transom.worker")
+
+LOAD_PERIOD_S = 0.05
+
+Deliver = Callable[[WorkerMessage], None]
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Owns an engine and its thread. `deliver` is called on that thread with each step's events and what changed besides."""
+
+    def __init__(self, engine: Engine, deliver: Deliver) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._load_at_s = 0.0
+        self._ended = False  # from here on nobody but the caller of `_post` empties the inbox
+        engine.on_lost(self._wake.set)
+        self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: list[Request]) -> Future[list[ErrorInfo | None]]:
+        """Admit all of `requests` or none: one entry each, None where admission found nothing wrong.
+
+        The future cannot be cancelled: who no longer waits for it must `abort`. While ranks are started again all are refused
+        at once.
+        """
+        future: Future[list[ErrorInfo | None]] = Future()
+        future.set_running_or_notify_cancel()
+        if self._engine.is_restarting:
+            future.set_result([ErrorInfo.of(WorkerLost(RESTARTING))] * len(requests))
+            return future
+        self._post(lambda: future.set_result(self._add_all(requests)))
+        return future
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests and free their blocks before the next step."""
+
+        def command() -> None:
+            for request_id in request_ids:
+                self._engine.abort(request_id)
+
+        self._post(command)
+
+    def send_index(self, deliver: Deliver) -> None:
+        """Give one receiver the whole prefix index, in order with what `deliver` gives to all."""
+
+        def command() -> None:
+            self._tell([])
+            deliver(WorkerMessage(kv=self._engine.whole_kv_index(), load=self._engine.load()))
+
+        self._post(command)
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Run something on the engine's thread between two steps; the future has its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    @property
+    def dead(self) -> Exception | None:
+        """What ended the step loop, if anything did."""
+        return self._engine.dead or (None if self._thread.is_alive() else EngineDead("The engine's thread has ended."))
+
+    def shutdown(self) -> None:
+        """End the thread after the present step, then the engine; a restart is not waited for. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        self._engine.interrupt()
+        self._thread.join()
+        self._engine.shutdown()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+        if self._ended:
+            self._drain()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+            reason = EngineDead("The worker is shutting down.")
+        except Exception as error:  # a bug, but nobody may wait for ever because of it
+            logger.exception("The engine's thread failed.")
+            reason = EngineDead(f"The engine's thread failed: {type(error).__name__}: {error}")
+        events = self._engine.fail(reason)
+        self._ended = True
+        self._drain()
+        if events:
+            self._deliver(WorkerMessage(events=tuple(events)))
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._drain()
+            if self._engine.has_work:
+                self._tell(self._engine.step())
+            else:
+                self._tell([], now=True)
+                self._wake.wait()
+                self._wake.clear()
+
+    def _tell(self, events: list[OutputEvent], *, now: bool = False) -> None:
+        """Deliver events, changes of the index, and the load where that is due; `now`: the engine is about to rest."""
+        kv, load, now_s = self._engine.take_kv_update(), None, time.monotonic()
+        if now or now_s - self._load_at_s > LOAD_PERIOD_S:
+            load, self._load_at_s = self._engine.load(), now_s
+        if events or kv is not None or load is not None:
+            self._deliver(WorkerMessage(events=tuple(events), kv=kv, load=load))
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                command = self._inbox.popleft()
+            except IndexError:
+                return
+            command()
+
+    def _add_all(self, requests: list[Request]) -> list[ErrorInfo | None]:
+        results: list[ErrorInfo | None] = []
+        for request in requests:
+            try:
+                self._engine.add(request)
+                results.append(None)
+            except Exception as error:  # whatever a request sets off at the door is that request's error
+                if not isinstance(error, TransomError):
+                    logger.exception("A request could not be admitted.", extra={"request_id": request.request_id})
+                self._engine.observer.refused(error)
+                results.append(ErrorInfo.of(error))
+        if any(results):
+            for request, result in zip(requests, results, strict=True):
+                if result is None:
+                    self._engine.abort(request.request_id)
+        return results

@@ -1,0 +1,107 @@
+"""What a rank remembers of the sequences between plans: token ids and block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transom_worker.execution.batch.block_tables import BlockTables
+from transom_worker.kvcache.groups import GroupSpec
+from transom_worker.scheduling.step import NewSequence, StepPlan
+
+
+class SequenceTokens:
+    """One sequence's token ids in a growing buffer, and its row in the block tables."""
+
+    def __init__(self, new: NewSequence, row: int) -> None:
+        self.row = row
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.prompt_logprobs = new.params.prompt_logprobs
+        self.num_tokens = len(new.token_ids)
+        self._ids = np.empty(max(64, 2 * self.num_tokens), dtype=np.int64)
+        self._ids[: self.num_tokens] = new.token_ids
+
+    def tokens(self, start: int, end: int) -> NDArray[np.int64]:
+        """Token ids at positions [start, end).
+
+        Raises:
+            ValueError: not all of them are known.
+        """
+        if end > self.num_tokens:
+            raise ValueError(f"A plan computes up to position {end}; only {self.num_tokens} tokens are known.")
+        return self._ids[start:end]
+
+    def learn(self, position: int, token_id: int) -> bool:
+        """Take the token at `position`, at most one past the end; whether it is new.
+
+        Raises:
+            ValueError: a gap, or another token than the known one.
+        """
+        if position < self.num_tokens:
+            if int(self._ids[position]) != token_id:
+                raise ValueError(f"A plan gives token {token_id} at {position}, which is {int(self._ids[position])}.")
+            return False
+        if position > self.num_tokens:
+            raise ValueError(f"A plan gives a token at {position}; only {self.num_tokens} are known.")
+        if position == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+        self._ids[position] = token_id
+        self.num_tokens += 1
+        return True
+
+
+class SequenceStore:
+    """All sequences of a rank, by id, and their tables, by group."""
+
+    def __init__(self, groups: Sequence[GroupSpec], *, max_num_seqs: int) -> None:
+        self.tables = tuple(BlockTables(spec, num_rows=max_num_seqs) for spec in groups)
+        self._sequences: dict[int, SequenceTokens] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_rows = max_num_seqs
+
+    def __getitem__(self, seq_id: int) -> SequenceTokens:
+        try:
+            return self._sequences[seq_id]
+        except KeyError:
+            raise ValueError(f"A plan names sequence {seq_id}, which was never given or has finished.") from None
+
+    def add(self, new: NewSequence) -> None:
+        """A sequence with empty tables; replaces one of the same id."""
+        self.remove(new.seq_id)
+        if not self._free_rows:
+            self._add_rows()
+        self._sequences[new.seq_id] = SequenceTokens(new, self._free_rows.pop())
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; unknown ids are ignored, since a dropped plan may have been their only mention."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            for tables in self.tables:
+                tables.clear(sequence.row)
+            self._free_rows.append(sequence.row)
+
+    def change_tables(self, plan: StepPlan) -> None:
+        """Apply the plan's deltas to the block tables, then its moves.
+
+        Raises:
+            ValueError: a sequence or a block that is not there.
+        """
+        for index, seq_id in enumerate(plan.delta_seq):
+            self.tables[plan.delta_group[index]].apply(
+                self[seq_id].row,
+                dropped=plan.delta_dropped[index],
+                first_block=plan.delta_first_block[index],
+                blocks=plan.delta_blocks[plan.delta_offset[index] : plan.delta_offset[index + 1]],
+            )
+        for seq_id, group, logical, block in zip(
+            plan.moved_seq, plan.moved_group, plan.moved_logical, plan.moved_block, strict=True
+        ):
+            self.tables[group].move(self[seq_id].row, logical=logical, block=block)
+
+    def _add_rows(self) -> None:
+        for tables in self.tables:
+            tables.add_rows(self._num_rows)
+        self._free_rows = list(range(2 * self._num_rows - 1, self._num_rows - 1, -1))
+        self._num_rows *= 2

@@ -1,0 +1,53 @@
+"""What captured decode steps hold beside a profiled step's peak, estimated before the KV pool is sized."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from transom_kernels.launch import next_power_of_two
+from transom_kernels.paged_attention.tuning import LEAST_ROWS
+from transom_worker.config import SchedulerConfig
+from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.memory import activation_bytes
+from transom_worker.model_config.architecture import Architecture
+
+# Of one graph in the driver: some hundred launches and their arguments. An estimate, never measured here.
+GRAPH_BYTES = 8 * 2**20
+# Of cuBLAS for the stream of captures, on Hopper; a profiled step has only its own stream's.
+WORKSPACE_BYTES = 32 * 2**20
+FLOAT_BYTES = 4
+
+
+def graph_bytes(
+    sizes: DecodeSizes | None, architecture: Architecture, scheduler: SchedulerConfig, dtype_name: str
+) -> int:
+    """All sizes share a pool for activations, a tensor of logits, and buffers of inputs; each has a graph of its own."""
+    if sizes is None:
+        return 0
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    most_seqs = sizes.num_seqs[-1]
+    decoding = replace(scheduler, max_num_batched_tokens=most_seqs, max_num_seqs=most_seqs)
+    pool = activation_bytes(architecture, decoding, dtype) + max(
+        _split_bytes(size, sizes, architecture) for size in sizes.all
+    )
+    logits = most_seqs * architecture.vocab_size * FLOAT_BYTES
+    inputs = max(_table_bytes(size, sizes) for size in sizes.all)
+    return pool + logits + inputs + WORKSPACE_BYTES + len(sizes.all) * GRAPH_BYTES
+
+
+def _split_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:
+    """What programs of one layer leave for the join: rows of values, each with a maximum and a sum."""
+    if size.level == 0:
+        return 0
+    widest = 0
+    for layer in architecture.layers:
+        rows = max(LEAST_ROWS, next_power_of_two(layer.num_heads // layer.num_kv_heads))
+        widest = max(widest, layer.num_kv_heads * rows * ((layer.value_size or layer.head_size) + 2))
+    return sizes.num_items(size) * widest * FLOAT_BYTES
+
+
+def _table_bytes(size: DecodeSize, sizes: DecodeSizes) -> int:
+    """Block tables, beside which the other inputs are nothing."""
+    return sum(size.num_seqs * sizes.num_columns(size, group) * 4 for group in range(sizes.num_groups))

@@ -1,0 +1,176 @@
+"""Captures every size at start, over made-up sequences in a cache of noise; whatever goes wrong leaves the worker without graphs.
+
+Noise matters: over a blank cache a graph that reads the wrong keys would give the right result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from transom_kernels.paged_attention.parts import asked_of
+from transom_worker.contract import SamplingParams
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.batch.slab import block_rows
+from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
+from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.graphs.graph_capture import CaptureDevice
+from transom_worker.execution.graphs.static_batch import Ask
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.models.model import Model
+from transom_worker.scheduling.step import NewSequence, StepPlan
+
+LIMIT_S = 120.0  # sizes that have no graph by then run without; the usual ones come first
+MOST_NOISE_BLOCKS = 64  # of a group, beside one for each sequence to write to
+
+logger = logging.getLogger("transom.worker")
+
+
+def make_graphs(
+    model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CaptureDevice, *, slab: torch.Tensor
+) -> DecodeGraphs | None:
+    """Graphs of all sizes that `LIMIT_S` suffices for; None, and a warning, if one cannot be captured or computes something else.
+
+    The slab is as blank behind it as before. An error of a forward pass that is not captured is raised.
+    """
+    steps = _NoiseSteps(builder.layout, vocab_size=model.architecture.vocab_size, most_seqs=sizes.num_seqs[-1])
+    asks = _asks(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
+
+    def make() -> DecodeGraphs:
+        steps.spread(builder, slab)
+        return DecodeGraphs(model, builder, sizes, asks, device)
+
+    try:
+        return _captured(make, steps)
+    finally:
+        steps.wipe(builder.layout, slab)
+
+
+def _captured(make: Callable[[], DecodeGraphs], steps: _NoiseSteps) -> DecodeGraphs | None:
+    begin_s, size = time.perf_counter(), None
+    try:
+        graphs = make()
+        for size in graphs.sizes.all:
+            if time.perf_counter() - begin_s > LIMIT_S:
+                logger.warning("Decode steps from %s on run without CUDA graphs: capturing took too long.", size)
+                break
+            first, second = (steps.step(graphs.builder, size, graphs.sizes, seed=seed) for seed in (1, 2))
+            graphs.capture(size, first, second)
+    except Exception as error:
+        logger.warning(
+            "Decode steps run without CUDA graphs: capturing %s failed (%s: %s). --enforce-eager does without the attempt.",
+            size or "them", type(error).__name__, error,
+        )  # fmt: skip
+        return None
+    spent_s, sizes = time.perf_counter() - begin_s, graphs.sizes
+    logger.info(
+        "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
+        graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
+    )  # fmt: skip
+    return graphs if graphs.num_graphs else None
+
+
+def _asks(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[Ask, ...]:
+    """What the model's layers ask of each group's programs, as a forward pass shows."""
+    batch = builder.batch(arrays)
+    model.forward(batch)
+    return tuple((index, asked) for index, group in enumerate(batch.groups) for asked in asked_of(group))
+
+
+class _NoiseSteps:
+    """Decode steps of made-up sequences over blocks of noise; each sequence writes to a block of its own."""
+
+    def __init__(self, layout: ArenaLayout, *, vocab_size: int, most_seqs: int) -> None:
+        groups = range(len(layout.groups))
+        self._vocab_size, self._specs = vocab_size, [group.spec for group in layout.groups]
+        self._blocks = [_own_blocks(layout, group, MOST_NOISE_BLOCKS + most_seqs) for group in groups]
+
+    def spread(self, builder: BatchBuilder, slab: torch.Tensor) -> None:
+        """Fill the blocks with noise."""
+        generator = torch.Generator(slab.device).manual_seed(0)
+        for layer, group in enumerate(builder.group_of_layer):
+            rows = torch.tensor(self._blocks[group], device=slab.device)
+            for cache in (builder.caches[layer].k, builder.caches[layer].v):
+                noise = torch.randn(
+                    (len(rows), *cache.shape[1:]), generator=generator, device=slab.device, dtype=torch.float32
+                )
+                cache[rows] = noise.to(cache.dtype)
+
+    def wipe(self, layout: ArenaLayout, slab: torch.Tensor) -> None:
+        """Make the blocks blank again, and what padding was written to."""
+        for group, blocks in enumerate(self._blocks):
+            rows = torch.tensor([*blocks, layout.dump_block(group)], device=slab.device)
+            block_rows(layout, slab, group)[rows] = 0
+
+    def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
+        """A step that fills the size's sequences, one of them long, with the first seed as its level allows, the others short."""
+        random = np.random.default_rng(seed)
+        num, specs = size.num_seqs, self._specs
+        starts = random.integers(0, sizes.reach_tokens(0), num)
+        longest = sizes.longest_tokens(size)
+        starts[random.integers(num)] = longest - 1 if seed == 1 else longest * 5 // 8
+        # lower bounds, as a repair has them, so that they are checked too
+        lowest = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
+        store = SequenceStore(specs, max_num_seqs=num)
+        ids = random.integers(0, self._vocab_size, num)
+        for seq_id, start in enumerate(starts.tolist()):
+            store.add(_sequence(seq_id, start, int(ids[seq_id])))
+            for group in range(len(specs)):
+                self._fill_table(store, seq_id, num, group, start, random)
+        plan = StepPlan(
+            step_id=-1,
+            seq_ids=list(range(num)),
+            start=starts.tolist(),
+            count=[1] * num,
+            attend_from=lowest,
+            write_from=[self._write_from(group, starts.tolist()) for group in range(len(specs))],
+            logits_from=starts.tolist(),
+        )
+        return builder.arrays(plan, store)
+
+    def _write_from(self, group: int, starts: list[int]) -> list[int]:
+        """Where tokens are written to blocks of their own; else they go to the dump block: two in one place would be a race."""
+        writes = len(self._blocks[group]) > len(starts)
+        return [start if writes else start + 1 for start in starts]
+
+    def _fill_table(
+        self, store: SequenceStore, seq_id: int, num_seqs: int, group: int, start: int, random: np.random.Generator
+    ) -> None:
+        """What would be kept of the sequence: blocks of noise that all share, and its own as the last."""
+        tables, spec, own = store.tables[group], self._specs[group], self._blocks[group]
+        shared = own[num_seqs:] or own
+        live = spec.live(start)
+        last = start // spec.block_size
+        first = max(live[-1][0] // spec.block_size if live else last, spec.num_pinned_blocks)
+        num_pinned = min(spec.num_pinned_blocks, last + 1)
+        num_blocks = num_pinned + max(0, last - first + 1)
+        chosen = random.choice(np.array(shared), num_blocks).tolist()
+        chosen[-1] = own[seq_id % len(own)]
+        tables.apply(store[seq_id].row, dropped=0, first_block=first, blocks=chosen)
+
+
+def _own_blocks(layout: ArenaLayout, group: int, most: int) -> list[int]:
+    """Blocks of the group's turn of pages, so that no other group's lie over them."""
+    blocks: list[int] = []
+    for page in range(group, layout.num_pages, len(layout.groups)):
+        blocks += range(layout.first_block(page, group), layout.end_block(page, group))
+        if len(blocks) >= most:
+            break
+    return blocks[:most] or [0]
+
+
+def _sequence(seq_id: int, start: int, token_id: int) -> NewSequence:
+    return NewSequence(
+        seq_id=seq_id,
+        request_id="",
+        token_ids=(*(0,) * start, token_id),
+        num_prompt_tokens=start + 1,
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+    )

@@ -1,0 +1,205 @@
+"""A model's shape, read from its `config.json` (or GGUF metadata under the same names). No torch.
+
+Which layers look how far is decided here, once: from the checkpoint, or overridden by `--window`, `--sinks`, `--chunk` and
+`--window-pattern`. Groups, the planner's bytes and the attention masks all follow from `LayerAttention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from transom_worker.errors import ConfigError, ModelError
+from transom_worker.model_config.attention_layers import attention_layers
+from transom_worker.model_config.config_defaults import with_defaults
+from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
+from transom_worker.model_config.layer_attention import LayerAttention
+from transom_worker.model_config.mixture import Mixture, read_mixture
+from transom_worker.model_config.rope import ROPE_KINDS, Rope, read_ropes
+from transom_worker.model_config.scales import NO_SCALES, Scales, read_scales
+
+__all__ = [
+    "RUNNABLE_FAMILIES",
+    "Architecture",
+    "LayerAttention",
+    "choose_max_model_len",
+    "read_architecture",
+    "runnable",
+    "with_windows",
+]
+
+# The others can be planned; `models.registry` has a class for each.
+RUNNABLE_FAMILIES = (
+    *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
+    "gemma4_text",
+    *("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash"),
+    "deepseek_v4",
+)
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_BIASED_INPUTS = ("qwen2", "qwen2_moe")  # of attention, and no others; their configs do not say so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The shape of a decoder."""
+
+    family: str  # config.json's model_type
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    checkpoint_dtype: str  # torch's name of it
+    layers: tuple[LayerAttention, ...]
+    output_bias: bool = False  # of attention's output projection
+    activation: str = "silu"  # config.json's name of it
+    ropes: tuple[Rope | None, ...] = ()  # by layer; None: no rotation
+    scales: Scales = NO_SCALES
+    mixture: Mixture | None = None
+    sink_layers: frozenset[int] = frozenset()  # those with a learned sink for each head
+    readers_are_wide: bool = False  # layers that read another's cache have feed-forward parts twice as wide
+    norm_after_rotation: bool = False  # each query and key head to one length, in layers that rotate
+    keys_are_values: bool = False  # before their norms, in layers without a window
+    layer_embedding_size: int = 0  # width of each layer's own embedding of a token; 0: it has none
+    layer_vocab_size: int = 0
+    deepseek_v4: DeepseekV4Shape | None = None  # what only that family has
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def gate_activation(self) -> Literal["silu", "gelu_tanh"]:
+        """The activation as layers name it."""
+        return _ACTIVATIONS[self.activation]
+
+    @property
+    def served_dtype(self) -> str:
+        """The number format that `auto` takes: bfloat16, float32 for a float32 checkpoint."""
+        return "float32" if self.checkpoint_dtype == "float32" else "bfloat16"
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a `config.json` describes; of a model that also sees or hears, its text decoder's.
+
+    Raises:
+        ModelError: an unknown family, or a missing or wrong value; names it.
+    """
+    config = with_defaults(_text_decoder(config))
+    family = str(config.get("model_type", ""))
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        raise ModelError(
+            "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
+        )
+    try:
+        layers = attention_layers(config)
+        attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
+        return Architecture(
+            family=family,
+            layers=layers,
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+            max_position=int(config["max_position_embeddings"]),
+            rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]),
+            ropes=read_ropes(config, layers),
+            scales=read_scales(config),
+            mixture=read_mixture(config, len(layers)),
+            sink_layers=_sink_layers(family, layers),
+            readers_are_wide=bool(config.get("use_double_wide_mlp", False)),
+            norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
+            keys_are_values=bool(config.get("attention_k_eq_v", False)),
+            layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
+            layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
+            deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
+            activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=attention_bias or family in _BIASED_INPUTS,
+            output_bias=attention_bias and family not in (*_BIASED_INPUTS, "mimo_v2_flash"),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        )
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error.args[0]!r}, which a {family} model needs.") from None
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
+        raise ModelError(f"config.json has a value that is no size or number: {error}.") from None
+
+
+def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text decoder's config in one of several; what it leaves open (null) is as outside."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    return {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
+
+
+def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
+    everywhere = family == "gpt_oss"
+    windowed = family == "mimo_v2_flash"
+    return frozenset(i for i, layer in enumerate(layers) if everywhere or (windowed and layer.window is not None))
+
+
+def runnable(architecture: Architecture) -> Architecture:
+    """The same architecture, if there is code that computes it.
+
+    Raises:
+        ModelError: it can only be planned; says what is supported.
+    """
+    if architecture.family not in RUNNABLE_FAMILIES:
+        supported = ", ".join(map(repr, RUNNABLE_FAMILIES))
+        raise ModelError(
+            f"config.json says model_type {architecture.family!r}; supported so far: {supported}. "
+            "`transom plan` can still plan its cache."
+        )
+    kinds = {rope.kind for rope in architecture.ropes if rope is not None} - set(ROPE_KINDS)
+    if kinds:
+        raise ModelError(
+            f"config.json asks for rope scaling {min(kinds)!r}; supported so far: {', '.join(map(repr, ROPE_KINDS))}."
+        )
+    if architecture.activation not in _ACTIVATIONS:
+        raise ModelError(
+            f"config.json asks for hidden_act {architecture.activation!r}; supported so far: "
+            f"{', '.join(map(repr, _ACTIVATIONS))}."
+        )
+    return architecture
+
+
+def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
+    """The longest sequence.
+
+    Raises:
+        ConfigError: longer than the model's positions.
+    """
+    longest = architecture.max_position
+    if setting is not None and setting > longest:
+        raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
+    return setting or longest
+
+
+def with_windows(
+    architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
+) -> Architecture:
+    """The same model with the layers that `pattern` marks (repeated): S sliding windows, C chunks, F unchanged.
+
+    Raises:
+        ConfigError: the model has layers that share a cache, which their own windows would cut differently.
+    """
+    if any(layer.reads_cache_of is not None for layer in architecture.layers):
+        raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")
+
+    def marked(layer: LayerAttention, letter: str) -> LayerAttention:
+        match letter:
+            case "S":
+                return replace(layer, window=window, sinks=sinks)
+            case "C":
+                return replace(layer, chunk=chunk)
+            case _:
+                return layer
+
+    layers = tuple(marked(layer, pattern[i % len(pattern)]) for i, layer in enumerate(architecture.layers))
+    return replace(architecture, layers=layers)

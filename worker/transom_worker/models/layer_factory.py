@@ -1,0 +1,130 @@
+"""Attention and norms of one layer, loaded as a family's `Style` says.
+
+Legend: H query heads and KV heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
+from transom_worker.layers.linear import Linear
+from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm, RmsNorm, SharedAllHeadsNorm
+from transom_worker.layers.rope import RotaryEmbedding
+from transom_worker.model_config.architecture import Architecture, LayerAttention
+from transom_worker.model_config.rope import Rope
+from transom_worker.model_config.sharding import HeadShare, head_share, kv_holders
+from transom_worker.models.frequencies import frequencies
+from transom_worker.models.loading import Loader
+from transom_worker.models.style import Style
+
+
+def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
+    """This rank's heads of layer `index`; `load` reads names within `self_attn`."""
+    layer, rope = architecture.layers[index], architecture.ropes[index]
+    heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
+    eps, rotates = architecture.rms_norm_eps, rope is not None
+    qkv = _projections(architecture, index, heads, load)
+    value_size = layer.value_size or layer.head_size
+    widths = (architecture.hidden_size, layer.num_heads * value_size)
+    columns = _rows(heads.queries, value_size)
+    output = load.row_parallel("o_proj", shape=widths, columns=columns, bias=architecture.output_bias)
+    options = AttentionOptions(
+        scale=architecture.scales.query,
+        soft_cap=architecture.scales.attention_cap,
+        sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
+        value_scale=architecture.scales.value,
+        norm=_head_norm(architecture, layer, heads, style, load),
+        norm_after_rotation=HeadNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
+        value_norm=HeadNorm(None, eps) if style.value_norm else None,
+    )
+    return Attention(qkv, output, attention_shape(layer, heads), options)
+
+
+def _projections(architecture: Architecture, index: int, heads: HeadShare, load: Loader) -> Linear:
+    """Queries, keys and values fused; queries alone where the layer reads another's cache."""
+    layer, rope, bias = architecture.layers[index], architecture.ropes[index], architecture.attention_bias
+    queries, keys = ((n * layer.head_size, architecture.hidden_size) for n in (layer.num_heads, layer.num_kv_heads))
+    own_queries, own_keys = (_rows(own, layer.head_size) for own in (heads.queries, heads.kv))
+    if layer.reads_cache_of is not None:
+        return load.linear("q_proj", bias=bias, shapes=[queries], rows=[own_queries])
+    pairs = (heads.num_queries, heads.num_kv, None) if rope is not None and rope.interleaved else ()
+    keys_are_values = architecture.keys_are_values and layer.window is None
+    names = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")
+    value_size = layer.value_size or layer.head_size
+    values = (layer.num_kv_heads * value_size, architecture.hidden_size)
+    own = (own_queries, own_keys, _rows(heads.kv, value_size))
+    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=(queries, keys, values), rows=own)
+
+
+def _rows(heads: slice, size: int) -> slice:
+    """The rows of a weight that belong to heads of this size."""
+    return slice(heads.start * size, heads.stop * size)
+
+
+def _sinks(layer: LayerAttention, heads: HeadShare, style: Style, load: Loader) -> torch.Tensor:
+    """One learned sink per head in float32; no sink is one of minus infinity."""
+    return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
+
+
+def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
+    """A layer's heads on this rank and what they see."""
+    return AttentionShape(
+        num_heads=heads.num_queries,
+        num_kv_heads=heads.num_kv,
+        head_size=layer.head_size,
+        window=layer.window,
+        num_sink_tokens=layer.sinks,
+        chunk=layer.chunk,
+        value_size=layer.value_size,
+        has_cache=layer.reads_cache_of is None,
+    )
+
+
+def make_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> Norm:
+    """A norm over rows, of the family's kind."""
+    if style.norm_takes_mean:
+        return LayerNorm(load.tensor(f"{name}.weight", shape=(architecture.hidden_size,)), architecture.rms_norm_eps)
+    return make_rms_norm(name, architecture, style, load)
+
+
+def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> RmsNorm:
+    """A norm over rows that takes no mean."""
+    size, eps = architecture.hidden_size, architecture.rms_norm_eps
+    return load.norm(name, eps, size=size, plus_one=style.norm_plus_one, wide=style.norm_wide)
+
+
+def _head_norm(
+    architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
+) -> HeadNorm | AllHeadsNorm | SharedAllHeadsNorm | None:
+    if style.head_norm == "none":
+        return None
+    if style.head_norm == "all":
+        return _norm_over_all_heads(architecture, layer, heads, load)
+    dtype = torch.float32 if style.norm_plus_one or style.norm_wide else load.dtype
+    size = (layer.head_size,)
+    weight_HD = load.tensor("q_norm.weight", dtype, shape=size).expand(heads.num_queries, -1)
+    if layer.reads_cache_of is None:
+        key = load.tensor("k_norm.weight", dtype, shape=size)
+        weight_HD = torch.cat([weight_HD, key.expand(heads.num_kv, -1)])
+    return HeadNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD, architecture.rms_norm_eps)
+
+
+def _norm_over_all_heads(
+    architecture: Architecture, layer: LayerAttention, heads: HeadShare, load: Loader
+) -> AllHeadsNorm | SharedAllHeadsNorm:
+    size, eps, parallel = layer.head_size, architecture.rms_norm_eps, load.parallel
+    widths = (layer.num_heads * size, layer.num_kv_heads * size)
+    query, key = (
+        load.tensor(f"{name}_norm.weight", torch.float32, shape=(width,), part=(_rows(own, size),))
+        for name, width, own in zip("qk", widths, (heads.queries, heads.kv), strict=True)
+    )
+    if parallel.size == 1:
+        return AllHeadsNorm(query, key, eps)
+    counts_keys = kv_holders(layer.num_kv_heads, heads.kv.start, parallel.size).start == parallel.rank
+    return SharedAllHeadsNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
+
+
+def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:
+    """Interleaved pairs were set apart when the weights were loaded."""
+    return RotaryEmbedding(frequencies(rope, load.device), dtype=load.dtype, scale=rope.attention_factor)

@@ -1,0 +1,103 @@
+"""Which requests are let in at the door, and why others are refused."""
+
+from __future__ import annotations
+
+import logging
+
+from transom_worker.contract import CONTRACT_VERSION, Request
+from transom_worker.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_worker.kvcache.manager import KvCache
+
+logger = logging.getLogger("transom.worker")
+
+UNSUPPORTED = {
+    "kv_policy": "per-request KV policies",
+    "grammar": "grammars",
+    "adapter": "adapters",
+}
+
+
+def check_request(request: Request, *, vocab_size: int) -> None:
+    """Whether this worker understands a request.
+
+    Raises:
+        RequestError: no prompt, or ids outside the vocabulary.
+        WorkerLost: another contract version, as in mid-upgrade; a worker of the router's own version can take it.
+    """
+    if request.version != CONTRACT_VERSION:
+        raise WorkerLost(
+            f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}. Update the older side."
+        )
+    if not request.prompt_token_ids:
+        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("resumed_output_ids", request.resumed_output_ids),
+        ("logit_bias", tuple(request.params.logit_bias)),
+        ("stop_token_ids", request.params.stop_token_ids),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
+
+
+def check_supported(request: Request) -> None:
+    """Raises RequestError for fields that mean something no worker does yet, and for an empty or finished request."""
+    for name, what in UNSUPPORTED.items():
+        if getattr(request, name) is not None:
+            raise RequestError(f"{name} is set, but {what} are not supported yet; leave it out.", param=name)
+    if not request.prompt_token_ids:
+        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+    num_resumed, max_tokens = len(request.resumed_output_ids), request.params.max_tokens
+    if max_tokens is not None and num_resumed >= max_tokens:
+        raise RequestError(
+            f"resumed_output_ids has {num_resumed} tokens and max_tokens is {max_tokens}; nothing is left to generate.",
+            param="resumed_output_ids",
+        )
+
+
+def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int:
+    """Most tokens (prompt and output) that the request may come to.
+
+    Raises:
+        PromptTooLong: no room for one more token within `max_model_len`.
+        RequestTooLarge: the KV pool could not hold that many tokens, even with nothing else running.
+    """
+    num_prompt, num_resumed = request.num_prompt_tokens, len(request.resumed_output_ids)
+    if num_prompt + num_resumed + 1 > max_model_len:
+        resumed = f" and {num_resumed} resumed output tokens" if num_resumed else ""
+        raise PromptTooLong(
+            f"The prompt has {num_prompt} tokens{resumed}; with at least one more to generate the model's length is "
+            f"{max_model_len} tokens. Send at most {max_model_len - 1 - num_resumed}.",
+            param="prompt",
+        )
+    max_tokens = request.params.max_tokens
+    limit = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
+    pages = cache.capacity.worst_case_pages(limit)
+    if pages > cache.arena.num_pages:
+        raise RequestTooLarge(
+            f"The request may need {pages} pages of KV cache for {limit} tokens ({num_prompt} prompt, up to "
+            f"{limit - num_prompt} output); the pool has {cache.arena.num_pages}, enough for "
+            f"{cache.capacity.longest_tokens(limit)} tokens. Lower max_tokens, shorten the prompt or enlarge the KV pool.",
+            param="max_tokens"
+            if cache.capacity.worst_case_pages(num_prompt + num_resumed + 1) <= cache.arena.num_pages
+            else "prompt",
+        )
+    return limit
+
+
+def fit_model_len(capacity_tokens: int, max_model_len: int, *, is_asked: bool) -> int:
+    """The longest sequence that both the model and a pool for one of `capacity_tokens` can hold.
+
+    Raises:
+        ConfigError: the length was asked for and the pool is too small for it.
+    """
+    if capacity_tokens >= max_model_len:
+        return max_model_len
+    if is_asked or capacity_tokens < 2:
+        raise ConfigError(
+            f"The KV pool holds {capacity_tokens} tokens of one sequence, and the model's length is {max_model_len}; "
+            f"give a larger --kv-cache-memory-bytes, or --max-model-len {max(2, capacity_tokens)} at most."
+        )
+    logger.warning("The KV pool holds %d tokens of one sequence: that is the length limit now.", capacity_tokens)
+    return capacity_tokens

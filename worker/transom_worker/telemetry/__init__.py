@@ -1,0 +1,1 @@
+"""What a worker reports: Prometheus metrics, request timelines, and OpenTelemetry spans."""

@@ -1,0 +1,174 @@
+"""Families of the KV cache: pages, blocks by group and state, checkpoints, and what prompts found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from transom_worker.telemetry.metrics.fixed_values import (
+    CHECKPOINT_KINDS,
+    EVICTION_REASONS,
+    HIT_OUTCOMES,
+    MISS_REASONS,
+    with_zeros,
+)
+from transom_worker.telemetry.metrics.own_labels import Buckets, OwnLabels
+
+if TYPE_CHECKING:
+    from transom_worker.kvcache.histogram import HistogramStats
+    from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
+
+
+def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
+    """All of them."""
+    yield from _prefixes(own, stats)
+    yield from _arena(own, stats)
+    yield from _checkpoints(own, stats.checkpoints)
+    yield from _blocks(own, stats)
+    yield from _times(own, stats)
+
+
+def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
+    fixed = ("hit", "repaired", *(f"missed_{reason}" for reason in MISS_REASONS))
+    yield own.counter(  # of the same moment as their outcomes, so that these sum to it on every page
+        "transom_prompt_tokens", "Prompt tokens of admitted requests.", sum(stats.outcome_tokens.values())
+    )
+    yield own.counters(
+        "transom_prefix_tokens",
+        "Prompt tokens of admitted requests by outcome of the hit search: hit, repaired (computed again to restore a window) or "
+        "missed for a reason; they sum to transom_prompt_tokens_total.",
+        ("outcome", "reason"),
+        [(_outcome(name), tokens) for name, tokens in with_zeros(fixed, stats.outcome_tokens).items()],
+    )
+    yield own.counters(
+        "transom_prefix_requests",
+        "Admitted requests by outcome of the hit search: repaired where a window was restored, else hit where anything was "
+        "found, else missed.",
+        ("outcome",),
+        [((name,), count) for name, count in with_zeros(HIT_OUTCOMES, stats.outcome_requests).items()],
+    )
+    yield own.counter(
+        "transom_kv_repairs", "Window repairs begun, those after a preemption included.", stats.num_repairs
+    )
+    yield own.counter(
+        "transom_kv_repair_tokens",
+        "Tokens that window repairs compute again, counted as they begin.",
+        stats.repair_tokens,
+    )
+
+
+def _outcome(name: str) -> tuple[str, str]:
+    outcome, _, reason = name.partition("_")
+    return outcome, reason
+
+
+def _arena(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
+    leased = stats.num_pages - stats.free_pages
+    yield own.gauges(
+        "transom_kv_pages",
+        "Pages of the KV pool by state: free, or leased to a group.",
+        ("state",),
+        [(("free",), stats.free_pages), (("leased",), leased)],
+    )
+    yield own.gauge("transom_kv_pool_bytes", "Bytes of the KV pool on the first rank: all its pages.", stats.pool_bytes)
+    yield own.gauge(
+        "transom_kv_fragmentation_ratio",
+        "Share of the leased pages' bytes that lies in empty blocks.",
+        stats.fragmentation,
+    )
+    yield own.gauge(
+        "transom_kv_waste_ratio", "Share of a page that no block covers, for the group that fits worst.", stats.waste
+    )
+    yield own.counter(
+        "transom_kv_compacted_blocks", "Blocks moved to let an allocation succeed.", stats.num_compacted_blocks
+    )
+
+
+def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
+    yield own.gauges(
+        "transom_kv_checkpoints",
+        "Checkpoints in the prefix cache, places that a request can go on from, by why they were placed.",
+        ("kind",),
+        [((kind,), count) for kind, count in with_zeros(CHECKPOINT_KINDS, stats.standing).items()],
+    )
+    changes = (
+        ("placed", stats.placed),
+        ("given_up", stats.given_up),
+        ("windows_given_up", stats.windows_given_up),
+        ("hit", stats.hit),
+    )
+    yield own.counters(
+        "transom_kv_checkpoint_changes",
+        "What became of checkpoints, by kind: placed, given_up (with the end of its chain), windows_given_up (its chain stays "
+        "and can be repaired), hit (a request went on from there).",
+        ("kind", "change"),
+        [
+            ((kind, change), count)
+            for change, counts in changes
+            for kind, count in with_zeros(CHECKPOINT_KINDS, counts).items()
+        ],
+    )
+
+
+def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
+    groups, pool_bytes = stats.groups, max(1, stats.pool_bytes)
+    states = [(group, state, count) for group in groups for state, count in _states(group)]
+    yield own.gauges(
+        "transom_kv_blocks",
+        "KV blocks by group and state: active (in use), cached (can be hit) or empty (in a page that the group has leased).",
+        ("group", "state"),
+        [((group.name, state), count) for group, state, count in states],
+    )
+    yield own.gauges(
+        "transom_kv_bytes",
+        "Bytes of KV blocks by group and state, on the first rank.",
+        ("group", "state"),
+        [((group.name, state), count * group.block_bytes) for group, state, count in states],
+    )
+    yield own.gauges(
+        "transom_kv_held_blocks",
+        "Cached blocks that a checkpoint keeps, by group; the other cached blocks are left behind and go first.",
+        ("group",),
+        [((group.name,), group.held_blocks) for group in groups],
+    )
+    yield own.gauges(
+        "transom_kv_utilization_ratio",
+        "Share of the whole pool's bytes that lies in a group's active blocks.",
+        ("group",),
+        [((group.name,), group.active_blocks * group.block_bytes / pool_bytes) for group in groups],
+    )
+    yield own.counters(
+        "transom_kv_evicted_blocks",
+        "Cached blocks that were evicted, by group and by who wanted the memory: own_group, other_group, compaction, or reset.",
+        ("group", "reason"),
+        [
+            ((group.name, reason), count)
+            for group in groups
+            for reason, count in with_zeros(EVICTION_REASONS, group.evicted_blocks).items()
+        ],
+    )
+
+
+def _states(group: GroupStats) -> tuple[tuple[str, int], ...]:
+    return (("active", group.active_blocks), ("cached", group.cached_blocks), ("empty", group.empty_blocks))
+
+
+def _times(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
+    yield own.histograms(
+        "transom_kv_residency_seconds",
+        "Seconds from when a block became cached to its eviction, by group.",
+        ("group",),
+        [((group.name,), _buckets(group.residency)) for group in stats.groups],
+    )
+    yield own.histograms(
+        "transom_kv_reuse_interval_seconds",
+        "Seconds from when a block became cached to its hit, by group.",
+        ("group",),
+        [((group.name,), _buckets(group.reuse_interval)) for group in stats.groups],
+    )
+
+
+def _buckets(times: HistogramStats) -> Buckets:
+    return Buckets(times.bounds_s, times.counts, times.sum_s)

@@ -1,0 +1,98 @@
+"""What a worker is: versions, settings as they were resolved, and how long it took to start."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from transom_worker.telemetry.metrics.own_labels import OwnLabels
+
+if TYPE_CHECKING:
+    from transom_worker.config import EngineConfig
+    from transom_worker.execution.executor import ExecutorInfo
+
+CONFIG_LABELS = (
+    "dtype",
+    "device",
+    "tensor_parallel_size",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "scheduling_policy",
+    "prefix_caching",
+    "hybrid_kv_cache",
+)
+
+
+def build_versions(*packages: str) -> dict[str, str]:
+    """Versions of Transom (`version`), Python and packages, which are not imported; "" for one that is not installed."""
+    found = {"version": _version("transom"), "python": platform.python_version()}
+    return found | {package: _version(package) for package in packages}
+
+
+class Identity(Collector):
+    """Two families that are always 1, the limits of batch and queue, and the time of the start."""
+
+    def __init__(self, own: OwnLabels) -> None:
+        self._own = own
+        self._versions = build_versions("torch", "triton", "ray")
+        self._config: tuple[str, ...] | None = None
+        self._limits: dict[str, int] = {}
+        self.start_s = 0.0
+
+    def configure(self, config: EngineConfig, info: ExecutorInfo) -> None:
+        """The engine has started: device and number format are known, and the longest sequence."""
+        scheduler = config.scheduler
+        values = (
+            info.plan.kv_dtype,
+            info.ranks[0].memory.device if info.ranks else info.memory.device,
+            config.ranks.size,
+            config.cache.block_size,
+            info.max_model_len,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            scheduler.policy,
+            str(config.cache.enable_prefix_caching).lower(),
+            str(config.model.hybrid_kv_cache).lower(),
+        )
+        self._config = tuple(map(str, values))
+        self._limits = {"running": scheduler.max_num_seqs, "waiting": scheduler.max_waiting}
+
+    def collect(self) -> Iterator[Metric]:
+        """At scrape time."""
+        yield self._own.gauges(
+            "transom_build_info",
+            "Versions of Transom, Python and the libraries that the worker runs on; the value is always 1.",
+            tuple(self._versions),
+            [(tuple(self._versions.values()), 1)],
+        )
+        yield self._own.gauges(
+            "transom_worker_config_info",
+            "The worker's settings as they were resolved at its start; the value is always 1.",
+            CONFIG_LABELS,
+            [(self._config, 1)] if self._config else [],
+        )
+        yield self._own.gauges(
+            "transom_requests_limit",
+            "Requests that may run at once, and that may wait beyond these before others are refused with 503.",
+            ("kind",),
+            [((kind,), limit) for kind, limit in self._limits.items()],
+        )
+        yield self._own.gauge(
+            "transom_worker_start_seconds",
+            "Seconds that the worker took to start: loading, allocating the KV pool and warming up.",
+            self.start_s,
+        )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,76 @@
+"""Families of the worker's ranks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from transom_worker.telemetry.metrics.own_labels import OwnLabels
+
+if TYPE_CHECKING:
+    from transom_worker.execution.executor import RankReport
+
+
+def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Metric]:
+    """Each rank's memory, time and process."""
+    named = [(str(rank), report) for rank, report in enumerate(ranks)]
+    yield own.gauges(
+        "transom_rank_memory_bytes",
+        "Bytes of device memory (of the process on CPUs) that a rank has, by kind: weights, kv (the pool, touched or not) and "
+        "other (what is resident or reserved beyond these two).",
+        ("rank", "kind"),
+        [
+            ((rank, kind), num_bytes)
+            for rank, report in named
+            for kind, num_bytes in (
+                ("weights", report.info.memory.weight_bytes),
+                ("kv", report.info.memory.kv_bytes),
+                ("other", report.use.other_bytes),
+            )
+        ],
+    )
+    yield from _work(own, named)
+    yield own.gauges(
+        "transom_rank_info",
+        "A rank's device, process id and host; the value is always 1.",
+        ("rank", "device", "pid", "host"),
+        [
+            ((rank, report.info.memory.device, str(report.info.process_id), _host(report.info.ip)), 1)
+            for rank, report in named
+        ],
+    )
+
+
+def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
+    """What each has done so far."""
+    yield own.counters(
+        "transom_rank_forward_seconds",
+        "Seconds that a rank has spent in forward passes, waiting for other ranks inside them included.",
+        ("rank",),
+        [((rank,), report.use.forward_s) for rank, report in named],
+    )
+    yield own.counters(
+        "transom_rank_busy_seconds",
+        "Seconds that a rank has spent in steps altogether; the rest of the time it had nothing to do.",
+        ("rank",),
+        [((rank,), report.use.busy_s) for rank, report in named],
+    )
+    yield own.counters(
+        "transom_rank_steps",
+        "Steps that a rank has computed, by how its forward pass came about: launched (by the host, kernel by kernel) or replayed "
+        "(a decode step, from a CUDA graph).",
+        ("rank", "forward"),
+        [
+            ((rank, forward), num_steps)
+            for rank, report in named
+            for forward, num_steps in (("launched", report.use.num_launched), ("replayed", report.use.num_replayed))
+        ],
+    )
+
+
+def _host(address: str) -> str:
+    """The address that others know this machine by, where a rank gave the one that only its neighbours do."""
+    return platform.node() if address.startswith("127.") else address

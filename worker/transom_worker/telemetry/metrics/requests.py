@@ -1,0 +1,98 @@
+"""Requests and their times, with exemplars; fed a few times in a request's life."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from transom_worker.telemetry.metrics.fixed_values import FINISH_REASONS, REFUSALS
+from transom_worker.telemetry.metrics.own_labels import OwnLabels
+from transom_worker.telemetry.metrics.request_times import RequestTimes
+
+REQUEST_BUCKETS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
+    *(20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+)
+LENGTH_BUCKETS = (1, 4, 16, *(2**power for power in range(5, 21)))  # tokens
+
+
+class Requests:
+    """Exemplars of request, queue, prefill and first-token times show in OpenMetrics alone."""
+
+    def __init__(self, own: OwnLabels, registry: CollectorRegistry) -> None:
+        self._own, self._registry = own, registry
+        ended = Counter(
+            "transom_requests",
+            "Requests that ended, by how: stop, length, abort (the client left) or error.",
+            (*own.names, "finish_reason"),
+            registry=registry,
+        )
+        request_s = self._family(
+            "transom_request_seconds",
+            "Seconds from a request's arrival (here, where it goes on from a lost worker) to its end, by how it ended.",
+            "finish_reason",
+        )
+        refused = Counter(
+            "transom_requests_refused",
+            "Requests that the worker did not take, by reason: overloaded (its queue is full), worker_unavailable (its ranks start "
+            "again, or its engine has ended), request_refused (wrong, or too long) or internal_error. With the first two the "
+            "router tries another worker.",
+            (*own.names, "reason"),
+            registry=registry,
+        )
+        self._refused = {reason: refused.labels(*own.values, reason) for reason in REFUSALS}
+        self._ended = {reason: ended.labels(*own.values, reason) for reason in FINISH_REASONS}
+        self._request_s = {reason: request_s.labels(*own.values, reason) for reason in FINISH_REASONS}
+        self._prompt_length = self._lengths("transom_request_prompt_tokens", "Prompt tokens of each admitted request.")
+        self._output_length = self._lengths(
+            "transom_request_output_tokens", "Tokens of each answer that ended, those from lost workers included."
+        )
+        self._queue_s = self._histogram(
+            "transom_queue_seconds",
+            "Seconds from a request's arrival (here, where it goes on from a lost worker) to the first step that computes it.",
+        )
+        self._prefill_s = self._histogram(
+            "transom_prefill_seconds", "Seconds from the first step that computes a request to its first token."
+        )
+        self._first_token_s = self._histogram(
+            "transom_first_token_seconds",
+            "Seconds from a request's arrival (here, where it goes on from a lost worker) to its first token from this worker.",
+        )
+        self._decode_s = self._histogram(
+            "transom_decode_seconds", "Seconds from a request's first token to its last one."
+        )
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken; `reason`: one of `REFUSALS`."""
+        self._refused[reason].inc()
+
+    def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
+        """A request left the queue for the first time."""
+        times.scheduled_s = time.time()
+        self._prompt_length.observe(num_prompt_tokens)
+        self._queue_s.observe(max(0.0, times.scheduled_s - times.arrival_s), times.exemplar)
+
+    def first_token(self, times: RequestTimes, now_s: float) -> None:
+        """A request got its first token."""
+        times.first_token_s = now_s
+        self._first_token_s.observe(max(0.0, now_s - times.arrival_s), times.exemplar)
+        self._prefill_s.observe(max(0.0, now_s - times.scheduled_s), times.exemplar)
+
+    def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
+        """A request ended."""
+        self._ended[finish_reason].inc()
+        self._output_length.observe(num_output_tokens)
+        self._request_s[finish_reason].observe(max(0.0, time.time() - times.arrival_s), times.exemplar)
+        if times.first_token_s:
+            self._decode_s.observe(max(0.0, times.last_token_s - times.first_token_s))
+
+    def _lengths(self, name: str, text: str) -> Histogram:
+        family = Histogram(name, text, self._own.names, buckets=LENGTH_BUCKETS, registry=self._registry)
+        return family.labels(*self._own.values)
+
+    def _family(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(name, text, (*self._own.names, *labels), buckets=REQUEST_BUCKETS_S, registry=self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return self._family(name, text).labels(*self._own.values)

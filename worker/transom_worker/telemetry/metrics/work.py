@@ -1,0 +1,102 @@
+"""Families of queue and scheduler: who runs, what was computed and why, what others choose by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from transom_worker.telemetry.metrics.fixed_values import PREEMPTION_MODES, with_zeros
+from transom_worker.telemetry.metrics.own_labels import OwnLabels
+
+if TYPE_CHECKING:
+    from transom_worker.contract import WorkerLoad
+    from transom_worker.scheduling.work_counts import WorkCounts
+    from transom_worker.telemetry.metrics.state import WorkerState
+
+
+def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
+    """All of them."""
+    yield from _computed(own, state.work)
+    yield own.counters(
+        "transom_preemptions",
+        "Running requests that were put back into the queue to free memory, by mode.",
+        ("mode",),
+        [((mode,), count) for mode, count in with_zeros(PREEMPTION_MODES, state.preemptions).items()],
+    )
+    yield own.counters(
+        "transom_preempted_tokens",
+        "Tokens whose computation a preemption threw away, by mode; the prefix cache may give some back.",
+        ("mode",),
+        [((mode,), count) for mode, count in with_zeros(PREEMPTION_MODES, state.preempted_tokens).items()],
+    )
+    yield own.gauges(
+        "transom_kv_headroom_requests",
+        "Requests of so many tokens (max: the longest that is served) that could start now, all at their full length at once, "
+        "with every cached block counted as free.",
+        ("length",),
+        [((length,), count) for length, count in state.headroom.items()],
+    )
+    yield own.gauge(
+        "transom_queue_oldest_seconds",
+        "Seconds until now that the oldest request has waited of those that wait for their first step; 0 where none waits.",
+        max(0.0, time.time() - state.oldest_waiting_s) if state.oldest_waiting_s else 0.0,
+    )
+    yield from _load(own, state.load)
+
+
+def _computed(own: OwnLabels, work: WorkCounts) -> Iterator[Metric]:
+    phases = {
+        "prefill": work.prefill_tokens,
+        "decode": work.decode_tokens,
+        "repair": work.repair_tokens,
+        "recompute": work.recompute_tokens,
+    }
+    yield own.counters(
+        "transom_computed_tokens",
+        "Tokens computed in steps by phase: prefill (known when the request came), decode (sampled here), repair (restoring "
+        "windows below a hit's end) and recompute (lost to a preemption).",
+        ("phase",),
+        [((phase,), tokens) for phase, tokens in phases.items()],
+    )
+    rows = {"prefill": work.prefill_rows, "decode": work.num_rows - work.prefill_rows}
+    yield own.counters(
+        "transom_step_rows",
+        "Rows of steps (a sequence in a step) by kind: decode rows compute nothing but sampled tokens, prefill rows anything else.",
+        ("kind",),
+        [((kind,), count) for kind, count in rows.items()],
+    )
+
+
+def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
+    yield own.gauge(
+        "transom_requests_running", "Requests that hold KV blocks and are being computed.", load.num_running
+    )
+    yield own.gauge("transom_requests_waiting", "Requests in the queue, preempted ones among them.", load.num_waiting)
+    yield own.gauge(
+        "transom_load_waiting_tokens",
+        "Tokens to compute before every request here has its next token, as routers and the autoscaler see it.",
+        load.waiting_tokens,
+    )
+    yield own.gauge(
+        "transom_load_used_ratio",
+        "Share of the KV pool's bytes in active blocks, as routers and the autoscaler see it.",
+        load.used_share,
+    )
+    yield own.gauge(
+        "transom_load_prefill_tokens_per_second",
+        "Tokens per second of recent steps with prompt tokens in them, smoothed; 0 until it was measured.",
+        load.prefill_tokens_per_s,
+    )
+    yield own.gauge(
+        "transom_load_decode_step_seconds",
+        "Seconds of recent steps without prompt tokens, smoothed; 0 until it was measured.",
+        load.decode_step_s,
+    )
+    yield own.gauge(
+        "transom_load_first_token_seconds",
+        "Seconds from arrival to the first token of recent requests, smoothed; 0 until it was measured.",
+        load.first_token_s,
+    )

@@ -1,0 +1,266 @@
+"""Text to token ids and back, on the Rust `tokenizers` library.
+
+transformers' tokenizer gives the same ids but takes seconds to import and load; this starts in a tenth of a second, from
+`tokenizer.json` or from a GGUF file's own vocabulary. Nothing here changes after loading, so any thread may call it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as RustTokenizer
+
+from transom_worker.errors import ModelError, RequestError
+from transom_worker.model_files.resolve import ModelFiles, read_json
+from transom_worker.text.chat_template import ChatPrompt, ChatTemplate, read_messages
+from transom_worker.text.gguf_tokenizer import read_gguf_vocabulary
+
+_SPACE_MARK = "\u2581"  # SentencePiece writes a space so
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template; make it with `Tokenizer.load`.
+
+    `named_tokens` holds the texts of bos_token, eos_token, unk_token and pad_token, as far as the model has them.
+    """
+
+    def __init__(
+        self,
+        rust: RustTokenizer,
+        *,
+        named_tokens: Mapping[str, str],
+        chat_template: str | None,
+        tool_template: str | None = None,
+        generation_config: Mapping[str, Any],
+    ) -> None:
+        """`tool_template` is for chats with tools, where the model has one of its own for them."""
+        rust.no_truncation()
+        rust.no_padding()
+        self._rust = rust
+        self._byte_level = _is_byte_level(rust)
+        added = rust.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._cut_ids = frozenset(i for i, token in added.items() if not token.single_word)
+        self._added = {i: token.content for i, token in added.items()}
+        self._bytes: dict[int, bytes] = {}
+        self._named_tokens = dict(named_tokens)
+        self._template = (
+            ChatTemplate(source=chat_template, tool_source=tool_template, special_tokens=self._named_tokens)
+            if chat_template
+            else None
+        )
+        self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys((*_as_ids(generation_config.get("eos_token_id")), *self._named_id("eos_token")))
+        )
+
+    @classmethod
+    def load(cls, files: ModelFiles) -> Tokenizer:
+        """The tokenizer of a resolved model.
+
+        Raises:
+            ModelError: missing, broken, or of a kind that is not supported; names the file.
+        """
+        generation = {"eos_token_id": files.config.get("eos_token_id"), **files.generation_config}
+        return _load_gguf(files.path, generation) if files.is_gguf else _load_folder(files.path, generation)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model came with a chat template."""
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in it are read as such.
+
+        Raises:
+            RequestError: the text holds half of a surrogate pair, which no encoding can carry.
+        """
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text. Raises as `encode`."""
+        try:
+            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise _broken_text() from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids beyond the vocabulary have none, and bytes that are not UTF-8 become U+FFFD."""
+        known = [i for i in token_ids if 0 <= i < 2**32]
+        return str(self._rust.decode(known, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str:
+        r"""One token's text as in OpenAI's log-probabilities; a part of a character is written as `\xe2\x80`."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in data)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token adds to a text (none beyond the vocabulary)."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._make_bytes(token_id)
+        return data
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves this token out."""
+        return token_id in self._special_ids
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """The prompt for a chat: its text, ids, and where messages end.
+
+        `template` stands in for the model's own; `extra` are further variables for it, `tools` among them. A boundary is kept only
+        where the ids of the chat so far are a prefix of the whole's.
+
+        Raises:
+            RequestError: no template, or messages that are malformed or that the template refuses.
+        """
+        chosen = self._choose_template(template)
+        checked = read_messages(messages)
+        text = chosen.render(checked, add_generation_prompt=add_generation_prompt, extra=extra)
+        try:
+            encoding = self._rust.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise _broken_text() from None
+        turns = chosen.render_turns(checked, whole=text, extra=extra)
+        boundaries = dict.fromkeys(b for turn in turns if (b := self._boundary(encoding, turn)))
+        return ChatPrompt(text=text, token_ids=tuple(encoding.ids), turn_boundaries=tuple(boundaries))
+
+    def _choose_template(self, template: str | None) -> ChatTemplate:
+        if template is not None:
+            return ChatTemplate(source=template, special_tokens=self._named_tokens, param="chat_template")
+        if self._template is None:
+            raise RequestError(
+                "This model has no chat template; use /v1/completions, or give one as chat_template.", param="messages"
+            )
+        return self._template
+
+    def _boundary(self, whole: Encoding, turn: str) -> int | None:
+        """Tokens of `whole` that are exactly the tokens of its beginning `turn`; None if its end falls into a token."""
+        ids, offsets = whole.ids, whole.offsets
+        count = bisect_left(offsets, len(turn), key=lambda span: span[0])
+        if count == 0 or offsets[count - 1][1] > len(turn) or (count < len(ids) and offsets[count][0] != len(turn)):
+            return None
+        # Text is cut at added tokens before anything else looks at it, so beside one no comparison is needed.
+        if count == len(ids) or ids[count] in self._cut_ids or ids[count - 1] in self._cut_ids:
+            return count
+        return count if self.encode(turn, add_special_tokens=False) == ids[:count] else None
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        token = self._rust.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        if self._byte_level:
+            values = [_BYTE_OF_CHARACTER.get(character, -1) for character in token]
+            return bytes(values) if -1 not in values else str(token).encode()
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return str(token).replace(_SPACE_MARK, " ").encode()
+
+    def _named_id(self, name: str) -> tuple[int, ...]:
+        token_id = self._rust.token_to_id(self._named_tokens[name]) if name in self._named_tokens else None
+        return () if token_id is None else (token_id,)
+
+
+def _load_folder(folder: Path, generation_config: Mapping[str, Any]) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(
+            f"{path} is missing; transformers writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+        )
+    try:
+        rust = RustTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
+        raise ModelError(f"{path} cannot be read: {error}.") from None
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json(settings_path) if settings_path.exists() else {}
+    named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
+    templates = _folder_templates(folder, settings)
+    return Tokenizer(
+        rust,
+        named_tokens=named,
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
+        generation_config=generation_config,
+    )
+
+
+def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: files of their own go before what `tokenizer_config.json` holds."""
+    found = settings.get("chat_template")
+    named = (
+        {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
+    )
+    own_files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (default := folder / "chat_template.jinja").exists():
+        own_files["default"] = default
+    named |= {name: path.read_text("utf-8") for name, path in own_files.items()}
+    return {name: template for name, template in named.items() if template}
+
+
+def _load_gguf(path: Path, generation_config: Mapping[str, Any]) -> Tokenizer:
+    vocabulary = read_gguf_vocabulary(path)
+    return Tokenizer(
+        vocabulary.rust,
+        named_tokens=vocabulary.named_tokens,
+        chat_template=vocabulary.chat_template,
+        generation_config=generation_config,
+    )
+
+
+def _is_byte_level(rust: RustTokenizer) -> bool:
+    """Whether tokens spell bytes in GPT-2's alphabet; if not, they are text with SentencePiece's marks."""
+    decoder: dict[str, Any] = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": None}
+    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return True
+    if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return False
+    raise ModelError(f"tokenizer.json decodes by {sorted(map(str, kinds))}; supported: ByteLevel and SentencePiece's.")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's writing of bytes: printable Latin-1 as itself, the others as the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token in tokenizer_config.json is a string, or an object with `content`."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(i) for i in value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _broken_text() -> RequestError:
+    return RequestError("The text holds half of a surrogate pair (such as \\ud83d alone); send valid Unicode.")
