@@ -57,8 +57,9 @@ monitor: $(RUNTIME) ## Watch a running server: Prometheus, and Grafana if instal
 dashboards: $(DEV) ## Write Grafana's dashboards from their code
 	@$(BIN)/python -m dashboards.build
 
-docs: $(DEV) ## Write docs/metrics.md anew, from the code
+docs: $(DEV) ## Write docs/metrics.md and docs/flags.md anew, from the code
 	@$(BIN)/python scripts/metrics_page.py
+	@$(BIN)/python scripts/flags_page.py
 
 lock: $(DEV) ## Pin what is installed now in constraints.txt
 	@$(BIN)/python scripts/lock

@@ -117,8 +117,8 @@ class Settings(BaseModel):
     kv_cache_dtype: str = "auto"
     swap_space: float = Field(0.0, ge=0)
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
     api_key_file: str | None = Field(
         None, description="A file with one such key a line; lines with # in front do not count."

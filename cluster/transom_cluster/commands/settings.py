@@ -15,7 +15,6 @@ _ENVIRONMENT: dict[str, list[str]] = {
     **{name: list(variables) for name, variables in KEY_VARIABLES.items()},
     "otlp_traces_endpoint": ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"],
 }
-_HELP = {"host": "Address to listen on.", "port": "0 takes a free one."}
 
 
 def take_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -61,5 +60,4 @@ def _flag_type(name: str, annotation: Any) -> Any:
 def _help(name: str, description: str | None, default: Any) -> str:
     if name in NOT_YET:
         return f"Not supported yet; only {default}."
-    text = description or _HELP.get(name, "")
-    return text if default in (None, (), True, False) else f"{text} [{default}]"
+    return str(description) if default in (None, (), True, False) else f"{description} [{default}]"
