@@ -40,7 +40,9 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, object]]:
     return code, json.loads((tmp_path / "kernels.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
+    """The daily tests check kernels in tests/kernels, and cases of most kinds below."""
     code, written = run(tmp_path, "--check")
     assert code == 0
     assert {result["status"] for result in written["results"]} == {"passed"}

@@ -10,6 +10,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from stub_worker import StubWorker
 
 from conftest import HttpServer, http_server, make_router
+from how_many import num_examples
 from transom_cluster.http.api import build_api
 
 KEY = "sesame"
@@ -31,7 +32,13 @@ schema = schemathesis.openapi.from_dict(build_api(make_router(StubWorker(), api_
 
 
 @schema.parametrize()
-@settings(max_examples=15, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=num_examples(3, 15),
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 def test_whatever_is_sent_the_answer_is_as_described(case: Case, guarded: HttpServer) -> None:
     if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
         case.body["model"] = "stub"  # any other one is 404

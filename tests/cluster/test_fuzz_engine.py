@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_any_body import bodies
 
+from how_many import num_examples
+
 SETTINGS = {
     "max_model_len": 160,
     "kv_cache_memory_bytes": "256KiB",  # two of the longest sequences: others are preempted
@@ -81,7 +83,7 @@ def contents(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, content
 
 
-@settings(FUZZ, max_examples=120)
+@settings(FUZZ, max_examples=num_examples(20, 120))
 @given(contents(), content_types)
 def test_any_body(client: httpx.Client, request_of: tuple[str, bytes], content_type: str) -> None:
     path, content = request_of
@@ -214,7 +216,7 @@ class Client:
         )
 
 
-@settings(FUZZ, max_examples=20)
+@settings(FUZZ, max_examples=num_examples(3, 20))
 @given(st.lists(plans, min_size=2, max_size=7))
 def test_any_clients_at_once(server: EngineServer, wanted: list[dict[str, Any]]) -> None:
     async def play() -> None:

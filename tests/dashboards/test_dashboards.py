@@ -37,10 +37,6 @@ def test_the_files_are_what_the_code_makes() -> None:
     assert {path.name: path.read_text() for path in FOLDER.iterdir()} == documents()
 
 
-def test_building_twice_changes_nothing() -> None:
-    assert documents() == documents()
-
-
 def test_there_are_four_with_names_that_stay() -> None:
     assert {board["uid"] for board in BOARDS} == {
         "transom-overview",

@@ -12,7 +12,7 @@ import pytest
 from server import PATIENCE_S, Server, assert_ended_cleanly, start_server, stop_server
 from streams import Stream, ask_until, bodies, client_of
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]  # the sum of all patience
+pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(1800)]  # the sum of all patience
 
 
 @pytest.fixture(scope="module")

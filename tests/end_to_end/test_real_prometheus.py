@@ -22,7 +22,11 @@ from pressure import press
 from prometheus_server import Prometheus, prometheus
 from server import HTTP, PATIENCE_S, Server, assert_ended_cleanly, look_until, start_server, stop_server
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]  # one of them waits for the server and its traffic
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.serve,
+    pytest.mark.timeout(900),
+]  # one of them waits for the server and its traffic
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "dashboards" / "json").glob("*.json"))

@@ -1,8 +1,10 @@
-"""Experts, learned sinks by head and windows on as many ranks as there are query heads, beside one rank."""
+"""Experts, learned sinks by head and windows on several ranks, up to as many as there are query heads, beside one rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from checkpoints import make_checkpoint, prompt
 from engine_driver import Whole, make_engine, make_request, run
@@ -27,10 +29,11 @@ def answers(model: Path, **settings: object) -> list[Whole]:
     return found
 
 
-def test_four_ranks_answer_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_ranks_answer_as_one(tmp_path: Path, ranks: int) -> None:
     make_checkpoint(tmp_path, "gpt_oss", **CONFIG)
     alone = answers(tmp_path)
-    together = answers(tmp_path, tensor_parallel_size=4, steps_in_flight=2)
+    together = answers(tmp_path, tensor_parallel_size=ranks, steps_in_flight=2)
     assert [whole.token_ids for whole in together] == [whole.token_ids for whole in alone]
     assert [whole.text for whole in together] == [whole.text for whole in alone]
     assert sum(whole.num_cached_tokens for whole in together) > 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from rank_watch import left_behind, process_ids, rank_processes_of, wait_until_gone
 
 from transom_worker import LLM
@@ -53,6 +54,7 @@ def test_an_interrupt_and_then_an_end_without_warning(tiny_model: Path) -> None:
         assert not left_behind(process.pid)
 
 
+@pytest.mark.exhaustive
 def test_an_end_without_warning_in_start_up(tiny_model: Path) -> None:
     with program(tiny_model) as process:
         deadline_s = time.monotonic() + 240

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tiny_checkpoints import reference_greedy
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(900)]
 
 PROMPTS = [[(31 * i + 17 * j) % 1900 + 40 for j in range(length)] for i, length in enumerate((40, 7))]
 NUM_TOKENS = 8

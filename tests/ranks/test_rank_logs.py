@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 START = """
 import sys
 from transom_worker.execution import rank_processes
@@ -69,6 +71,7 @@ def test_whatever_a_rank_says_is_json_with_its_rank_and_worker(tiny_model: Path)
         assert "ZeroDivisionError" in uncaught["exception"]
 
 
+@pytest.mark.exhaustive
 def test_a_ranks_error_at_start_is_json_and_its_executors(tiny_model: Path) -> None:
     """The other rank may be ended before it comes as far."""
     lines, error = lines_of_ranks(tiny_model, 'raise KeyError("broken")')

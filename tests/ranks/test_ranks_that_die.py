@@ -30,7 +30,11 @@ SEEN = {  # a kill is noticed, not waited for; of a rank that hangs the others s
 }
 
 
-@pytest.fixture(scope="module", params=STEP_TIMEOUTS_S, ids=["kill", "stop"])
+@pytest.fixture(
+    scope="module",
+    params=[signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)],
+    ids=["kill", "stop"],
+)
 def how(request: pytest.FixtureRequest) -> signal.Signals:
     struck: signal.Signals = request.param
     return struck
@@ -57,8 +61,8 @@ def requests(name: str) -> list[Request]:
     return [make_request(f"{name}-{i}", prompt, max_tokens=NUM_TOKENS) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("steps_before", [0, 4], ids=["prefill", "decode"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize("steps_before", [pytest.param(0, marks=pytest.mark.exhaustive), 4], ids=["prefill", "decode"])
 def test_a_lost_rank_costs_a_restart(
     engine: Engine,
     expected: list[list[int]],

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import pytest
 from rank_watch import left_behind, wait_until_gone
 
+from tiny_checkpoints import tiny_llama
 from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError, ModelError, RankLost
 from transom_worker.execution.ranks import channel, executor
@@ -55,7 +56,14 @@ def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
     monkeypatch.setattr(channel, "encode", act_and_encode)
 
 
-@pytest.mark.parametrize(("message", "rank"), [(Open, 1), (Load, 0), (Allocate, 1)])
+@pytest.mark.parametrize(
+    ("message", "rank"),
+    [
+        pytest.param(Open, 1, marks=pytest.mark.exhaustive),
+        (Load, 0),
+        pytest.param(Allocate, 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_rank_killed_in_start_up(
     tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch, message: type, rank: int
 ) -> None:
@@ -67,6 +75,7 @@ def test_a_rank_killed_in_start_up(
     assert not left_behind(os.getpid())
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_in_start_up(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     before(Load, monkeypatch, lambda: os.kill(pids[1], signal.SIGSTOP))
     with pytest.raises(RankLost, match=r"Rank 1.*did not come within"):
@@ -113,9 +122,9 @@ def test_a_checkpoint_that_is_wrong(tiny_model: Path, tmp_path: Path, pids: list
     assert not left_behind(os.getpid())
 
 
-def test_more_ranks_than_heads(tiny_model: Path, pids: list[int]) -> None:
-    with pytest.raises(ConfigError, match="at most 6"):
-        RanksExecutor(config(tiny_model, tensor_parallel_size=7), RankProcesses).start()
+def test_more_ranks_than_heads(tmp_path: Path, pids: list[int]) -> None:
+    with pytest.raises(ConfigError, match="at most 1"):
+        RanksExecutor(config(tiny_llama(tmp_path, layers=1, heads=1, kv_heads=1)), RankProcesses).start()
     wait_until_gone(*pids)
 
 

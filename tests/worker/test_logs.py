@@ -20,8 +20,8 @@ from transom_worker.logs import JsonLines, TextLines, about_request, following_r
     ("setup", "shown"),
     [
         ("", True),
-        ("logging.basicConfig(level=logging.INFO)", True),
-        ("logging.basicConfig()", True),
+        pytest.param("logging.basicConfig(level=logging.INFO)", True, marks=pytest.mark.exhaustive),
+        pytest.param("logging.basicConfig()", True, marks=pytest.mark.exhaustive),
         ("logging.getLogger('transom').setLevel(logging.ERROR)", False),
     ],
     ids=["plain", "own handler", "own root level", "own level"],
@@ -107,7 +107,11 @@ def test_each_task_has_its_own_request() -> None:
     assert asyncio.run(both()) == ["a", "b"]
 
 
-@pytest.mark.parametrize("setup", ["", "logging.basicConfig(level=logging.INFO)"], ids=["plain", "own handler"])
+@pytest.mark.parametrize(
+    "setup",
+    ["", pytest.param("logging.basicConfig(level=logging.INFO)", marks=pytest.mark.exhaustive)],
+    ids=["plain", "own handler"],
+)
 def test_a_worker_in_json_has_a_line_for_each_request(tiny_model: Path, setup: str) -> None:
     code = (
         f"import logging; {setup}\n"
