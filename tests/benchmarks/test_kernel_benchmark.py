@@ -42,12 +42,20 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, object]]:
 
 @pytest.mark.exhaustive
 def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
-    """The daily tests check kernels in tests/kernels, and cases of most kinds below."""
     code, written = run(tmp_path, "--check")
     assert code == 0
     assert {result["status"] for result in written["results"]} == {"passed"}
     assert len(written["results"]) >= 29
     jsonschema.validate(written, json.loads(SCHEMA.read_text()))
+
+
+@pytest.mark.parametrize(
+    "name", ["norm with residual rows 3", "sample greedy rows 3", "latent pooling", "streams collapse tokens 3"]
+)
+def test_a_case_of_a_kind_is_correct(name: str) -> None:
+    """For the kinds that no other daily test here or in test_captured_cases.py measures."""
+    case = kernels._all_cases(argparse.Namespace(quick=False, tiny=True))[name]
+    assert measure(case, CPU, CEILINGS, Timer(CPU), only_check=True)["status"] == "passed"
 
 
 def test_times_and_a_table(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 Each feature that lands adds its switch here: prefix cache, window repair, chunk size, pool size (preemption), steps in flight,
 the hybrid cache on or off, resumed requests; over models with full, window, sink + window and chunked layers. Chunk
 sizes take turns, the rest meets in every combination. Several ranks, which share nothing but plans, meet some of them.
+
+Every day each pair of values meets at least once, in a model's `Mix`es; `make test-all` runs the full cross.
 """
 
 from __future__ import annotations
@@ -32,9 +34,42 @@ MODELS = {
     "CF": (HybridCase(chunk=32, pattern="CF"), 190),
     "SCF": (HybridCase(window=12, chunk=20, pattern="SCF"), 190),
 }
-SWITCHES = list(itertools.product(["repair", "on", "off"], ["tight", "roomy"], [1, 2]))
 CHUNKS = (16, 64, 1024)
+CACHING, POOLS, IN_FLIGHT = ("repair", "on", "off"), ("tight", "roomy"), (1, 2)
 SETTINGS = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """One combination of the features that an engine can switch."""
+
+    caching: str
+    pool: str
+    in_flight: int
+    chunk: int
+    hybrid: bool
+
+
+def full_cross(name: str, *, hybrid: bool) -> list[Mix]:
+    """Every combination, with chunk sizes in turn; of the dense cache, which is a model's plain form, every third one."""
+    found = list(itertools.product(CACHING, POOLS, IN_FLIGHT))[:: 1 if hybrid else 3]
+    first = list(MODELS).index(name)
+    return [Mix(*switches, CHUNKS[(at + first) % len(CHUNKS)], hybrid) for at, switches in enumerate(found)]
+
+
+def pairwise(name: str) -> list[Mix]:
+    """Four combinations of a model; those of all models together have every two values of any two features."""
+    m = list(MODELS).index(name)
+    return [
+        Mix(
+            CACHING[(at + m) % 3],
+            POOLS[(at + m // 2) % 2],
+            IN_FLIGHT[(at // 2 + m // 3) % 2],
+            CHUNKS[(at + m + at // 3 + m // 3) % 3],
+            hybrid=at < 3,
+        )
+        for at in range(4)
+    ]
 
 
 def prompts() -> list[list[int]]:
@@ -94,35 +129,66 @@ def check(engine: Engine, want: list[list[int]], where: object, seen: Seen, *, l
     engine.shutdown()
 
 
+def check_mixes(model: Path, name: str, mixes: list[Mix], want: list[list[int]]) -> Seen:
+    """An engine for each combination gives the reference's tokens; what happened in all of them."""
+    case, tight_kib = MODELS[name]
+    seen = Seen()
+    for mix in mixes:
+        engine = make_engine(
+            str(model),
+            **case.settings(),
+            **SETTINGS,
+            hybrid_kv_cache=mix.hybrid,
+            enable_prefix_caching=mix.caching != "off",
+            window_repair=mix.caching == "repair",
+            max_num_batched_tokens=mix.chunk,
+            steps_in_flight=mix.in_flight,
+            kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if mix.hybrid else 300) << 10,
+        )
+        check(engine, want, (name, mix), seen, lose=mix.caching == "repair")
+    return seen
+
+
+def test_every_two_values_meet() -> None:
+    """What `pairwise` promises, and that each of its hybrids has every kind of caching."""
+
+    def pairs(mixes: list[tuple[str, Mix]]) -> set[tuple[tuple[int, object], tuple[int, object]]]:
+        rows = [(name, mix.caching, mix.pool, mix.in_flight, mix.chunk, mix.hybrid) for name, mix in mixes]
+        return {two for row in rows for two in itertools.combinations(enumerate(row), 2)}
+
+    values = itertools.product(MODELS, CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False))
+    possible = [(name, Mix(*rest)) for name, *rest in values]
+    assert pairs([(name, mix) for name in MODELS for mix in pairwise(name)]) == pairs(possible)
+    for name in MODELS:
+        assert {mix.caching for mix in pairwise(name) if mix.hybrid} == set(CACHING)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pairs_are_exact(tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str) -> None:
+    seen = check_mixes(tiny_model, name, pairwise(name), expected[name])
+    assert seen.preemptions > 0
+    assert seen.hits > 0
+    assert waits
+    assert (seen.repaired > 0) == (name not in ("full", "windows only"))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "dense"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_combination_is_exact(
     tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str, hybrid: bool
 ) -> None:
-    case, tight_kib = MODELS[name]
-    want = expected[name]
-    seen = Seen()
-    for at, (caching, pool, in_flight) in enumerate(SWITCHES if hybrid else SWITCHES[::3]):
-        chunk = CHUNKS[(at + list(MODELS).index(name)) % len(CHUNKS)]
-        engine = make_engine(
-            str(tiny_model),
-            **case.settings(),
-            **SETTINGS,
-            hybrid_kv_cache=hybrid,
-            enable_prefix_caching=caching != "off",
-            window_repair=caching == "repair",
-            max_num_batched_tokens=chunk,
-            steps_in_flight=in_flight,
-            kv_cache_memory_bytes=8 << 20 if pool == "roomy" else (tight_kib if hybrid else 300) << 10,
-        )
-        check(engine, want, (name, caching, chunk, in_flight, pool), seen, lose=caching == "repair")
+    seen = check_mixes(tiny_model, name, full_cross(name, hybrid=hybrid), expected[name])
     assert seen.preemptions > 0
     assert seen.hits > 0
     assert waits
     assert (seen.repaired > 0) == (hybrid and name not in ("full", "windows only"))
 
 
-@pytest.mark.parametrize(("name", "ranks", "pool"), [("SSF with sinks", 2, "tight"), ("SCF", 3, "roomy")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "pool"),
+    [("SSF with sinks", 2, "tight"), pytest.param("SCF", 3, "roomy", marks=pytest.mark.exhaustive)],
+)
 def test_several_ranks_are_exact(
     tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str, ranks: int, pool: str
 ) -> None:
