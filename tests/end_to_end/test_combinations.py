@@ -60,16 +60,20 @@ def full_cross(name: str, *, hybrid: bool) -> list[Mix]:
 def pairwise(name: str) -> list[Mix]:
     """Four combinations of a model; those of all models together have every two values of any two features."""
     m = list(MODELS).index(name)
-    return [
-        Mix(
-            CACHING[(at + m) % 3],
-            POOLS[(at + m // 2) % 2],
-            IN_FLIGHT[(at // 2 + m // 3) % 2],
-            CHUNKS[(at + m + at // 3 + m // 3) % 3],
-            hybrid=at < 3,
+    repaired_in = 1 if m % 3 else 0  # a tight pool seldom leaves a window to repair: where there are any, it is roomy
+    mixes = []
+    for at in range(4):
+        caching = at if at < 3 else m % 3
+        mixes.append(
+            Mix(
+                CACHING[caching],
+                POOLS[(caching + repaired_in) % 2],
+                IN_FLIGHT[(at + m // 3) % 2],
+                CHUNKS[(at + m + at // 3 + m // 5) % 3],  # "SCF" is not preempted where its chunks are the smallest
+                hybrid=at < 3,
+            )
         )
-        for at in range(4)
-    ]
+    return mixes
 
 
 def prompts() -> list[list[int]]:
