@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _all_cases(options: argparse.Namespace) -> dict[str, Case]:
-    from kernel_cases import attention, cache_writes, experts, latent, routers, rows, sampling, streams
+    from kernel_cases import attention, cache_writes, experts, hyper_connections, latent, routers, rows, sampling
     from kernel_cases.case import Scale
 
     scale = Scale("tiny" if options.tiny else "quick" if options.quick else "full")
-    parts = (attention, rows, cache_writes, sampling, experts, routers, latent, streams)
+    parts = (attention, rows, cache_writes, sampling, experts, routers, latent, hyper_connections)
     return {case.name: case for part in parts for case in part.cases(scale)}
 
 

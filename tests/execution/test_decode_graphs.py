@@ -246,7 +246,7 @@ def test_what_fails_at_start_turns_graphs_off(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    "name", ["token_ids", "positions", "slots", "block_table", "first_block", "attend_from", "items", "joins"]
+    "name", ["token_ids", "positions", "slots", "block_table", "first_block", "attend_from", "items", "combine_items"]
 )
 def test_an_input_that_is_kept_from_the_first_step_is_noticed(
     checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -24,7 +24,7 @@ def need(lengths: list[int], split_keys: int = 1024) -> Need:
     return Need(
         num_seqs=len(lengths),
         num_items=sum(-(-length // split_keys) for length in lengths),
-        has_joins=max(lengths) > split_keys,
+        has_combine_items=max(lengths) > split_keys,
         num_columns=(-(-max(lengths) // 16), min(10, -(-max(lengths) // 16))),
     )
 
@@ -80,7 +80,7 @@ def test_steps_with_few_programs_always_find_room(max_model_len: int, max_num_se
     if step.num_items + added <= MOST_ITEMS:
         assert found in made.all
         assert made.num_items(found) >= step.num_items + added
-        assert not step.has_joins or made.num_joins(found) > 0
+        assert not step.has_combine_items or made.num_combine_items(found) > 0
 
 
 @pytest.mark.parametrize("max_model_len", [1, 40, 1024, 1025, 5000, 131_072, 3_000_000])
@@ -91,5 +91,5 @@ def test_the_longest_sequence_of_a_size_fits_it(max_model_len: int) -> None:
         step = need(lengths)
         assert step.num_items <= made.num_items(size)
         assert step.num_columns[0] <= made.num_columns(size, 0)
-        assert not (step.has_joins and size.level == 0)
-        assert made.num_joins(size) >= step.has_joins
+        assert not (step.has_combine_items and size.level == 0)
+        assert made.num_combine_items(size) >= step.has_combine_items

@@ -6,7 +6,7 @@ import torch
 from hand_scheduler import HandScheduler, engine_config
 from toy_decoder import layer, load_toy
 
-from transom_kernels.paged_attention.parts import Asked, parts_of
+from transom_kernels.paged_attention.launches import LaunchKey, launches_of
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.work import FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
@@ -17,7 +17,7 @@ from transom_worker.execution.runner import ModelRunner
 
 SPLIT = 1024
 ASKS = tuple(
-    (group, Asked(rule=MaskRule(window=window), group=1, key_size=8, element_bytes=4, cache_bytes=4))
+    (group, LaunchKey(rule=MaskRule(window=window), group=1, key_size=8, element_bytes=4, cache_bytes=4))
     for group, window in ((0, None), (1, 6))
 )
 
@@ -66,10 +66,10 @@ def test_a_step_in_a_larger_size() -> None:
         assert mine.first_block.tolist() == [*plain.first_block.tolist(), 0]
         assert mine.query_offset.tolist() == [0, 1, 2, 3, 4]
         assert (mine.count_host, mine.start_host, mine.block_table_host) == ([], [], [])
-        work, own = parts_of(mine, asked, device.device)[0].work, parts_of(plain, asked, device.device)[0].work
-        num, joins = len(own.items), len(own.joins)
+        work, own = launches_of(mine, asked, device.device)[0].work, launches_of(plain, asked, device.device)[0].work
+        num, combine_items = len(own.items), len(own.combine_items)
         assert torch.equal(work.items[:num], own.items)
-        assert torch.equal(work.joins[:joins], own.joins)
+        assert torch.equal(work.combine_items[:combine_items], own.combine_items)
         assert work.items[num].tolist() == [
             3,
             1,
@@ -82,7 +82,7 @@ def test_a_step_in_a_larger_size() -> None:
             -1,
         ]  # row 3 of sequence 3: a token that sees no key
         assert work.items[num + 1 :].tolist() == [[0] * (FIELDS - 1) + [-1]] * (sizes.num_items(size) - num - 1)
-        assert not work.joins[joins:].any()
+        assert not work.combine_items[combine_items:].any()
         assert work.num_partials == sizes.num_items(size) >= own.num_partials
     assert got.groups[0].scratch is not batch.forward_batch().groups[0].scratch
 

@@ -19,25 +19,25 @@ from transom_kernels.launch import next_power_of_two, split_width, warps_for
 from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
 from transom_kernels.moe.sort import sort_blocks, sort_pairs
 from transom_kernels.moe.tuning import Tile, choose_tile
-from transom_kernels.paged_attention.join import join
+from transom_kernels.paged_attention.combine import combine
 from transom_kernels.paged_attention.kernel import attend
-from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, kernel_config, stages_on
+from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
 from transom_kernels.quantize.kernel import round_rows, widen_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
 from transom_kernels.route import tuning as routes
 from transom_kernels.route.kernel import choose_experts, score_experts
+from transom_kernels.sample.block_maxima import block_maxima
 from transom_kernels.sample.gpu import (
     CHANGES,
-    KEPT_IDS,
+    COMPARED_IDS,
     LISTED_IDS,
+    PROGRAM_BLOCKS,
     READ_BLOCKS,
     READ_CHUNKS,
     ROUND_BLOCKS,
-    SURVEYED_BLOCKS,
 )
-from transom_kernels.sample.kernel import change_logits, choose
-from transom_kernels.sample.survey import survey
+from transom_kernels.sample.kernel import apply_logit_changes, sample_rows
 
 FP8 = "fp8e4nv"  # from sm_89 on
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}
@@ -115,11 +115,11 @@ def attention_cases() -> Iterator[Compilation]:
     )
     for width in (64, 80, 128, 256, 512):
         yield Compilation(
-            name=f"join width {width}", kernel=join,
-            types={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16", "lse_out": "*fp32", "joins": "*i32",
+            name=f"combine width {width}", kernel=combine,
+            types={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16", "lse_out": "*fp32", "combine_items": "*i32",
                    "sink_logits": "*fp32"},
             constants={"GROUP": 8, "E": width, "HAS_SINK_LOGITS": True, "WRITES_LSE": True, "BLOCK_M": 16,
-                       "BLOCK_E": next_power_of_two(width), "BLOCK_S": JOINED_AT_ONCE},
+                       "BLOCK_E": next_power_of_two(width), "BLOCK_S": COMBINED_AT_ONCE},
             unaligned=("num_kv_heads",),
         )  # fmt: skip
 
@@ -339,16 +339,17 @@ def sample_cases() -> Iterator[Compilation]:
     floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "lucky", "noise", "weights")
     types = {**dict.fromkeys(floats, "*fp32"), "top_ks": "*i32", "lists": "*i32", "keys": "*i64", "out": "*i64"}
     yield Compilation(
-        name="survey", kernel=survey, types=types, constants={"BLOCKS": SURVEYED_BLOCKS}, num_warps=1, unaligned=("num_blocks",)
+        name="block_maxima", kernel=block_maxima, types=types, constants={"BLOCKS": PROGRAM_BLOCKS}, num_warps=1,
+        unaligned=("num_blocks",)
     )  # fmt: skip
     yield Compilation(
-        name="choose", kernel=choose, types=types,
+        name="sample_rows", kernel=sample_rows, types=types,
         constants={"BLOCK_B": READ_BLOCKS, "BLOCK_C": READ_CHUNKS, "BLOCK_L": LISTED_IDS, "ROUND": ROUND_BLOCKS,
-                   "KEPT": KEPT_IDS},
+                   "KEPT": COMPARED_IDS},
         num_warps=8, unaligned=("num_blocks", "num_chunks"),
     )  # fmt: skip
     yield Compilation(
-        name="change_logits", kernel=change_logits,
+        name="apply_logit_changes", kernel=apply_logit_changes,
         types={**dict.fromkeys(("logits", "factors", "minus"), "*fp32"), "rows": "*i64", "ids": "*i64"},
         constants={"BLOCK_C": CHANGES}, unaligned=("num_changes",),
     )  # fmt: skip

@@ -26,7 +26,7 @@ class Batch:
 
 
 def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
-    items, joins, num_partials, row = [], [], 0, 0
+    items, combine_items, num_partials, row = [], [], 0, 0
     for b, count in enumerate(batch.count_host):
         mine = tiling.least <= count <= tiling.most
         for done in range(0, count if mine else 0, tiling.tile_tokens):
@@ -35,7 +35,7 @@ def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
             sinks_end, run = slots(batch, rule, b, position, tokens)
             cuts = cut(run, tiling.split_keys) if tiling.split_keys else [run]
             if len(cuts) > 1:
-                joins.append((row + done, tokens, num_partials, len(cuts)))
+                combine_items.append((row + done, tokens, num_partials, len(cuts)))
             for begin, end in cuts:
                 partial = num_partials if len(cuts) > 1 else NO_PARTIAL
                 num_partials += len(cuts) > 1
@@ -46,7 +46,7 @@ def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
         items.reverse()  # the longest tiles of prompts begin first
     return Work(
         items=torch.tensor(items, dtype=torch.int32).view(-1, 9),
-        joins=torch.tensor(joins, dtype=torch.int32).view(-1, 4),
+        combine_items=torch.tensor(combine_items, dtype=torch.int32).view(-1, 4),
         num_partials=num_partials,
     )
 
@@ -106,5 +106,5 @@ def batches(draw: st.DrawFn) -> Batch:
 def test_the_same_as_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> None:
     work, wanted = plan_work(batch, rule, tiling).on(torch.device("cpu")), by_loops(batch, rule, tiling)  # type: ignore[arg-type]
     assert torch.equal(work.items, wanted.items)
-    assert torch.equal(work.joins, wanted.joins)
+    assert torch.equal(work.combine_items, wanted.combine_items)
     assert work.num_partials == wanted.num_partials

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paged_case import Case, Sequence, Shape, make_case
 
 from transom_kernels.launch import INTERPRETED
-from transom_kernels.paged_attention import parts, tuning
+from transom_kernels.paged_attention import launches, tuning
 from transom_kernels.paged_attention.gpu import ByProducts, CompactTable, paged_attention_triton
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
@@ -80,13 +80,13 @@ def test_work_in_a_larger_shape_is_the_same_work(monkeypatch: pytest.MonkeyPatch
     def plan_longer(*arguments: Any) -> WorkPlan:
         plan = plan_work(*arguments)
         items = np.full((len(plan.items) + 3, FIELDS), 77, dtype=np.int32)
-        joins = np.full((len(plan.joins) + 2, 4), 77, dtype=np.int32)
-        with pytest.raises(ValueError, match="do not fit lists of 1 and"):
-            plan.write(items[:1], joins)
-        plan.write(items, joins)
-        return WorkPlan(items=items, joins=joins, num_partials=9)
+        combine_items = np.full((len(plan.combine_items) + 2, 4), 77, dtype=np.int32)
+        with pytest.raises(ValueError, match="do not fit arrays of 1 and"):
+            plan.write(items[:1], combine_items)
+        plan.write(items, combine_items)
+        return WorkPlan(items=items, combine_items=combine_items, num_partials=9)
 
-    monkeypatch.setattr(parts, "plan_work", plan_longer)
+    monkeypatch.setattr(launches, "plan_work", plan_longer)
     case.batch.scratch.clear()
     assert check(case).equal(right)
 

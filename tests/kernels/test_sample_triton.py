@@ -175,7 +175,7 @@ def test_lists_that_are_too_short_for_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu, "READ_BLOCKS", 8)
     monkeypatch.setattr(gpu, "ROUND_BLOCKS", 2)
     monkeypatch.setattr(gpu, "LISTED_IDS", 256)
-    monkeypatch.setattr(gpu, "KEPT_IDS", 16)
+    monkeypatch.setattr(gpu, "COMPARED_IDS", 16)
     for scale in (0.0, 0.1, 2.0):
         check(torch.randn(len(KINDS), 1000) * scale, all_kinds())
 
@@ -185,7 +185,7 @@ def test_as_many_candidates_as_are_compared_and_one_more(highs: int, monkeypatch
     """They are so near to each other that all reach the floor: 16 are compared, 17 searched in their list, 129 in the row."""
     monkeypatch.setattr(gpu, "ROUND_BLOCKS", 2)
     monkeypatch.setattr(gpu, "LISTED_IDS", 256)
-    monkeypatch.setattr(gpu, "KEPT_IDS", 16)
+    monkeypatch.setattr(gpu, "COMPARED_IDS", 16)
     ids = torch.arange(highs) * (8 if highs > 17 else 64)
     logits = torch.full((2, 1100), -1.0)
     logits[:, ids] = 10.0 + torch.rand(2, highs) * 0.05

@@ -60,9 +60,11 @@ class Watched:
 
 def test_no_batch_makes_triton_compile_what_one_row_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six blocks of 64 ids: three numbers a block begin at multiples of 16 bytes only if they are tensors of their own."""
-    seen: dict[str, set[tuple[object, ...]]] = {name: set() for name in ("survey", "choose", "change_logits")}
+    seen: dict[str, set[tuple[object, ...]]] = {
+        name: set() for name in ("block_maxima", "sample_rows", "apply_logit_changes")
+    }
     for name, calls in seen.items():
-        ignored = {6} if name == "change_logits" else set()  # the number of changes, which is not specialised
+        ignored = {6} if name == "apply_logit_changes" else set()  # the number of changes, which is not specialised
         monkeypatch.setattr(gpu, name, Watched(getattr(gpu, name), calls, ignored))
     kinds = ["penalised", "greedy", "top_k", "greedy_penalised", "top_p"]  # the first is what a warm-up samples
     for num_rows in (1, 2, 5):
@@ -71,7 +73,11 @@ def test_no_batch_makes_triton_compile_what_one_row_did_not(monkeypatch: pytest.
             add(sampler, row, list(range(row + 3)), 2, KINDS[kind])
         with prefer("interpreted"):
             sampler.sample(torch.randn(num_rows, 384), list(range(num_rows)))
-    assert {name: len(calls) for name, calls in seen.items()} == {"survey": 1, "choose": 1, "change_logits": 1}
+    assert {name: len(calls) for name, calls in seen.items()} == {
+        "block_maxima": 1,
+        "sample_rows": 1,
+        "apply_logit_changes": 1,
+    }
 
 
 def test_top_k_beyond_any_vocabulary_is_off() -> None:

@@ -1,5 +1,5 @@
 """Hyper-connections: a residual of several streams, mixed into a sublayer's input and from its output."""
 
-from transom_kernels.hyper_connections.op import collapse_streams, expand_streams, merge_streams, normalise_streams
+from transom_kernels.hyper_connections.op import hc_head, hc_norm, hc_post, hc_pre
 
-__all__ = ["collapse_streams", "expand_streams", "merge_streams", "normalise_streams"]
+__all__ = ["hc_head", "hc_norm", "hc_post", "hc_pre"]

@@ -20,13 +20,13 @@ def row_block(width: int) -> tuple[int, int]:
     return block, warps_for(block)
 
 
-def stream_blocks(num_streams: int, width: int) -> tuple[int, int]:
+def stream_blocks(num_residual_streams: int, width: int) -> tuple[int, int]:
     """Streams, padded, and elements of each, of one program."""
-    return next_power_of_two(num_streams), min(STREAM_ELEMENTS, next_power_of_two(width))
+    return next_power_of_two(num_residual_streams), min(STREAM_ELEMENTS, next_power_of_two(width))
 
 
-def normalise_streams_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `op.normalise_streams`."""
+def hc_norm_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `op.hc_norm`."""
     rows = x.flatten(1)  # a copy where streams are one tensor still, as embeddings are
     if rows.stride(1) != 1:  # widths of 1, and streams that lie crosswise
         rows = rows.contiguous()
@@ -37,25 +37,25 @@ def normalise_streams_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def collapse_streams_triton(
+def hc_pre_triton(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `op.collapse_streams`."""
+    """See `op.hc_pre`."""
     tokens, size, _ = x.shape
     weights = torch.empty((tokens, size), dtype=torch.float32, device=x.device)
     mix = torch.empty((tokens, size, size), dtype=torch.float32, device=x.device)
     return _collapse(x, projected, scale, base, weights, mix, rounds, eps), weights, mix
 
 
-def merge_streams_triton(
+def hc_head_triton(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """See `op.merge_streams`."""
+    """See `op.hc_head`."""
     return _collapse(x, projected, scale, base, projected, projected, 0, eps)
 
 
-def expand_streams_triton(y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """See `op.expand_streams`."""
+def hc_post_triton(y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """See `op.hc_post`."""
     tokens, size, width = x.shape
     out = torch.empty((tokens, size, width), dtype=x.dtype, device=x.device)
     block_s, block_n = stream_blocks(size, width)

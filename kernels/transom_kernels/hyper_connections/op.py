@@ -1,6 +1,6 @@
 """A residual of several streams: normalised for its coefficients, collapsed into a sublayer's input, expanded by its output.
 
-Coefficients are `projected * scale + base` [T, M] in float32, where `projected` is `normalise_streams` times a matrix. They
+Coefficients are `projected * scale + base` [T, M] in float32, where `projected` is `hc_norm` times a matrix. They
 begin with S logits of how streams are collapsed; in a sublayer S of how its output goes to each stream, and S * S of how
 streams mix (from each, to each) follow.
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.hyper_connections.reference import (
-    collapse_streams_reference,
-    expand_streams_reference,
-    merge_streams_reference,
-    normalise_streams_reference,
+    hc_head_reference,
+    hc_norm_reference,
+    hc_post_reference,
+    hc_pre_reference,
 )
 from transom_kernels.launch import uses_triton
 
 
-def normalise_streams(x: torch.Tensor, eps: float) -> torch.Tensor:
+def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """All streams of a token over their common root mean square: [T, S * N] float32 of `x` [T, S, N].
 
     Raises:
@@ -28,13 +28,13 @@ def normalise_streams(x: torch.Tensor, eps: float) -> torch.Tensor:
     """
     _check_streams(x)
     if uses_triton(x):
-        from transom_kernels.hyper_connections.gpu import normalise_streams_triton
+        from transom_kernels.hyper_connections.gpu import hc_norm_triton
 
-        return normalise_streams_triton(x, eps)
-    return normalise_streams_reference(x, eps)
+        return hc_norm_triton(x, eps)
+    return hc_norm_reference(x, eps)
 
 
-def collapse_streams(
+def hc_pre(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sublayer's input [T, N] in the dtype of `x` [T, S, N]; expand [T, S] and mix [T, S from, S to], both float32.
@@ -51,16 +51,16 @@ def collapse_streams(
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; balancing takes at least 1.")
     if uses_triton(x) and x.stride(2) == 1:
-        from transom_kernels.hyper_connections.gpu import collapse_streams_triton
+        from transom_kernels.hyper_connections.gpu import hc_pre_triton
 
-        return collapse_streams_triton(x, projected, scale, base, rounds=rounds, eps=eps)
-    return collapse_streams_reference(x, projected, scale, base, rounds=rounds, eps=eps)
+        return hc_pre_triton(x, projected, scale, base, rounds=rounds, eps=eps)
+    return hc_pre_reference(x, projected, scale, base, rounds=rounds, eps=eps)
 
 
-def merge_streams(
+def hc_head(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The streams as one [T, N], as `collapse_streams` collapses them, where there is no sublayer behind.
+    """The streams as one [T, N], as `hc_pre` collapses them, where there is no sublayer behind.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -68,16 +68,16 @@ def merge_streams(
     _check_streams(x)
     _check_coefficients(x, x.shape[1], projected, scale, base)
     if uses_triton(x) and x.stride(2) == 1:
-        from transom_kernels.hyper_connections.gpu import merge_streams_triton
+        from transom_kernels.hyper_connections.gpu import hc_head_triton
 
-        return merge_streams_triton(x, projected, scale, base, eps=eps)
-    return merge_streams_reference(x, projected, scale, base, eps=eps)
+        return hc_head_triton(x, projected, scale, base, eps=eps)
+    return hc_head_reference(x, projected, scale, base, eps=eps)
 
 
-def expand_streams(y: torch.Tensor, x: torch.Tensor, expand: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+def hc_post(y: torch.Tensor, x: torch.Tensor, expand: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     """`mix^T x + expand * y` [T, S, N]: the streams behind a sublayer that made `y` [T, N] of the streams `x` [T, S, N].
 
-    `expand` and `mix` are `collapse_streams`'s and are rounded to the dtype of `x` first. The mixed streams are rounded, and
+    `expand` and `mix` are `hc_pre`'s and are rounded to the dtype of `x` first. The mixed streams are rounded, and
     their sums with the weighed output once more.
 
     Raises:
@@ -92,10 +92,10 @@ def expand_streams(y: torch.Tensor, x: torch.Tensor, expand: torch.Tensor, mix: 
             "give [T, N] of the same dtype, [T, S] and [T, S, S]."
         )
     if uses_triton(x) and x.stride(2) == 1 and y.stride(1) == 1:
-        from transom_kernels.hyper_connections.gpu import expand_streams_triton
+        from transom_kernels.hyper_connections.gpu import hc_post_triton
 
-        return expand_streams_triton(y, x, expand, mix)
-    return expand_streams_reference(y, x, expand, mix)
+        return hc_post_triton(y, x, expand, mix)
+    return hc_post_reference(y, x, expand, mix)
 
 
 def _check_streams(x: torch.Tensor) -> None:

@@ -8,31 +8,31 @@ from __future__ import annotations
 import torch
 
 
-def normalise_streams_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `op.normalise_streams`."""
+def hc_norm_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `op.hc_norm`."""
     flat = x.flatten(1).float()
     return flat * torch.rsqrt(flat.square().mean(dim=1, keepdim=True) + eps)
 
 
-def collapse_streams_reference(
+def hc_pre_reference(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `op.collapse_streams`."""
+    """See `op.hc_pre`."""
     size = x.shape[1]
     collapse, expand, mix = (projected * scale + base).split_with_sizes((size, size, size * size), dim=1)
     balanced = _balance(mix.view(-1, size, size).softmax(dim=2) + eps, rounds, eps)
     return _weighed_sum(x, collapse.sigmoid() + eps), 2 * expand.sigmoid(), balanced
 
 
-def merge_streams_reference(
+def hc_head_reference(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """See `op.merge_streams`."""
+    """See `op.hc_head`."""
     return _weighed_sum(x, (projected * scale + base).sigmoid() + eps)
 
 
-def expand_streams_reference(y: torch.Tensor, x: torch.Tensor, expand: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """See `op.expand_streams`."""
+def hc_post_reference(y: torch.Tensor, x: torch.Tensor, expand: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """See `op.hc_post`."""
     mixed = torch.bmm(mix.to(x.dtype).transpose(1, 2), x)
     return mixed.addcmul_(expand.to(x.dtype)[:, :, None], y[:, None])
 

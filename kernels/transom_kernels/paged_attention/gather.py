@@ -32,13 +32,13 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, wanted: BlockSet) ->
     attends to them.
     """
     delta = int(v_cache.storage_offset()) - int(k_cache.storage_offset())
-    if _side_by_side(k_cache, v_cache, delta):
+    if _share_storage(k_cache, v_cache, delta):
         both = _gather(k_cache, wanted, delta, slot=0)
         return both[:, 0], both[:, 1]
     return _gather(k_cache, wanted, 0, slot=0)[:, 0], _gather(v_cache, wanted, 0, slot=1)[:, 0]
 
 
-def _side_by_side(k_cache: torch.Tensor, v_cache: torch.Tensor, delta: int) -> bool:
+def _share_storage(k_cache: torch.Tensor, v_cache: torch.Tensor, delta: int) -> bool:
     return (
         delta > 0
         and k_cache.stride() == v_cache.stride()

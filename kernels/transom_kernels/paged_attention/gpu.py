@@ -11,11 +11,11 @@ import torch
 
 from transom_kernels.launch import INTERPRETED, next_power_of_two, split_width
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.join import join
+from transom_kernels.paged_attention.combine import combine
 from transom_kernels.paged_attention.kernel import attend
-from transom_kernels.paged_attention.parts import Asked, Part, parts_of
+from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey, launches_of
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.tuning import JOINED_AT_ONCE, KernelConfig, kernel_config, stages_on
+from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, KernelConfig, kernel_config, stages_on
 from transom_kernels.paged_attention.work import Work
 
 
@@ -70,14 +70,14 @@ def paged_attention_triton(
         kv_scales=kv_scales,
         by_products=by_products or ByProducts(),
     )
-    asked = Asked(
+    asked = LaunchKey(
         rule=rule,
         group=call.group,
         key_size=q.shape[2],
         element_bytes=q.element_size(),
         cache_bytes=k_cache.element_size(),
     )
-    for part in parts_of(batch, asked, q.device):
+    for part in launches_of(batch, asked, q.device):
         _attend(part, call)
     return call.out
 
@@ -106,10 +106,10 @@ class _Call:
         return self.q.shape[1] // self.k_cache.shape[2]
 
 
-def _attend(part: Part, call: _Call) -> None:
-    """One launch over the tiles, and one that joins those that were cut."""
+def _attend(part: AttentionLaunch, call: _Call) -> None:
+    """One launch over the tiles, and one that combine_items those that were cut."""
     kv_heads, value_size = call.k_cache.shape[2], call.v_cache.shape[3]
-    rows = part.most_tokens * call.group
+    rows = part.max_tile_tokens * call.group
     config = kernel_config(
         rows=rows,
         key_size=call.q.shape[2],
@@ -121,13 +121,13 @@ def _attend(part: Part, call: _Call) -> None:
     partial_out = call.q.new_empty((*shape, value_size), dtype=torch.float32)
     partial_stats = call.q.new_empty((*shape, 2), dtype=torch.float32)
     _launch(part.work, call, config, partial_out, partial_stats)
-    if len(part.work.joins):
+    if len(part.work.combine_items):
         sinks, lse = call.sink_logits, call.by_products.lse
-        join[(len(part.work.joins), rows, kv_heads)](
-            partial_out, partial_stats, call.out, partial_stats if lse is None else lse, part.work.joins,
+        combine[(len(part.work.combine_items), rows, kv_heads)](
+            partial_out, partial_stats, call.out, partial_stats if lse is None else lse, part.work.combine_items,
             partial_stats if sinks is None else sinks, kv_heads,
             GROUP=call.group, E=value_size, HAS_SINK_LOGITS=sinks is not None, WRITES_LSE=lse is not None,
-            BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_size), BLOCK_S=JOINED_AT_ONCE,
+            BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_size), BLOCK_S=COMBINED_AT_ONCE,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attention over a paged cache in Triton: one kernel for decoding and prompts, and one that joins splits.
+"""Attention over a paged cache in Triton: one kernel for decoding and prompts, and one that combine_items splits.
 
 Softmax runs online over blocks of keys, in powers of two. Offsets into the caches are int64: a slab is larger than 2 GiB.
 Numbers that change from step to step are not specialised: a new batch must not compile anything.

@@ -8,7 +8,7 @@ from transom_kernels.paged_attention.work import Tiling
 
 FEW_TOKENS = 4  # sequences with up to so many new tokens are cut along their keys
 DECODE_SPLIT_KEYS = 1024
-JOINED_AT_ONCE = 16  # splits of a round
+COMBINED_AT_ONCE = 16  # splits of a round
 LEAST_ROWS = 16  # of a product on tensor cores
 PROMPT_ROWS = 128
 # A round's blocks are looked up before its keys and values are fetched, so each takes half of the stages: five keep one round in

@@ -38,7 +38,7 @@ class Work:
     """Programs, and the tiles whose partial results have to be joined: rows [row, row + tokens) from `count` partials on."""
 
     items: torch.Tensor  # [W, FIELDS] int32
-    joins: torch.Tensor  # [J, 4] int32: row, tokens, first partial, number of partials
+    combine_items: torch.Tensor  # [J, 4] int32: row, tokens, first partial, number of partials
     num_partials: int
 
 
@@ -47,31 +47,32 @@ class WorkPlan:
     """`Work` while it is on the host."""
 
     items: NDArray[np.int32]  # [W, FIELDS]
-    joins: NDArray[np.int32]  # [J, 4]
+    combine_items: NDArray[np.int32]  # [J, 4]
     num_partials: int
 
     def on(self, device: torch.device) -> Work:
         """The same for the programs."""
         return Work(
             items=torch.from_numpy(self.items).to(device, non_blocking=True),
-            joins=torch.from_numpy(self.joins).to(device, non_blocking=True),
+            combine_items=torch.from_numpy(self.combine_items).to(device, non_blocking=True),
             num_partials=self.num_partials,
         )
 
-    def write(self, items: NDArray[np.int32], joins: NDArray[np.int32]) -> None:
+    def write(self, items: NDArray[np.int32], combine_items: NDArray[np.int32]) -> None:
         """Fill lists that steps share, as a CUDA graph needs: what is left over in them has no tokens and does nothing.
 
         Raises:
             ValueError: they are too short.
         """
-        num_items, num_joins = len(self.items), len(self.joins)
-        if num_items > len(items) or num_joins > len(joins):
+        num_items, num_combine_items = len(self.items), len(self.combine_items)
+        if num_items > len(items) or num_combine_items > len(combine_items):
             raise ValueError(
-                f"{num_items} items and {num_joins} joins do not fit lists of {len(items)} and {len(joins)}."
+                f"{num_items} work items and {num_combine_items} combine items do not fit arrays of {len(items)} and "
+                f"{len(combine_items)}."
             )
-        items[:num_items], joins[:num_joins] = self.items, self.joins
+        items[:num_items], combine_items[:num_combine_items] = self.items, self.combine_items
         items[num_items:] = (*(0,) * (FIELDS - 1), NO_PARTIAL)
-        joins[num_joins:] = 0
+        combine_items[num_combine_items:] = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,11 +112,11 @@ def plan_work(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> WorkPlan:
         end,
         partial,
     )
-    joins = (tiles.row, tiles.tokens, np.cumsum(num_cuts * is_split) - num_cuts, num_cuts)
-    programs = _side_by_side(items)
+    combine_items = (tiles.row, tiles.tokens, np.cumsum(num_cuts * is_split) - num_cuts, num_cuts)
+    programs = _stack_columns(items)
     return WorkPlan(
         items=programs if tiling.split_keys else programs[::-1].copy(),
-        joins=_side_by_side([column[is_split] for column in joins]),
+        combine_items=_stack_columns([column[is_split] for column in combine_items]),
         num_partials=int(is_part.sum()),
     )
 
@@ -164,5 +165,5 @@ def _splits(tiles: _Tiles, split_keys: int) -> tuple[Integers, Integers, Integer
     return of, cut, begin, np.minimum(edge + split_keys, tiles.end_slot[of])
 
 
-def _side_by_side(columns: Sequence[Integers]) -> NDArray[np.int32]:
+def _stack_columns(columns: Sequence[Integers]) -> NDArray[np.int32]:
     return np.stack(columns, axis=1).astype(np.int32)

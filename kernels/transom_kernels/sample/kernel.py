@@ -1,4 +1,4 @@
-"""Sampling in Triton: `survey` has read all logits; `choose` decides each row from what that wrote and a few blocks of the row.
+"""Sampling in Triton: `block_maxima` has read all logits; `sample_rows` samples each row from its results and a few blocks.
 
 Top-k: k blocks have a maximum that reaches the k-th largest of them, so what stays is among the ids that reach it; these few are
 compared with each other. Top-p alone is not searched: the winner of all ids stays if the ids above it weigh less than p, and
@@ -12,22 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.sample.draws import LOWEST, NOISE_BLOCK, gumbel, load_tempered, order, pack
-from transom_kernels.sample.race import block_ids, kth_largest, list_blocks, mass_from, race, winner
+from transom_kernels.sample.gumbel_max import block_ids, kth_largest, list_blocks, mass_from, race, winner
+from transom_kernels.sample.gumbel_noise import LOWEST, NOISE_BLOCK, gumbel, load_tempered, order, pack
 
 OTHERS = tl.constexpr(8)  # against which ids are compared at once
 DRAWN = tl.constexpr(256)  # ids that draw noise at once
 
 
 @triton.jit
-def choose(
+def sample_rows(
     logits,  # [S, V] float32
     temperatures,
     top_ks,
     top_ps,
     min_ps,
     keys,  # [S] int64
-    maxima,  # [S, B] float32; these four are `survey`'s
+    maxima,  # [S, B] float32; these four are `block_maxima`'s
     lucky,  # [S, B]
     noise,  # [S, B]
     weights,  # [S, C, 2]
@@ -189,7 +189,7 @@ def _choose_among(row, ids, count, key, temperature, best, cut, top_k, top_p, KE
 
 
 @triton.jit(do_not_specialize=["num_changes"])
-def change_logits(logits, rows, ids, factors, minus, stride, num_changes, BLOCK_C: tl.constexpr):
+def apply_logit_changes(logits, rows, ids, factors, minus, stride, num_changes, BLOCK_C: tl.constexpr):
     """Repetition factors and what is subtracted, each pair of row and id once."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < num_changes

@@ -21,9 +21,9 @@ class DeepseekV4Shape:
     output_rank: int
     num_index_heads: int
     index_top_k: int  # entries that a query reads of a layer with an indexer
-    num_streams: int  # of the residual
+    num_residual_streams: int  # of the residual
     sinkhorn_rounds: int
-    stream_eps: float
+    hyper_connection_eps: float
     expert_score: Score
     hashed: tuple[bool, ...]  # by layer: experts are looked up by token id
 
@@ -47,9 +47,9 @@ def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
         output_rank=number("o_lora_rank", 1024),
         num_index_heads=number("index_n_heads", 64),
         index_top_k=number("index_topk", 512),
-        num_streams=number("hc_mult", 4),
+        num_residual_streams=number("hc_mult", 4),
         sinkhorn_rounds=number("hc_sinkhorn_iters", 20),
-        stream_eps=float(config.get("hc_eps") or 1e-6),
+        hyper_connection_eps=float(config.get("hc_eps") or 1e-6),
         expert_score=_SCORES[score],
         hashed=_hashed_layers(config),
     )

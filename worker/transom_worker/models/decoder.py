@@ -94,8 +94,8 @@ class DecoderLayer:
         self._before_attention, self._before_mlp = norm(style.norm_before_attention), norm(style.norm_before_mlp)
         self._after_attention, self._after_mlp = sum_norm(style.norm_after_attention), sum_norm(style.norm_after_mlp)
         norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
-        self._side_by_side, self._parallel = style.side_by_side, load.parallel
-        load = load.partial() if style.side_by_side else load
+        self._parallel_residual, self._parallel = style.parallel_residual, load.parallel
+        load = load.partial() if style.parallel_residual else load
         self._attention = make_attention(architecture, index, style, load.under("self_attn."))
         self._feed_forward = style.feed_forward(architecture, index, load)
         parts = (self._attention, self._feed_forward, *norms)
@@ -114,7 +114,7 @@ class DecoderLayer:
         """Adds to the residual [T, N], and keeps only `rows` of it where nobody reads the others."""
         seen_TN = residual.read(self._before_attention)
         attention = (seen_TN, tables, cache, batch, query_scale_T11)
-        if self._side_by_side:
+        if self._parallel_residual:
             self._add_both(residual, attention, rows)
             return
         residual.add_output(self._attention, self._after_attention, *attention)

@@ -21,18 +21,18 @@ _STYLES = {
     "mistral": Style(),
     "ministral": Style(),
     "qwen2": Style(),
-    "qwen3": Style(head_norm="each"),
+    "qwen3": Style(qk_norm="each"),
     "gemma2": _GEMMA,
-    "gemma3_text": replace(_GEMMA, head_norm="each"),
+    "gemma3_text": replace(_GEMMA, qk_norm="each"),
     "olmo3": Style(
         norm_before_attention="",
         norm_after_attention="post_attention_layernorm",
         norm_before_mlp="",
         norm_after_mlp="post_feedforward_layernorm",
         norm_wide=True,
-        head_norm="all",
+        qk_norm="all",
     ),
-    "cohere2": Style(norm_before_mlp="", side_by_side=True, norm_takes_mean=True),
+    "cohere2": Style(norm_before_mlp="", parallel_residual=True, norm_takes_mean=True),
 }
 DENSE_FAMILIES = tuple(_STYLES)
 

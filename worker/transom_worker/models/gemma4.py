@@ -23,7 +23,7 @@ STYLE = Style(
     norm_before_mlp="pre_feedforward_layernorm",
     norm_after_mlp="post_feedforward_layernorm",
     norm_wide=True,
-    head_norm="each",
+    qk_norm="each",
     value_norm=True,
 )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.hyper_connections import normalise_streams
+from transom_kernels.hyper_connections import hc_norm
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.layers.experts import make_experts
@@ -46,7 +46,7 @@ class DenseAndExperts:
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
         dense_TN = self._mlp(self._before_mlp(x_TN))
-        direction_TN = normalise_streams(x_TN[:, None], self._eps)  # in float32, as the router computes
+        direction_TN = hc_norm(x_TN[:, None], self._eps)  # in float32, as the router computes
         routed_TN = self._experts(self._before_experts(x_TN), self._router(direction_TN))
         dense_TN, routed_TN = all_reduce_both(self._comm, dense_TN, routed_TN)
         return self._after_mlp.add_to(self._after_experts(routed_TN), dense_TN)

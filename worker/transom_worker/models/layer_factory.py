@@ -97,9 +97,9 @@ def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loa
 def _head_norm(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
 ) -> HeadNorm | AllHeadsNorm | SharedAllHeadsNorm | None:
-    if style.head_norm == "none":
+    if style.qk_norm == "none":
         return None
-    if style.head_norm == "all":
+    if style.qk_norm == "all":
         return _norm_over_all_heads(architecture, layer, heads, load)
     dtype = torch.float32 if style.norm_plus_one or style.norm_wide else load.dtype
     size = (layer.head_size,)

@@ -60,7 +60,7 @@ def _routed(
 
 _STYLES = {
     "mixtral": Style(feed_forward=_mixtral),
-    "qwen3_moe": Style(head_norm="each", feed_forward=_qwen3),
+    "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen3),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
 }
 MIXTURE_FAMILIES = tuple(_STYLES)

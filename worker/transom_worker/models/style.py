@@ -53,11 +53,11 @@ class Style:
     norm_after_attention: str = ""
     norm_before_mlp: str = "post_attention_layernorm"
     norm_after_mlp: str = ""
-    side_by_side: bool = False  # attention and feed-forward layer read the same rows, and both are added at once
+    parallel_residual: bool = False  # attention and feed-forward layer read the same rows, and both are added at once
     norm_takes_mean: bool = False
     norm_plus_one: bool = False  # the checkpoint holds norm weights less one; they multiply in float32
     norm_wide: bool = False  # norm weights multiply in float32
-    head_norm: Literal["none", "each", "all"] = "none"  # of queries and keys before rotation
+    qk_norm: Literal["none", "each", "all"] = "none"  # of queries and keys before rotation
     head_norm_after_rotation: bool = False  # without a weight, in layers that rotate
     value_norm: bool = False  # each value head to one length
     sink_logits: str = ""  # their name within attention, in the architecture's `sink_layers`

@@ -47,7 +47,7 @@ class DecodeGraphs:
         asks: Sequence[Ask],
         device: CaptureDevice,
     ) -> None:
-        """`asks` are those of all layers: see `parts.asked_of`."""
+        """`asks` are those of all layers: see `parts.launch_keys_of`."""
         self.builder, self.sizes = builder, sizes
         self._model, self._asks, self._device = model, tuple(asks), device
         self._tolerance = TOLERANCES[builder.caches[0].k.dtype]

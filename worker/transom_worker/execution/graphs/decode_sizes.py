@@ -35,7 +35,7 @@ class Need:
 
     num_seqs: int
     num_items: int
-    has_joins: bool
+    has_combine_items: bool
     num_columns: tuple[int, ...]
 
 
@@ -71,7 +71,7 @@ class DecodeSizes:
         for level in range(self.num_levels):
             size = DecodeSize(level=level, num_seqs=num_seqs)
             more = num_seqs - need.num_seqs  # what is added has a program each
-            if (need.has_joins and level == 0) or need.num_items + more > self.num_items(size):
+            if (need.has_combine_items and level == 0) or need.num_items + more > self.num_items(size):
                 continue
             if all(need.num_columns[group] <= self.num_columns(size, group) for group in range(len(self._groups))):
                 return size
@@ -95,7 +95,7 @@ class DecodeSizes:
         wanted: int = max(size.num_seqs * STEPS_OF_LEVEL**size.level, one_long)
         return min(wanted, size.num_seqs * self._most_splits, max(MOST_ITEMS, 2 * size.num_seqs))
 
-    def num_joins(self, size: DecodeSize) -> int:
+    def num_combine_items(self, size: DecodeSize) -> int:
         """Sequences whose programs are joined: each has two or more."""
         return 0 if size.level == 0 else min(size.num_seqs, self.num_items(size) // 2)
 
@@ -125,7 +125,7 @@ class DecodeSizes:
 
     def _room(self, size: DecodeSize) -> tuple[int, ...]:
         columns = (self.num_columns(size, group) for group in range(len(self._groups)))
-        return (self.num_items(size), self.num_joins(size), *columns)
+        return (self.num_items(size), self.num_combine_items(size), *columns)
 
 
 def _buckets(most: int) -> tuple[int, ...]:

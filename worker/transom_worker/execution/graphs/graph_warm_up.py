@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from transom_kernels.paged_attention.parts import asked_of
+from transom_kernels.paged_attention.launches import launch_keys_of
 from transom_worker.contract import SamplingParams
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
@@ -80,7 +80,7 @@ def _asks(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[Ask,
     """What the model's layers ask of each group's programs, as a forward pass shows."""
     batch = builder.batch(arrays)
     model.forward(batch)
-    return tuple((index, asked) for index, group in enumerate(batch.groups) for asked in asked_of(group))
+    return tuple((index, asked) for index, group in enumerate(batch.groups) for asked in launch_keys_of(group))
 
 
 class _NoiseSteps:

@@ -3,7 +3,7 @@
 What is added to bring a step to its size is harmless: each added sequence has one program that reads no key and writes zeros, its
 token goes to the dump block, and nobody looks at its logits. Programs beyond those have no tokens.
 
-Legend: B sequences of the size, N table columns, W programs and J joins of a kind of attention layer.
+Legend: B sequences of the size, N table columns, W programs and J combine_items of a kind of attention layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.parts import Asked, Part, give_parts
+from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey, set_launches
 from transom_kernels.paged_attention.work import FIELDS, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
@@ -27,7 +27,7 @@ ALIGNMENT = 64  # of each array: kernels are compiled for pointers that are mult
 BEFORE_ALL = -1  # a position at which an added sequence's query sees no key
 
 Array = NDArray[np.int64] | NDArray[np.int32]
-Ask = tuple[int, Asked]  # a group, and what one kind of its layers asks for
+Ask = tuple[int, LaunchKey]  # a group, and what one kind of its layers asks for
 
 
 def plan_works(arrays: StepArrays, asks: Sequence[Ask]) -> list[WorkPlan]:
@@ -40,7 +40,7 @@ def need_of(arrays: StepArrays, works: Sequence[WorkPlan]) -> Need:
     return Need(
         num_seqs=len(arrays.token_ids),
         num_items=max((len(work.items) for work in works), default=0),
-        has_joins=any(len(work.joins) for work in works),
+        has_combine_items=any(len(work.combine_items) for work in works),
         num_columns=tuple(group.block_table.shape[1] for group in arrays.groups),
     )
 
@@ -85,7 +85,7 @@ class StaticBatch:
             _fill(to[f"attend_from {index}"], group.attend_from_host)
             _fill(to[f"slots {index}"], group.slots, added=layout.dump_block(index) * group.block_size)
         for index, work in enumerate(works):
-            self._with_added(work, real).write(to[f"items {index}"], to[f"joins {index}"])  # type: ignore[arg-type]
+            self._with_added(work, real).write(to[f"items {index}"], to[f"combine_items {index}"])  # type: ignore[arg-type]
 
     def forward_batch(self) -> ForwardBatch:
         """The device's side. New for each forward pass, whose scratch must not outlive it, and without the host's numbers: they
@@ -93,9 +93,9 @@ class StaticBatch:
         on, builder = self._device, self._builder
         groups = tuple(self._paged_batch(index) for index in range(len(builder.layout.groups)))
         for index, (group, asked) in enumerate(self._asks):
-            items, joins = on[f"items {index}"], on[f"joins {index}"]
-            work = Work(items=items, joins=joins, num_partials=len(items) if len(joins) else 0)
-            give_parts(groups[group], asked, [Part(work, asked.tilings[0].tile_tokens)])
+            items, combine_items = on[f"items {index}"], on[f"combine_items {index}"]
+            work = Work(items=items, combine_items=combine_items, num_partials=len(items) if len(combine_items) else 0)
+            set_launches(groups[group], asked, [AttentionLaunch(work, asked.tilings[0].tile_tokens)])
         return ForwardBatch(
             token_ids=on["token_ids"],
             positions=on["positions"],
@@ -156,7 +156,7 @@ def _fields(
         fields[f"slots {group}"] = ((num,), long)
     for index in range(len(asks)):
         fields[f"items {index}"] = ((sizes.num_items(size), FIELDS), short)
-        fields[f"joins {index}"] = ((sizes.num_joins(size), 4), short)
+        fields[f"combine_items {index}"] = ((sizes.num_combine_items(size), 4), short)
     return fields
 
 

@@ -16,8 +16,8 @@ from transom_worker.layers.rope import RotaryTables
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.model_config.sharding import head_share
+from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_turned
-from transom_worker.models.deepseek_v4.step import Step
 from transom_worker.models.loading import Loader
 
 
@@ -67,7 +67,7 @@ class LatentAttention:
         cache: LayerCache,
         group: int,
         compressed: CompressedCache | None,
-        step: Step,
+        step: AttentionMetadata,
     ) -> torch.Tensor:
         """[T, N]; writes this step's rows, and the entries that it closes. `group` is that of `cache`."""
         down_T = self._down(x_TN)
@@ -111,7 +111,7 @@ class LatentAttention:
         query_TQ: torch.Tensor,
         tables: RotaryTables,
         cache: CompressedCache,
-        step: Step,
+        step: AttentionMetadata,
     ) -> torch.Tensor:
         """Slots of the entries that each query reads, those that this step closes written before."""
         assert self._compressor is not None

@@ -19,7 +19,7 @@ from transom_worker.layers.norm import RmsNorm
 from transom_worker.layers.rope import RotaryTables
 from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.model_config.layer_attention import Compression
-from transom_worker.models.deepseek_v4.step import Step
+from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.loading import Loader
 
 
@@ -47,7 +47,7 @@ class Compressor:
         parts = (self._kv_gate, self._norm)
         self.weight_bytes = self._position_bias.nbytes + sum(part.weight_bytes for part in parts)
 
-    def __call__(self, x_TN: torch.Tensor, cache: CompressedCache, step: Step) -> None:
+    def __call__(self, x_TN: torch.Tensor, cache: CompressedCache, step: AttentionMetadata) -> None:
         """Writes this step's state and the entries that it closes."""
         kv_gate = self._kv_gate(x_TN).float().view(len(x_TN), 2, 1, -1)
         state, group = cache.state.cache, step.batch.groups[cache.state.group]
@@ -78,7 +78,7 @@ class Indexer:
         parts = (self._compressor, self._queries, self._weights)
         self.weight_bytes = sum(part.weight_bytes for part in parts)
 
-    def write(self, x_TN: torch.Tensor, cache: CompressedCache, step: Step) -> None:
+    def write(self, x_TN: torch.Tensor, cache: CompressedCache, step: AttentionMetadata) -> None:
         """Writes this step's state and the keys of the entries that it closes."""
         self._compressor(x_TN, cache, step)
 
@@ -88,7 +88,7 @@ class Indexer:
         query_TQ: torch.Tensor,
         tables: RotaryTables,
         cache: CompressedCache,
-        step: Step,
+        step: AttentionMetadata,
         slots_BN: torch.Tensor,
     ) -> torch.Tensor:
         """Of each sequence's entries at `slots_BN`, the slots of those that each query reads, [T, K]; -1 for none."""
@@ -107,7 +107,7 @@ class Indexer:
         slots_TK = slots_BN[step.sequence_T[:, None], chosen_TK.clamp(min=0)]
         return slots_TK.masked_fill_(chosen_TK < 0, -1)
 
-    def reads_all(self, step: Step) -> bool:
+    def reads_all(self, step: AttentionMetadata) -> bool:
         """Whether no query sees more entries than it may read."""
         return step.num_entries(self._ratio) <= self._top_k
 

@@ -16,10 +16,10 @@ from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.model_config.rope import Rope
 from transom_worker.models.deepseek_v4.attention import LatentAttention
+from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.experts import ExpertLayer
-from transom_worker.models.deepseek_v4.hyper_connections import StreamHead, StreamMixer
+from transom_worker.models.deepseek_v4.hyper_connections import HyperConnection, HyperConnectionHead
 from transom_worker.models.deepseek_v4.names import either_name
-from transom_worker.models.deepseek_v4.step import Step
 from transom_worker.models.frequencies import frequencies
 from transom_worker.models.loading import Loader
 
@@ -36,27 +36,29 @@ class DeepseekV4:
         shape = _checked(architecture)
         load = replace(load, weights=either_name(load.weights))
         eps, table = architecture.rms_norm_eps, (architecture.vocab_size, architecture.hidden_size)
-        self.architecture, self._num_streams = architecture, shape.num_streams
+        self.architecture, self._num_residual_streams = architecture, shape.num_residual_streams
         self.vocab = load.cut(architecture.vocab_size)
         self._embedding = load.embedding("model.embed_tokens", table)
         self._layers = [
             DeepseekV4Layer(load.under(f"model.layers.{index}."), architecture, shape, index)
             for index in range(architecture.num_layers)
         ]
-        self._stream_head = StreamHead(load, "model.hc_head.hc", architecture, shape)
+        self._hyper_connection_head = HyperConnectionHead(load, "model.hc_head.hc", architecture, shape)
         self._norm = load.norm("model.norm", eps, size=architecture.hidden_size)
         self._head = load.head("head", table, tied_to=self._embedding if architecture.tie_embeddings else None)
         self._rotary = {rope: _rotary(rope, load) for rope in set(architecture.ropes) if rope is not None}
         self._entry_rope = _entry_rope(architecture)
         ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
-        self.weight_bytes = ends + self._stream_head.weight_bytes + sum(layer.weight_bytes for layer in self._layers)
+        self.weight_bytes = (
+            ends + self._hyper_connection_head.weight_bytes + sum(layer.weight_bytes for layer in self._layers)
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [R, V] in float32 over `vocab`; writes the batch's rows and entries into its caches."""
-        step = Step(batch, None if self._entry_rope is None else self._rotary[self._entry_rope])
+        step = AttentionMetadata(batch, None if self._entry_rope is None else self._rotary[self._entry_rope])
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
-        x_TSN = self._embedding(batch.token_ids)[:, None].expand(-1, self._num_streams, -1)
+        x_TSN = self._embedding(batch.token_ids)[:, None].expand(-1, self._num_residual_streams, -1)
         token_ids = batch.token_ids
         for index, layer in enumerate(self._layers):
             rope = self.architecture.ropes[index]
@@ -65,7 +67,7 @@ class DeepseekV4:
             if index == len(self._layers) - 1:  # nobody reads the other rows from here on
                 x_TSN, token_ids = x_TSN[batch.logit_rows], token_ids[batch.logit_rows]
             x_TSN = layer.feed_forward(x_TSN, token_ids)
-        return self._head(self._norm(self._stream_head(x_TSN)))
+        return self._head(self._norm(self._hyper_connection_head(x_TSN)))
 
 
 class DeepseekV4Layer:
@@ -78,15 +80,15 @@ class DeepseekV4Layer:
         self._experts = ExpertLayer(load.under("ffn."), architecture, shape, hashed=shape.hashed[index])
         self._attention_norm = load.norm("attn_norm", eps, size=hidden)
         self._expert_norm = load.norm("ffn_norm", eps, size=hidden)
-        self._attention_streams = StreamMixer(load, "hc_attn", architecture, shape)
-        self._expert_streams = StreamMixer(load, "hc_ffn", architecture, shape)
-        norms, mixers = (self._attention_norm, self._expert_norm), (self._attention_streams, self._expert_streams)
+        self._attention_connection = HyperConnection(load, "hc_attn", architecture, shape)
+        self._expert_connection = HyperConnection(load, "hc_ffn", architecture, shape)
+        norms, mixers = (self._attention_norm, self._expert_norm), (self._attention_connection, self._expert_connection)
         self.weight_bytes = sum(part.weight_bytes for part in (self._attention, self._experts, *norms, *mixers))
 
-    def attend(self, x_TSN: torch.Tensor, tables: RotaryTables, step: Step) -> torch.Tensor:
+    def attend(self, x_TSN: torch.Tensor, tables: RotaryTables, step: AttentionMetadata) -> torch.Tensor:
         """[T, S, N]."""
         batch, index = step.batch, self._index
-        x_TN, expand_TS, mix_TSS = self._attention_streams.collapse(x_TSN)
+        x_TN, expand_TS, mix_TSS = self._attention_connection.collapse(x_TSN)
         y_TN = self._attention(
             self._attention_norm(x_TN),
             tables,
@@ -95,13 +97,13 @@ class DeepseekV4Layer:
             batch.compressed[index] if batch.compressed else None,
             step,
         )
-        return self._attention_streams.expand(y_TN, x_TSN, expand_TS, mix_TSS)
+        return self._attention_connection.expand(y_TN, x_TSN, expand_TS, mix_TSS)
 
     def feed_forward(self, x_TSN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, S, N]."""
-        x_TN, expand_TS, mix_TSS = self._expert_streams.collapse(x_TSN)
+        x_TN, expand_TS, mix_TSS = self._expert_connection.collapse(x_TSN)
         y_TN = self._experts(self._expert_norm(x_TN), token_ids_T)
-        return self._expert_streams.expand(y_TN, x_TSN, expand_TS, mix_TSS)
+        return self._expert_connection.expand(y_TN, x_TSN, expand_TS, mix_TSS)
 
 
 def _checked(architecture: Architecture) -> DeepseekV4Shape:

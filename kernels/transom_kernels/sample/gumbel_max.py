@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.sample.draws import LOWEST, NOISE_BLOCK, gumbel, load_tempered, order, pack
+from transom_kernels.sample.gumbel_noise import LOWEST, NOISE_BLOCK, gumbel, load_tempered, order, pack
 
 SLACK = tl.constexpr(4e-6)  # noise up to 41, rounded to float32; added to it, before a value's size can swallow it
 SEARCHED = tl.constexpr(256)  # values that are held against 16 thresholds at once

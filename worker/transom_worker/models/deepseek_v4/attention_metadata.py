@@ -13,7 +13,7 @@ from transom_worker.layers.forward_batch import CompressedCache, ForwardBatch
 from transom_worker.layers.rope import RotaryEmbedding, RotaryTables
 
 
-class Step:
+class AttentionMetadata:
     """One forward pass. Slots are those of a group's caches; -1: nothing to read."""
 
     def __init__(self, batch: ForwardBatch, entry_rotary: RotaryEmbedding | None) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.sample.draws import NOISE_BLOCK, least_of_block
+from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, least_of_block
 
 
 @triton.jit
-def survey(
+def block_maxima(
     logits,  # [S, V] float32
     temperatures,
     top_ks,

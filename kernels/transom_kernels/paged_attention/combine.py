@@ -12,12 +12,12 @@ from transom_kernels.triton_math import LOG2_E
 
 
 @triton.jit
-def join(
+def combine(
     partial_out,  # [splits, KVH, M, E] float32
     partial_stats,  # [splits, KVH, M, 2] float32
     out,  # [T, H, E]
     lse_out,  # [T, H], or unused
-    joins,  # [J, 4]
+    combine_items,  # [J, 4]
     sink_logits,  # [H] float32, or unused
     num_kv_heads,
     GROUP: tl.constexpr,
@@ -29,7 +29,7 @@ def join(
     BLOCK_S: tl.constexpr,
 ):
     """One row of one tile. `BLOCK_S` splits at a time: a long sequence has a hundred, and one after the other they would wait."""
-    entry = joins + tl.program_id(0) * 4
+    entry = combine_items + tl.program_id(0) * 4
     m, kv_head = tl.program_id(1), tl.program_id(2)
     row0, num_tokens = tl.load(entry), tl.load(entry + 1)
     first, count = tl.load(entry + 2), tl.load(entry + 3)

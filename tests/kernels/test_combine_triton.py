@@ -7,16 +7,20 @@ import math
 import pytest
 import torch
 
-from transom_kernels.paged_attention.join import join
+from transom_kernels.paged_attention.combine import combine
 
 SPLITS, KV_HEADS, GROUP, BLOCK_M, WIDTH = 41, 2, 3, 16, 20
 
 
-def join_triton(
-    partial_out: torch.Tensor, partial_stats: torch.Tensor, out: torch.Tensor, joins: torch.Tensor, sinks: torch.Tensor
+def combine_triton(
+    partial_out: torch.Tensor,
+    partial_stats: torch.Tensor,
+    out: torch.Tensor,
+    combine_items: torch.Tensor,
+    sinks: torch.Tensor,
 ) -> None:
-    join[(len(joins), GROUP, KV_HEADS)](
-        partial_out, partial_stats, out, partial_stats, joins, sinks, KV_HEADS,
+    combine[(len(combine_items), GROUP, KV_HEADS)](
+        partial_out, partial_stats, out, partial_stats, combine_items, sinks, KV_HEADS,
         GROUP=GROUP, E=WIDTH, HAS_SINK_LOGITS=True, WRITES_LSE=False, BLOCK_M=BLOCK_M, BLOCK_E=32, BLOCK_S=16,
     )  # fmt: skip
 
@@ -29,8 +33,8 @@ def test_splits_of_a_row(first: int, count: int) -> None:
     values[heights == -torch.inf], sums[heights == -torch.inf] = 0.0, 0.0
     values[first + count :] = torch.nan
     out = torch.full((1, KV_HEADS * GROUP, WIDTH), torch.nan)
-    joins = torch.tensor([[0, 1, first, count]], dtype=torch.int32)
-    join_triton(values, torch.stack([heights, sums], dim=-1), out, joins, sinks)
+    combine_items = torch.tensor([[0, 1, first, count]], dtype=torch.int32)
+    combine_triton(values, torch.stack([heights, sums], dim=-1), out, combine_items, sinks)
     mine = slice(first, first + count)
     weights = torch.exp2(heights[mine].double())[:, :, :GROUP]
     sink = sinks.double().view(KV_HEADS, GROUP).exp()

@@ -8,7 +8,7 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.layers.forward_batch import CachePart, CompressedCache, ForwardBatch, LayerCache
 from transom_worker.layers.rope import RotaryEmbedding
-from transom_worker.models.deepseek_v4.step import Step
+from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 
 NOTHING = LayerCache(torch.empty(0), torch.empty(0))
 WINDOW, ENTRIES, STATE = 0, 1, 2
@@ -38,7 +38,7 @@ def paged(
     )
 
 
-def make_step(window_tables: list[list[int]]) -> Step:
+def make_metadata(window_tables: list[list[int]]) -> AttentionMetadata:
     """Two sequences: tokens 9 to 12, and token 3; blocks of 2 tokens, entries of 4 tokens, 2 to a block."""
     token = ([9, 3], [4, 1], [0, 0])
     batch = ForwardBatch(
@@ -53,11 +53,11 @@ def make_step(window_tables: list[list[int]]) -> Step:
         caches=(NOTHING,),
         logit_rows=torch.tensor([3, 4]),
     )
-    return Step(batch, RotaryEmbedding(torch.tensor([0.5]), dtype=torch.float32, interleaved=True))
+    return AttentionMetadata(batch, RotaryEmbedding(torch.tensor([0.5]), dtype=torch.float32, interleaved=True))
 
 
 def test_rows_by_position() -> None:
-    step = make_step([[30, 31, 32, 33], [20, 21, -1, -1]])
+    step = make_metadata([[30, 31, 32, 33], [20, 21, -1, -1]])
     assert step.sequence_T.tolist() == [0, 0, 0, 0, 1]
     assert step.window(WINDOW, 3).tolist() == [
         [61, 62, 63],  # 7, 8, 9: block 3 of the sequence is id 30, of which token 6 is not to be read
@@ -71,7 +71,7 @@ def test_rows_by_position() -> None:
 
 
 def test_entries_and_their_state() -> None:
-    step = make_step([[30, 31, 32, 33], [20, 21, -1, -1]])
+    step = make_metadata([[30, 31, 32, 33], [20, 21, -1, -1]])
     assert step.num_entries(4) == 3
     assert step.entries(ENTRIES, 4).tolist() == [[10, 11, 12], [16, -1, -1]]
     assert step.num_visible(4).tolist() == [2, 2, 3, 3, 1]
@@ -89,6 +89,6 @@ def test_entries_and_their_state() -> None:
 
 
 def test_a_row_without_a_block_is_an_error() -> None:
-    step = make_step([[30, -1, 32, 33], [20, 21, -1, -1]])
+    step = make_metadata([[30, -1, 32, 33], [20, 21, -1, -1]])
     with pytest.raises(IndexError, match="Row 8 of batch row 0 is read but has no block"):
         step.window(WINDOW, 3)

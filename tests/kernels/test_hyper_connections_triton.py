@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from transom_kernels.hyper_connections.gpu import (
-    collapse_streams_triton,
-    expand_streams_triton,
-    merge_streams_triton,
-    normalise_streams_triton,
+    hc_head_triton,
+    hc_norm_triton,
+    hc_post_triton,
+    hc_pre_triton,
 )
 from transom_kernels.hyper_connections.reference import (
-    collapse_streams_reference,
-    expand_streams_reference,
-    merge_streams_reference,
-    normalise_streams_reference,
+    hc_head_reference,
+    hc_norm_reference,
+    hc_post_reference,
+    hc_pre_reference,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,36 +58,36 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def test_normalised(dtype: torch.dtype, sizes: Sizes) -> None:
     x = streams_of(sizes, dtype)
-    close(normalise_streams_triton(x, EPS), normalise_streams_reference(x, EPS))
+    close(hc_norm_triton(x, EPS), hc_norm_reference(x, EPS))
 
 
 @pytest.mark.parametrize("rounds", [1, 20])
 def test_collapsed(dtype: torch.dtype, sizes: Sizes, rounds: int) -> None:
     x, size = streams_of(sizes, dtype), sizes[1]
     parts = coefficients(len(x), size * (size + 2))
-    wanted = collapse_streams_reference(x, *parts, rounds=rounds, eps=EPS)
-    for got, want in zip(collapse_streams_triton(x, *parts, rounds=rounds, eps=EPS), wanted, strict=True):
+    wanted = hc_pre_reference(x, *parts, rounds=rounds, eps=EPS)
+    for got, want in zip(hc_pre_triton(x, *parts, rounds=rounds, eps=EPS), wanted, strict=True):
         close(got, want)
 
 
 def test_merged(dtype: torch.dtype, sizes: Sizes) -> None:
     x = streams_of(sizes, dtype)
     parts = coefficients(len(x), sizes[1])
-    close(merge_streams_triton(x, *parts, eps=EPS), merge_streams_reference(x, *parts, eps=EPS))
+    close(hc_head_triton(x, *parts, eps=EPS), hc_head_reference(x, *parts, eps=EPS))
 
 
 def test_expanded(dtype: torch.dtype, sizes: Sizes) -> None:
     tokens, size, width = sizes
     x, y = streams_of(sizes, dtype), torch.randn(tokens, width + 2).to(dtype)[:, 1:-1]
     expand, mix = 2 * torch.rand(tokens, size), torch.rand(tokens, size, size).softmax(2)
-    close(expand_streams_triton(y, x, expand, mix), expand_streams_reference(y, x, expand, mix))
+    close(hc_post_triton(y, x, expand, mix), hc_post_reference(y, x, expand, mix))
 
 
 def test_streams_that_are_one_tensor_still(dtype: torch.dtype, sizes: Sizes) -> None:
     tokens, size, width = sizes
     x, y = torch.randn(tokens, 1, width).to(dtype).expand(-1, size, -1), torch.randn(tokens, width).to(dtype)
     parts = coefficients(tokens, size * (size + 2))
-    close(normalise_streams_triton(x, EPS), normalise_streams_reference(x, EPS))
-    collapsed, expand, mix = collapse_streams_triton(x, *parts, rounds=5, eps=EPS)
-    close(collapsed, collapse_streams_reference(x, *parts, rounds=5, eps=EPS)[0])
-    close(expand_streams_triton(y, x, expand, mix), expand_streams_reference(y, x, expand, mix))
+    close(hc_norm_triton(x, EPS), hc_norm_reference(x, EPS))
+    collapsed, expand, mix = hc_pre_triton(x, *parts, rounds=5, eps=EPS)
+    close(collapsed, hc_pre_reference(x, *parts, rounds=5, eps=EPS)[0])
+    close(hc_post_triton(y, x, expand, mix), hc_post_reference(y, x, expand, mix))

@@ -12,9 +12,9 @@ import torch
 
 from kernel_cases.case import Case, Check, Prepared, Scale
 from transom_kernels.hyper_connections.gpu import (
-    collapse_streams_triton,
-    expand_streams_triton,
-    normalise_streams_triton,
+    hc_norm_triton,
+    hc_post_triton,
+    hc_pre_triton,
 )
 
 EPS, ROUNDS = 1e-6, 20
@@ -48,10 +48,10 @@ def _norm(tokens: int, scale: Scale, device: torch.device) -> Prepared:
         return [Check(got=out[0][:CHECKED], wanted=wanted, limit=1e-5)]
 
     return Prepared(
-        run=lambda: (normalise_streams_triton(x, EPS),),
+        run=lambda: (hc_norm_triton(x, EPS),),
         check=check,
         num_bytes=3 * x.nbytes,
-        alone=lambda: [(normalise_streams_triton(x, EPS)[:1], normalise_streams_triton(x[:1], EPS))],
+        alone=lambda: [(hc_norm_triton(x, EPS)[:1], hc_norm_triton(x[:1], EPS))],
     )
 
 
@@ -60,7 +60,7 @@ def _collapse(tokens: int, scale: Scale, device: torch.device) -> Prepared:
     projected, factor, base = (torch.randn(*shape, device=device) for shape in ((tokens, size), (size,), (size,)))
 
     def run(rows: int = tokens) -> Tensors:
-        return collapse_streams_triton(x[:rows], projected[:rows], factor, base, rounds=ROUNDS, eps=EPS)
+        return hc_pre_triton(x[:rows], projected[:rows], factor, base, rounds=ROUNDS, eps=EPS)
 
     def check(out: Tensors) -> list[Check]:
         logits = (projected[:CHECKED] * factor + base).double()
@@ -94,7 +94,7 @@ def _expand(tokens: int, scale: Scale, device: torch.device) -> Prepared:
     mix = torch.randn(tokens, STREAMS, STREAMS, device=device).softmax(2)
 
     def run(rows: int = tokens) -> Tensors:
-        return (expand_streams_triton(y[:rows], x[:rows], expand[:rows], mix[:rows]),)
+        return (hc_post_triton(y[:rows], x[:rows], expand[:rows], mix[:rows]),)
 
     def check(out: Tensors) -> list[Check]:
         shares, weights = (part[:CHECKED].bfloat16().double() for part in (mix, expand))

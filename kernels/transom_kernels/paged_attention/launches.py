@@ -15,7 +15,7 @@ _KEPT = "paged_attention_gpu"  # in a batch's scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LaunchKey:
     """All that programs depend on beside the batch. Layers that agree in it share them."""
 
     rule: MaskRule
@@ -33,35 +33,35 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AttentionLaunch:
     """Sequences that are cut alike."""
 
     work: Work
-    most_tokens: int  # of a tile
+    max_tile_tokens: int  # of a tile
 
 
-def parts_of(batch: PagedBatch, asked: Asked, device: torch.device) -> list[Part]:
+def launches_of(batch: PagedBatch, asked: LaunchKey, device: torch.device) -> list[AttentionLaunch]:
     """The batch's programs, which stay with it."""
-    kept = _kept(batch)
+    kept = _launches(batch)
     if asked not in kept:
         kept[asked] = [
-            Part(plan_work(batch, asked.rule, tiling).on(device), tiling.tile_tokens)
+            AttentionLaunch(plan_work(batch, asked.rule, tiling).on(device), tiling.tile_tokens)
             for tiling in asked.tilings
             if any(tiling.least <= count <= tiling.most for count in batch.count_host)
         ]
     return kept[asked]
 
 
-def give_parts(batch: PagedBatch, asked: Asked, parts: list[Part]) -> None:
+def set_launches(batch: PagedBatch, asked: LaunchKey, launches: list[AttentionLaunch]) -> None:
     """Have layers that ask for this take these."""
-    _kept(batch)[asked] = parts
+    _launches(batch)[asked] = launches
 
 
-def asked_of(batch: PagedBatch) -> tuple[Asked, ...]:
+def launch_keys_of(batch: PagedBatch) -> tuple[LaunchKey, ...]:
     """What layers have asked of the batch until now."""
-    return tuple(_kept(batch))
+    return tuple(_launches(batch))
 
 
-def _kept(batch: PagedBatch) -> dict[Asked, list[Part]]:
-    kept: dict[Asked, list[Part]] = batch.scratch.setdefault(_KEPT, {})
+def _launches(batch: PagedBatch) -> dict[LaunchKey, list[AttentionLaunch]]:
+    kept: dict[LaunchKey, list[AttentionLaunch]] = batch.scratch.setdefault(_KEPT, {})
     return kept
