@@ -19,12 +19,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+from cpu_threads import NUM_THREADS
 from language_patches import look_up_once
+
+pytest_plugins = ["seeded_inputs", "pytester"]
 
 settings.register_profile("untimed", deadline=None)  # how fast an example runs is the machine's affair
 settings.load_profile("untimed")
 
-torch.set_num_threads(1)
+torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(scope="module", autouse=True)

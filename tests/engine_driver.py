@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cpu_threads import NUM_THREADS
 from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_worker.engine.engine import Engine
 from transom_worker.settings import Settings
@@ -35,7 +36,7 @@ class Whole:
 
 def make_engine(model: str, **settings: object) -> Engine:
     """An engine over a small pool."""
-    values = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": 1, **settings}
+    values = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS, **settings}
     return build_engine(Settings.parse(model=model, **values).engine_config())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cpu_threads import NUM_THREADS
 from transom_worker.config import EngineConfig
 from transom_worker.engine.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
@@ -25,7 +26,7 @@ from transom_worker.telemetry.metrics import EngineMetrics
 from transom_worker.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 60.0
-SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": 1}
+SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS}
 
 
 class Meeting:

@@ -20,7 +20,8 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def two_threads() -> Iterator[None]:
-    """Of torch, for a module that computes with a real model; one is what other tests have."""
+    """Of torch, for a module that computes with a real model; other tests have `cpu_threads.NUM_THREADS`."""
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(1)
+    torch.set_num_threads(before)

@@ -98,12 +98,41 @@ def test_mxfp4_values() -> None:
     assert tensor.dequantised().flatten()[16::2].tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0]
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
-    tensors, x, (which, weights) = plain_experts(4, 20, 36), torch.randn(30, 36), routes(30, 2, 4)
-    whole = moe_triton(x, which, weights, tensors, PLAIN)
-    for token in (0, 17):
+def eighths(*shape: int) -> torch.Tensor:
+    """Random multiples of 1/8 from -1 to 1."""
+    return torch.randint(-8, 9, shape) / 8
+
+
+@pytest.mark.parametrize(("rule", "scales_input"), [(PLAIN, False), (GPT_OSS, True)], ids=["plain", "gpt-oss"])
+def test_a_token_does_not_depend_on_the_others(rule: GateRule, scales_input: bool) -> None:
+    """Bit for bit: the batch decides which rows of which blocks a token has, and has no part in its arithmetic.
+
+    The order in which the interpreter's products, which are numpy's, add up depends on the processor and on the rest of the block.
+    Here no order makes a difference: float32 holds all inputs, products and sums of the first product exactly, and each sum of the
+    second has one term that is not zero.
+    """
+    tokens, (gate_up, x) = 40, (eighths(4, 40, 36), eighths(40, 36))
+    down = torch.zeros(4, 36, 20)
+    down[:, torch.arange(36), torch.randint(0, 20, (36,))] = torch.randn(4, 36)
+    tensors, (which, weights) = ExpertTensors(gate_up=gate_up, down=down), routes(tokens, 2, 4)
+    weights = (weights * 8).ceil() / 8
+    whole = moe_triton(x, which, weights, tensors, rule, scales_input=scales_input)
+    for token in (0, 17, 39):
         at = slice(token, token + 1)
-        assert torch.equal(moe_triton(x[at], which[at], weights[at], tensors, PLAIN), whole[at])
+        alone = moe_triton(x[at], which[at], weights[at], tensors, rule, scales_input=scales_input)
+        assert torch.equal(alone, whole[at])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_alone_is_close_to_the_same_among_others(dtype: torch.dtype) -> None:
+    tensors, (which, weights) = plain_experts(4, 20, 36, dtype), routes(300, 2, 4)
+    x = torch.randn(300, 36).to(dtype)
+    whole = moe_triton(x, which, weights, tensors, PLAIN)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for token in (0, 17, 299):
+        at = slice(token, token + 1)
+        alone = moe_triton(x[at], which[at], weights[at], tensors, PLAIN)
+        torch.testing.assert_close(alone, whole[at], atol=limit, rtol=limit)
 
 
 def test_what_does_not_fit_is_refused() -> None:

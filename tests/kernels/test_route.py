@@ -90,8 +90,13 @@ def test_a_fixed_choice_and_the_experts_own_scale() -> None:
 
 
 def test_the_product_is_in_float32() -> None:
-    x, weight = torch.randn(3, 512).bfloat16(), torch.randn(5, 512)
-    weight[1] = weight[0] * (1 + 2e-6)  # which bfloat16 and TF32 would not see
+    """With weights of 14 bits, whose last one decides, and which bfloat16 (8 bits) and TF32 (11) would lose.
+
+    All sums are whole numbers below 2 ** 24: exact in float32, in any order.
+    """
+    x, weight = torch.randint(-2, 3, (20, 512)).bfloat16(), torch.randint(-(2**13), 2**13, (5, 512)).float()
+    weight[1] = weight[0]
+    weight[1, :8] += torch.tensor([1, -1] * 4)
     found, _ = route_reference(x, weight, Routing(num_chosen=5))
     wanted = (x.double() @ weight.double().T).sort(descending=True, stable=True).indices
     assert found.equal(wanted)

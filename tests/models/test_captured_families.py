@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from test_sharded_families import FAMILIES, make_folder
 
+from cpu_threads import NUM_THREADS
 from graph_recorder import RecorderDevice
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_worker.execution import dry_run, forward_pass
@@ -35,7 +36,7 @@ def test_a_decode_step_is_captured_and_checked(
         "block_size": 8,
         "max_model_len": 24,
         "max_num_seqs": 1,
-        "num_threads": 1,
+        "num_threads": NUM_THREADS,
     }
     with prefer("interpreted"), caplog.at_level(logging.INFO):
         runner = ModelRunner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())

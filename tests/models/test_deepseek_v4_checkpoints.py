@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +23,13 @@ from transom_worker.weights.checkpoint import WHOLE, Part, check_shape
 
 LENGTHS = (127, 128, 129, 300)
 NUM_TOKENS = 8
+PUBLISHED: dict[str, Any] = {"compress_rates": {SPARSE: 4, HEAVY: 128}, "index_topk": 40}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Entries of 4 and 128 tokens."""
-    return make_deepseek_v4(
-        tmp_path_factory.mktemp("deepseek_v4_published"), compress_rates={SPARSE: 4, HEAVY: 128}, index_topk=40
-    )
+    return make_deepseek_v4(tmp_path_factory.mktemp("deepseek_v4_published"), **PUBLISHED)
 
 
 def publish(folder: Path, target: Path) -> Path:
@@ -69,8 +69,8 @@ def test_published_names_ratios_and_config(folder: Path, tmp_path: Path) -> None
         assert [answer.num_cached_tokens for answer in found] == [112, 112, 128, 288]
 
 
-def test_in_bfloat16_it_is_as_close_to_float32_as_transformers(folder: Path) -> None:
-    ids = prompt(300)
+def bfloat16_errors(folder: Path, ids: list[int]) -> tuple[list[float], list[float]]:
+    """The mean error of 21 log-probabilities at each position of the prompt, in bfloat16 against float32: ours, transformers'."""
     with torch.inference_mode():
         exact, theirs = (
             load_oracle(folder, dtype=dtype)(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
@@ -82,13 +82,31 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_transformers(folder: Path) -> 
     while engine.has_work:
         events += engine.step()
     (steps,) = [event.prompt_logprobs for event in events if event.prompt_logprobs]
-    errors = {"ours": 0.0, "theirs": 0.0}
+    our_errors, their_errors = [], []
     for position, step in enumerate(steps[1:]):
         tokens = [logprob.token_id for logprob in (step.chosen, *step.top)]
         ours = torch.tensor([logprob.logprob for logprob in (step.chosen, *step.top)])
-        errors["ours"] += float((ours - exact[position, tokens]).abs().mean())
-        errors["theirs"] += float((theirs[position, tokens] - exact[position, tokens]).abs().mean())
-    assert errors["ours"] < 1.3 * errors["theirs"], errors
+        our_errors.append(float((ours - exact[position, tokens]).abs().mean()))
+        their_errors.append(float((theirs[position, tokens] - exact[position, tokens]).abs().mean()))
+    return our_errors, their_errors
+
+
+def test_in_bfloat16_it_is_as_close_to_float32_as_transformers(tmp_path: Path) -> None:
+    """Over the positions of four checkpoints' prompts.
+
+    Rounding sends a few tokens to other experts or entries than in float32. These have errors ten times as large, are not the same
+    tokens in both implementations nor on all processors, and make up much of a mean: so quantiles are compared closely (they are
+    equal within 6 % with each instruction set of x86), and means with room for such tokens.
+    """
+    ours, theirs = [], []
+    for seed in range(4):
+        folder = make_deepseek_v4(tmp_path / str(seed), seed=seed, **PUBLISHED)
+        for errors, found in zip((ours, theirs), bfloat16_errors(folder, prompt(300, salt=seed)), strict=True):
+            errors += found
+    our_errors, their_errors = torch.tensor(ours), torch.tensor(theirs)
+    for share in (0.5, 0.75, 0.9):
+        assert our_errors.quantile(share) < 1.15 * their_errors.quantile(share), share
+    assert our_errors.mean() < 1.5 * their_errors.mean()
 
 
 class OneChanged:
