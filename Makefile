@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-gpu test-compile test-interpreter test-browser test-cluster check bench bench-gpu monitor dashboards docs lock clean distclean
+.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-cluster check bench bench-gpu monitor dashboards docs lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -24,6 +24,9 @@ test: $(DEV) ## Run the daily tests (ARGS='-k sampling')
 
 test-all: $(DEV) ## Run every test, the exhaustive ones and all groups below too; those that cannot run here say why
 	@scripts/test_all $(ARGS)
+
+test-processors: $(DEV) ## Run the numeric tests as other processors and numbers of threads would (ARGS='--only AVX2')
+	@$(BIN)/python scripts/test_processors.py $(ARGS)
 
 test-gpu: $(DEV) ## Run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
