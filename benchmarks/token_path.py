@@ -62,7 +62,7 @@ def load(url: str, *, streams: int, requests: int, tokens: int) -> dict[str, Any
 def start(haproxy: bool) -> Any:
     """The private Ray with the real router and the paced worker."""
     from transom_cluster.commands.local_ray import LocalRay
-    from transom_cluster.commands.progress import Progress
+    from transom_cluster.commands.startup_progress import StartupProgress
     from transom_worker.settings import Settings
 
     class Cluster(LocalRay):
@@ -71,13 +71,13 @@ def start(haproxy: bool) -> Any:
         def _start_serve(self, given: dict[str, Any]) -> None:
             from transom_cluster import app
 
-            app._worker_deployment = lambda settings: Paced()
+            app.worker_deployment = lambda settings: Paced()
             super()._start_serve(given)
 
     os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
     sys.path.insert(0, str(HERE))
     cluster = Cluster(Settings.parse(model="smollm2", port=0, haproxy=haproxy))
-    with Progress() as progress:
+    with StartupProgress() as progress:
         cluster.start({"model": "smollm2", "haproxy": haproxy}, progress)
     return cluster
 

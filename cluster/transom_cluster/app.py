@@ -1,6 +1,9 @@
-"""The Ray Serve application: a router deployment (the HTTP ingress) and a worker deployment.
+"""The Ray Serve application: a router deployment, which is the HTTP ingress, and a worker deployment.
 
-`build_app` takes the names of `transom serve`'s flags, in the Serve YAML under `args:` (see deploy/serve.yaml).
+`build_app` takes the settings of `transom serve` by name. A Serve YAML gives them under `args:` (see deploy/serve.yaml).
+
+Router: the deployment named "Router"; each of its replicas serves the HTTP API and places requests at workers.
+Worker: the deployment named "Worker"; each of its replicas runs one engine, with one or several tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,39 +21,39 @@ from transom_cluster.serve.autoscaling import serve_autoscaling
 from transom_cluster.serve.router_peers import ServeRouterPeers
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_cluster.serve.worker_directory import ServeWorkerDirectory
-from transom_cluster.serve.worker_resources import ROUTER_CPUS, Machines, WorkerResources, worker_resources
+from transom_cluster.serve.worker_resources import ROUTER_CPUS, ClusterResources, WorkerResources, worker_resources
 from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 
-OUTSIDE_THE_APP = {
-    # setting of Serve's proxies: where it stands when there is no `transom serve` to set it
+SERVE_PROXY_SETTINGS = {
+    # setting of `transom serve` that configures Serve's proxies: where to set it for `serve deploy`
     "host": "http_options.host",
     "port": "http_options.port",
     "haproxy": "RAY_SERVE_ENABLE_HA_PROXY=1 and RAY_SERVE_THROUGHPUT_OPTIMIZED=1 in Ray's environment",
 }
 MAX_ONGOING_REQUESTS = (
-    10_000  # admission is the worker's business (max_waiting); Serve's default of 5 would queue unseen
+    10_000  # workers limit admission themselves (max_waiting); with its default of 5 Serve would queue calls
 )
-HEALTH_CHECK_PERIOD_S = 1.0  # how long a dead replica goes unseen by Serve's controller
-HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that is importing or tokenising a huge prompt is not dead
-WORKER_DRAIN_S = 60.0  # what still runs then goes on at another worker
-ROUTER_DRAIN_S = 300.0  # its clients' connections cannot go elsewhere
-ONE_MORE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
+HEALTH_CHECK_PERIOD_S = 1.0  # within this time Serve's controller notices a dead replica
+HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that imports modules or tokenises a huge prompt is slow, not dead
+WORKER_DRAIN_S = 60.0  # requests that still run after this time migrate to another worker
+ROUTER_DRAIN_S = 300.0  # a client's connection cannot migrate to another router
+SURGE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
 
 
 @serve.ingress()
-class Router:
-    """One router replica: the HTTP API on this replica's event loop. Never imports torch."""
+class RouterDeployment:
+    """One router replica: it serves the HTTP API on its own event loop, and never imports torch."""
 
     def __init__(self, settings: dict[str, Any], worker: Any) -> None:
         self._settings = Settings.parse(**settings)
         self._worker = worker
 
-    def __serve_build_asgi_app__(self) -> Any:  # Serve's name for it
-        """The FastAPI app; Serve runs its lifespan, which opens an event stream to each worker."""
+    def __serve_build_asgi_app__(self) -> Any:  # the name of Ray Serve's hook
+        """Build the FastAPI app. Ray Serve runs the app's lifespan, which opens an event stream to each worker."""
         from transom_cluster.http.api import build_api
-        from transom_cluster.router.router import Router as RouterCore
+        from transom_cluster.router.router import Router
         from transom_worker.logs import show_logs
         from transom_worker.model_files.resolve import resolve_model
         from transom_worker.text.tokenizer import Tokenizer
@@ -59,7 +62,7 @@ class Router:
         router_id = replica.replica_id.unique_id
         find_handle = partial(serve.get_deployment_handle, replica.deployment, replica.app_name)
         show_logs(self._settings.log_format, f"router/{router_id}")
-        self._core = RouterCore(
+        self._router = Router(
             workers=ServeWorkerDirectory(self._worker),
             tokenizer=Tokenizer.load(resolve_model(self._settings.model)),
             config=self._settings.server_config(),
@@ -68,94 +71,97 @@ class Router:
             peers=ServeRouterPeers(router_id, find_handle),
             autoscaling=self._settings.autoscaling_config(),
         )
-        return build_api(self._core)
+        return build_api(self._router)
 
     async def answer_peer(self, asker_id: str, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-        """What another router asks; see `router_peers`."""
-        return await answer_peer(self._core, asker_id, method, args)
+        """Answer the question of another router replica, `asker_id`; `router.peers` has the methods."""
+        return await answer_peer(self._router, asker_id, method, args)
 
     async def drain(self) -> None:
-        """Refuse new requests, let running answers end, as long as `RouterCore.stop` waits, and let go of the workers."""
-        await self._core.stop()
+        """Refuse new requests, wait for the running ones as long as `Router.stop` does, and disconnect from the workers."""
+        await self._router.stop()
 
 
-class Worker:
-    """Becomes `transom_worker.replica.WorkerReplica` in the replica's process, so that no other process imports torch."""
+class WorkerDeployment:
+    """Becomes a `transom_worker.replica.WorkerReplica` in the replica's process, so that no other process imports torch."""
 
     def __new__(cls) -> Any:
-        """An instance that Serve then initialises with the deployment's arguments; it knows its id, a new one at each start."""
+        """Make an instance that Ray Serve then initialises with the deployment's arguments. Its id is new at each start."""
         from transom_worker.replica import WorkerReplica
 
         worker_id = serve.get_replica_context().replica_id.unique_id
 
-        class ThisWorker(WorkerReplica):
+        class ServeWorkerReplica(WorkerReplica):
             def __init__(self, config: EngineConfig, model_name: str) -> None:
                 super().__init__(config, model_name, worker_id)
 
-        return ThisWorker.__new__(ThisWorker)
+        return ServeWorkerReplica.__new__(ServeWorkerReplica)
 
 
 def build_app(settings: Mapping[str, Any]) -> serve.Application:
-    """The application for settings given by name.
+    """Build the Serve application for settings that are given by name.
 
     Raises:
-        ConfigError: a setting is wrong, not supported yet, or not the app's.
+        ConfigError: a setting is wrong, is not supported yet, or belongs to Serve's proxies.
     """
-    for name, place in OUTSIDE_THE_APP.items():
+    for name, place in SERVE_PROXY_SETTINGS.items():
         if name in settings:
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
     checked = Settings.parse(**settings)
     check_api_keys(checked)
-    resources = worker_resources(checked, Machines.now())
-    worker = _worker_deployment(checked, resources).bind(
-        _engine_config(checked, resources), model_name=checked.server_config().served_model_name
+    resources = worker_resources(checked, ClusterResources.now())
+    worker = worker_deployment(checked, resources).bind(
+        worker_engine_config(checked, resources), model_name=checked.server_config().served_model_name
     )
-    return _router_deployment(checked).bind(dict(settings), worker)
+    return router_deployment(checked).bind(dict(settings), worker)
 
 
-def _engine_config(settings: Settings, resources: WorkerResources) -> EngineConfig:
+def worker_engine_config(settings: Settings, resources: WorkerResources) -> EngineConfig:
+    """The engine's config in a Serve worker: Ray starts its ranks, and `resources` say how many threads each one has."""
     config = settings.engine_config()
     return replace(config, ranks=replace(config.ranks, launcher="ray"), num_threads=resources.num_threads)
 
 
-def _worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
+def worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
+    """The worker deployment, not bound to arguments yet."""
     return serve.deployment(
-        Worker,
+        WorkerDeployment,
         name="Worker",
-        **_number_of_workers(settings),
+        **_num_workers_options(settings),
         ray_actor_options=resources.actor_options,
         request_router_config=RequestRouterConfig(
             request_router_class="transom_cluster.serve.replica_router.ReplicaRequestRouter"
         ),
         graceful_shutdown_timeout_s=WORKER_DRAIN_S,
-        max_surge_percent=ONE_MORE_PERCENT if resources.has_room_for_one_more else 0,
+        max_surge_percent=SURGE_PERCENT if resources.can_start_one_more else 0,
         **({"placement_group_bundles": resources.bundles} if resources.bundles else {}),
-        **_serve_options(),
+        **_shared_options(),
     )
 
 
-def _number_of_workers(settings: Settings) -> dict[str, Any]:
+def router_deployment(settings: Settings) -> Any:
+    """The router deployment, not bound to arguments yet."""
+    return serve.deployment(
+        RouterDeployment,
+        name="Router",
+        num_replicas=settings.router_replicas,
+        ray_actor_options={"num_cpus": ROUTER_CPUS},
+        max_surge_percent=SURGE_PERCENT,
+        graceful_shutdown_timeout_s=max(ROUTER_DRAIN_S, settings.request_timeout_s or 0),
+        **_shared_options(),
+    )
+
+
+def _num_workers_options(settings: Settings) -> dict[str, Any]:
     if (autoscaling := settings.autoscaling_config()) is None:
         return {"num_replicas": settings.replicas}
     return {"autoscaling_config": serve_autoscaling(autoscaling, initial_replicas=settings.replicas)}
 
 
-def _router_deployment(settings: Settings) -> Any:
-    return serve.deployment(
-        Router,
-        name="Router",
-        num_replicas=settings.router_replicas,
-        ray_actor_options={"num_cpus": ROUTER_CPUS},
-        max_surge_percent=ONE_MORE_PERCENT,
-        graceful_shutdown_timeout_s=max(ROUTER_DRAIN_S, settings.request_timeout_s or 0),
-        **_serve_options(),
-    )
-
-
-def _serve_options() -> dict[str, Any]:
+def _shared_options() -> dict[str, Any]:
     return {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
-        "max_constructor_retry_count": 1,  # a wrong checkpoint does not get better by trying again
+        "max_constructor_retry_count": 1,  # trying again does not mend a wrong checkpoint
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.1,

@@ -11,7 +11,7 @@ import typer
 from transom_cluster import __version__
 from transom_cluster.commands.bench import bench
 from transom_cluster.commands.plan import plan
-from transom_cluster.commands.settings import take_settings
+from transom_cluster.commands.settings import settings_as_flags
 from transom_worker.settings import Settings
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ USAGE_ERROR = 2
 
 
 @app.command()
-@take_settings
+@settings_as_flags
 def serve(**given: Any) -> None:
     """Serve MODEL over HTTP, on a private Ray on this machine, until Ctrl-C."""
     from transom_cluster.commands.serve import run_server

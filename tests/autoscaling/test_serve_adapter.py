@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from ray.serve.autoscaling_policy import _apply_autoscaling_config
     from ray.serve.config import AutoscalingContext
 
-    from transom_cluster.serve.autoscaling import loads_of, serve_autoscaling
+    from transom_cluster.serve.autoscaling import worker_loads, serve_autoscaling
 
 from dataclasses import asdict
 
@@ -71,10 +71,10 @@ def test_a_waiting_request_starts_the_first_worker_without_delay():
 
 def test_reports_become_loads():
     metrics = {"num_running": {"a": 1.2, "b": 0.0}, "used_share": {"a": 0.25, "b": 0.5}, "max_num_seqs": {"a": 8}}
-    one, two = loads_of(metrics)
+    one, two = worker_loads(metrics)
     assert (one.num_running, one.used_share, one.max_num_seqs) == (2, 0.25, 8)
     assert (two.num_running, two.used_share, two.max_num_seqs) == (0, 0.5, 1)
-    assert loads_of({}) == []
+    assert worker_loads({}) == []
 
 
 def test_limits_reach_serve():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from transom_cluster.serve.worker_resources import Machines, worker_resources
+from transom_cluster.serve.worker_resources import ClusterResources, worker_resources
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 
@@ -46,7 +46,7 @@ def test_an_empty_key_is_refused():
         app.build_app({"model": "smollm2", "api_key": ["a", " "]})
 
 
-@pytest.mark.parametrize("name", app.OUTSIDE_THE_APP)
+@pytest.mark.parametrize("name", app.SERVE_PROXY_SETTINGS)
 def test_settings_of_the_proxies_are_not_ignored_in_silence(name):
     with pytest.raises(ConfigError, match=f"{name} is a setting of Serve's proxies"):
         app.build_app({"model": "smollm2", name: 1})
@@ -54,17 +54,19 @@ def test_settings_of_the_proxies_are_not_ignored_in_silence(name):
 
 def test_a_worker_is_told_its_threads_and_that_ray_starts_its_ranks():
     settings = Settings.parse(model="m", tensor_parallel_size=2, num_threads=3)
-    resources = worker_resources(settings, Machines(node_cpus=(8.0,), num_gpus=0))
-    config = app._engine_config(settings, resources)
+    resources = worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
+    config = app.worker_engine_config(settings, resources)
     assert (config.num_threads, config.ranks.size, config.ranks.launcher) == (3, 2, "ray")
-    worker = app._worker_deployment(settings, resources)
+    worker = app.worker_deployment(settings, resources)
     assert worker.ray_actor_options["num_cpus"] == resources.bundles[0]["CPU"]
     assert worker._replica_config.placement_group_bundles == resources.bundles
 
 
 def test_routers_and_workers_come_in_the_numbers_asked_for():
     settings = Settings.parse(model="m", replicas=3, router_replicas=2, request_timeout_s=1000)
-    assert app._router_deployment(settings).num_replicas == 2
-    assert app._router_deployment(settings)._deployment_config.graceful_shutdown_timeout_s == 1000
-    workers = app._worker_deployment(settings, worker_resources(settings, Machines(node_cpus=(8.0,), num_gpus=0)))
+    assert app.router_deployment(settings).num_replicas == 2
+    assert app.router_deployment(settings)._deployment_config.graceful_shutdown_timeout_s == 1000
+    workers = app.worker_deployment(
+        settings, worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
+    )
     assert workers.num_replicas == 3

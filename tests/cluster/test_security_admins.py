@@ -10,7 +10,7 @@ from stub_worker import StubWorker
 
 from conftest import Api, make_router, running_api
 from transom_cluster.http.api import build_api
-from transom_cluster.http.api_keys import is_of_all_clients
+from transom_cluster.http.api_keys import shows_all_clients
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
@@ -70,7 +70,7 @@ async def test_without_admins_any_key_opens_everything() -> None:
 
 def test_every_route_of_metrics_and_of_the_maps_data_is_the_admins() -> None:
     paths = {route.path for route in build_api(make_router(StubWorker())).routes}
-    shared = {path for path in paths if is_of_all_clients(path)}
+    shared = {path for path in paths if shows_all_clients(path)}
     assert shared == {path.split("?")[0] for path in SHARED}
     assert {path for path in paths if path.startswith(("/metrics", "/blocks/"))} - shared == {
         "/blocks/assets/{name}",

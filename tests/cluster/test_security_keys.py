@@ -15,7 +15,7 @@ from transom_cluster.commands import serve as serve_command
 from transom_cluster.commands.local_ray import LocalRay
 from transom_cluster.commands.serve import START_FAILED
 from transom_cluster.http.api import build_api
-from transom_cluster.http.api_keys import LOOK_AGAIN_S, ApiKeys, known_keys, read_key_file
+from transom_cluster.http.api_keys import LOOK_AGAIN_S, ApiKeys, current_keys, read_key_file
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_worker.config import ServerConfig
 from transom_worker.errors import ConfigError
@@ -112,7 +112,7 @@ def test_what_is_no_key_file(tmp_path, text, mode, said):
 def test_a_server_with_a_broken_key_file_does_not_start(tmp_path):
     config = ServerConfig(served_model_name="m", api_key_file=str(tmp_path / "missing"))
     with pytest.raises(ConfigError):
-        ApiKeys.of(config)
+        ApiKeys.from_config(config)
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path):
@@ -192,7 +192,7 @@ def test_keys_come_from_the_environment_too(tmp_path, monkeypatch, environment, 
     path = key_file(tmp_path, "from-a-file\n")
     env = {name: str(path) if value == "FILE" else value for name, value in environment.items()}
     assert CliRunner().invoke(app, ["serve", "smollm2"], env=env).exit_code == 0
-    assert known_keys(started[0].server_config()) == keys
+    assert current_keys(started[0].server_config()) == keys
 
 
 @pytest.mark.parametrize("variable", [*VARIABLES, "TRANSOM_API_KEY", "TRANSOM_API_KEYS"])

@@ -12,7 +12,7 @@ PROMPT = list(range(5, 105))
 SMALL = {"max_model_len": 256, "kv_cache_memory_bytes": "1MiB", "max_num_seqs": 2}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["salted", "shared"])
+@pytest.fixture(scope="module", params=[True, False], ids=["client_cache_salt", "shared"])
 def server(request: pytest.FixtureRequest, tiny_model) -> Iterator[tuple[EngineServer, bool]]:
     config = {"api_keys": ("a", "b"), "salt_by_key": request.param}
     with engine_server(tiny_model, server=config, **SMALL) as running:

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
     from transom_cluster.serve.replica_router import ReplicaRequestRouter
 
-from transom_cluster.serve.worker_directory import ServeWorkerDirectory, presence_of
+from transom_cluster.serve.worker_directory import ServeWorkerDirectory, running_replicas_of
 from transom_worker.errors import WorkerLost
 
 
@@ -82,7 +82,7 @@ async def test_a_draining_replica_is_reached_as_long_as_it_is_held(
     router.on_replica_actor_died(one.replica_id)
     with pytest.raises(WorkerLost):
         await router._choose_replica_for_request(call("one"))
-    assert list(presence_of(deployment.name, "app").replicas) == ["two"]
+    assert list(running_replicas_of(deployment.name, "app").replicas) == ["two"]
 
 
 async def test_a_call_that_names_nobody_waits_for_the_first(
@@ -96,7 +96,7 @@ async def test_a_call_that_names_nobody_waits_for_the_first(
 
 
 async def test_the_directory_tells_every_change_and_keeps_clients(deployment: DeploymentID) -> None:
-    presence = presence_of(deployment.name, "app")
+    presence = running_replicas_of(deployment.name, "app")
     changes: AsyncGenerator[Mapping[str, Any], None] = ServeWorkerDirectory(Handle(deployment)).changes()
     assert await anext(changes) == {}
     one, two = Replica(deployment, "one"), Replica(deployment, "two")

@@ -8,18 +8,18 @@ import pytest
 
 from transom_cluster.serve.worker_resources import (
     ROUTER_CPUS,
-    Machines,
+    ClusterResources,
     WorkerResources,
     check_gpus,
-    gpus_of,
+    count_visible_gpus,
     worker_resources,
 )
 from transom_worker.settings import Settings
 
-LAPTOP = Machines(node_cpus=(2.0,), num_gpus=0)
+LAPTOP = ClusterResources(node_cpus=(2.0,), num_gpus=0)
 
 
-def of(machines: Machines, **settings: object) -> WorkerResources:
+def of(machines: ClusterResources, **settings: object) -> WorkerResources:
     return worker_resources(Settings.parse(model="m", **settings), machines)
 
 
@@ -33,7 +33,7 @@ def cpus(resources: WorkerResources) -> float:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("threads", [None, 1, 1000])
 def test_all_workers_one_more_and_the_routers_fit(cores, replicas, ranks, threads):
-    machines = Machines(node_cpus=(cores,), num_gpus=0)
+    machines = ClusterResources(node_cpus=(cores,), num_gpus=0)
     resources = of(machines, replicas=replicas, tensor_parallel_size=ranks, num_threads=threads)
     assert cpus(resources) > 0
     assert (replicas + 1) * cpus(resources) + ROUTER_CPUS <= cores
@@ -48,7 +48,7 @@ def test_threads_are_dealt_out():
     assert of(LAPTOP, replicas=2).num_threads == 1
     assert of(LAPTOP, replicas=2, tensor_parallel_size=2).num_threads == 1
     assert of(LAPTOP, max_replicas=2).num_threads == 1
-    several = Machines(node_cpus=(16.0, 16.0, 16.0), num_gpus=0)
+    several = ClusterResources(node_cpus=(16.0, 16.0, 16.0), num_gpus=0)
     assert of(several, replicas=3).num_threads == 16
     assert of(several, replicas=4, tensor_parallel_size=2).num_threads == 4
     given = of(LAPTOP, num_threads=1)
@@ -58,16 +58,16 @@ def test_threads_are_dealt_out():
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("cuda", 0), ("auto", 1)])
 def test_a_gpu_for_each_rank(device, num_gpus):
-    machines = Machines(node_cpus=(16.0,), num_gpus=num_gpus)
+    machines = ClusterResources(node_cpus=(16.0,), num_gpus=num_gpus)
     alone = of(machines, device=device)
     assert alone.bundles is None
     assert (alone.actor_options["num_gpus"], alone.actor_options["num_cpus"]) == (1, 1)
-    assert not alone.has_room_for_one_more
+    assert not alone.can_start_one_more
     several = of(machines, device=device, tensor_parallel_size=3)
     assert several.bundles == [{"CPU": 1}, *[{"CPU": 1, "GPU": 1}] * 3]
     assert "num_gpus" not in several.actor_options
-    assert not several.has_room_for_one_more
-    assert of(LAPTOP, tensor_parallel_size=3).has_room_for_one_more
+    assert not several.can_start_one_more
+    assert of(LAPTOP, tensor_parallel_size=3).can_start_one_more
 
 
 def test_more_gpus_than_there_are_is_refused_with_the_numbers():
@@ -85,7 +85,7 @@ def test_more_gpus_than_there_are_is_refused_with_the_numbers():
 
 def test_gpus_are_counted_by_their_device_files():
     files = ["null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"]
-    assert gpus_of(files, None) == 2
-    assert gpus_of(files, "1") == 1
-    assert gpus_of(files, "") == 0
-    assert gpus_of([], "0,1") == 0
+    assert count_visible_gpus(files, None) == 2
+    assert count_visible_gpus(files, "1") == 1
+    assert count_visible_gpus(files, "") == 0
+    assert count_visible_gpus([], "0,1") == 0

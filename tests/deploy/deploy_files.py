@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
-from transom_cluster.app import OUTSIDE_THE_APP
+from transom_cluster.app import SERVE_PROXY_SETTINGS
 from transom_worker.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -28,7 +28,9 @@ def serve_problems(config: dict[str, Any]) -> list[str]:
     for app in config.get("applications", []):
         problems += _unknown(ServeApplicationSchema, app, "applications.")
         problems += [p for one in app.get("deployments", []) for p in _deployment_problems(one)]
-        problems += [f"args.{name} is {OUTSIDE_THE_APP[name]}" for name in OUTSIDE_THE_APP if name in app["args"]]
+        problems += [
+            f"args.{name} is {SERVE_PROXY_SETTINGS[name]}" for name in SERVE_PROXY_SETTINGS if name in app["args"]
+        ]
     if not problems:
         ServeDeploySchema.model_validate(config)
         for app in config["applications"]:

@@ -25,7 +25,7 @@ from transom_cluster.commands.process_tree import (
     kill_processes,
     processes_below,
 )
-from transom_cluster.commands.progress import Progress
+from transom_cluster.commands.startup_progress import StartupProgress
 from transom_cluster.serve.worker_resources import check_gpus
 from transom_worker.settings import Settings
 
@@ -67,7 +67,7 @@ class LocalRay:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
-    def start(self, given: dict[str, Any], progress: Progress) -> None:
+    def start(self, given: dict[str, Any], progress: StartupProgress) -> None:
         """Start Ray, Serve and the app, and wait until both deployments run.
 
         Raises:
@@ -155,7 +155,7 @@ class LocalRay:
     def _start_serve(self, given: dict[str, Any]) -> None:
         from ray import serve
 
-        from transom_cluster.app import OUTSIDE_THE_APP, build_app
+        from transom_cluster.app import SERVE_PROXY_SETTINGS, build_app
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(
@@ -164,7 +164,7 @@ class LocalRay:
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         target = serve.RunTarget(
-            target=build_app({name: value for name, value in given.items() if name not in OUTSIDE_THE_APP}),
+            target=build_app({name: value for name, value in given.items() if name not in SERVE_PROXY_SETTINGS}),
             name=APP_NAME,
             route_prefix="/",
             logging_config={"log_level": "INFO", "enable_access_log": False},

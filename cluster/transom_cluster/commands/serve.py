@@ -12,8 +12,8 @@ import httpx
 import typer
 
 from transom_cluster.commands.local_ray import LocalRay, StartFailed
-from transom_cluster.commands.progress import Progress
-from transom_cluster.http.api_keys import known_keys
+from transom_cluster.commands.startup_progress import StartupProgress
+from transom_cluster.http.api_keys import current_keys
 from transom_cluster.serve.start_checks import check_start
 from transom_worker.config import ServerConfig
 from transom_worker.errors import TransomError
@@ -40,7 +40,7 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
     is_serving = False
     cluster = LocalRay(settings)
     try:
-        with Progress() as progress:
+        with StartupProgress() as progress:
             check_start(settings)
             cluster.start(given, progress)
             progress.stage("first answer")
@@ -78,7 +78,7 @@ def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict
     Raises:
         StartFailed: no answer in time, or an error.
     """
-    keys = known_keys(config)
+    keys = current_keys(config)
     headers = {b"authorization": f"Bearer {keys[0]}".encode()} if keys else {}
     give_up_s = time.monotonic() + READY_TIMEOUT_S
     with httpx.Client(
@@ -105,7 +105,7 @@ def _router_answers(client: httpx.Client) -> bool:
 
 def _print_welcome(cluster: LocalRay, settings: Settings, workers: list[dict[str, Any]], start_s: float) -> None:
     config = settings.server_config()
-    url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if known_keys(config) else ""
+    url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if current_keys(config) else ""
     url_flag = "" if url.endswith(":8000") else f" --url {url}"
     message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     for line in (

@@ -17,7 +17,7 @@ _ENVIRONMENT: dict[str, list[str]] = {
 }
 
 
-def take_settings(command: Callable[..., None]) -> Callable[..., None]:
+def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes keywords the model as its argument and a flag for every other setting; None: not given."""
     parameters = [_parameter(name, field.annotation, field.default) for name, field in Settings.model_fields.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -14,21 +14,21 @@ from starlette.responses import Response
 
 from transom_cluster import __version__
 from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
-from transom_cluster.http.api_keys import ApiKeys, is_of_all_clients
+from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
 from transom_cluster.http.client_limits import ClientLimits
-from transom_cluster.http.declared_statuses import known_answers
+from transom_cluster.http.declared_statuses import declared_statuses
 from transom_cluster.http.middleware import (
     OPEN_PATHS,
-    AnswerBugs,
-    CountRequests,
-    LimitBody,
-    LimitClients,
-    LimitHeaders,
-    RequireApiKey,
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    ClientLimitMiddleware,
+    ErrorMiddleware,
+    HeaderLimitMiddleware,
+    MetricsMiddleware,
 )
 from transom_cluster.http.openai_routes import OpenAiRoutes
-from transom_cluster.http.request_id_middleware import FollowRequests
-from transom_cluster.openai.document import complete_document
+from transom_cluster.http.request_id_middleware import RequestIdMiddleware
+from transom_cluster.openai.document import complete_openapi
 from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
 from transom_cluster.router.router import Router
 from transom_worker.errors import RequestError, TransomError
@@ -51,16 +51,16 @@ def build_api(router: Router) -> FastAPI:
     api = FastAPI(
         title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
-    keys, admins = ApiKeys.of(router.config), ApiKeys.of_admins(router.config)
+    keys, admins = ApiKeys.from_config(router.config), ApiKeys.admins_from_config(router.config)
     _add_layers(api, router, keys, admins)
     _add_error_handlers(api)
-    OpenAiRoutes(router).add_to(api)
+    OpenAiRoutes(router).add_routes(api)
     for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes):
-        routes.add_to(api, router)
+        routes.add_routes(api, router)
     document = api.openapi()
-    admin_paths = frozenset(path for path in document["paths"] if admins.are_wanted and is_of_all_clients(path))
-    complete_document(document, wants_key=keys.are_wanted, open_paths=OPEN_PATHS, admin_paths=admin_paths)
-    for endpoint, statuses in known_answers(api.routes, document, router.config).items():
+    admin_paths = frozenset(path for path in document["paths"] if admins.are_required and shows_all_clients(path))
+    complete_openapi(document, wants_key=keys.are_required, open_paths=OPEN_PATHS, admin_paths=admin_paths)
+    for endpoint, statuses in declared_statuses(api.routes, document, router.config).items():
         router.metrics.may_end(endpoint, statuses)
     return api
 
@@ -68,13 +68,13 @@ def build_api(router: Router) -> FastAPI:
 def _add_layers(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys) -> None:
     """From the innermost to the outermost, which counts refusals as well."""
     config = router.config
-    api.add_middleware(LimitBody, max_body_bytes=config.max_body_bytes)
-    api.add_middleware(LimitClients, limits=ClientLimits(config.limits))
-    api.add_middleware(RequireApiKey, keys=keys, admins=admins)
-    api.add_middleware(LimitHeaders, max_header_bytes=config.limits.max_header_bytes)
-    api.add_middleware(AnswerBugs, show_messages=config.log_prompts)
-    api.add_middleware(CountRequests, metrics=router.metrics)
-    api.add_middleware(FollowRequests, tracing=router.tracing, logs_access=config.log_format == "json")
+    api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
+    api.add_middleware(ClientLimitMiddleware, limits=ClientLimits(config.limits))
+    api.add_middleware(ApiKeyMiddleware, keys=keys, admins=admins)
+    api.add_middleware(HeaderLimitMiddleware, max_header_bytes=config.limits.max_header_bytes)
+    api.add_middleware(ErrorMiddleware, show_messages=config.log_prompts)
+    api.add_middleware(MetricsMiddleware, metrics=router.metrics)
+    api.add_middleware(RequestIdMiddleware, tracing=router.tracing, logs_access=config.log_format == "json")
 
 
 def _add_error_handlers(api: FastAPI) -> None:

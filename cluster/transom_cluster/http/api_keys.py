@@ -58,17 +58,17 @@ class ApiKeys:
         self._from_file = [] if path is None else [_Key(key) for key in read_key_file(path, flag=flag)]
 
     @classmethod
-    def of(cls, config: ServerConfig) -> ApiKeys:
+    def from_config(cls, config: ServerConfig) -> ApiKeys:
         """Those that a server is set to."""
         return cls(config.api_keys, config.api_key_file)
 
     @classmethod
-    def of_admins(cls, config: ServerConfig) -> ApiKeys:
+    def admins_from_config(cls, config: ServerConfig) -> ApiKeys:
         """Those that alone open what shows all clients together."""
         return cls((), config.admin_api_key_file, flag=ADMIN_FLAG)
 
     @property
-    def are_wanted(self) -> bool:
+    def are_required(self) -> bool:
         """Whether requests need a key."""
         return bool(self._fixed) or self._path is not None
 
@@ -159,7 +159,7 @@ def check_key_variables(environment: Mapping[str, str], given: Mapping[str, obje
                 )
 
 
-def known_keys(config: ServerConfig) -> tuple[str, ...]:
+def current_keys(config: ServerConfig) -> tuple[str, ...]:
     """The keys that a server with these settings takes now.
 
     Raises:
@@ -169,12 +169,12 @@ def known_keys(config: ServerConfig) -> tuple[str, ...]:
     return config.api_keys + from_file
 
 
-def salted(cache_salt: str | None, client: str) -> str:
+def client_cache_salt(cache_salt: str | None, client: str) -> str:
     """A request's cache salt, made the client's own: no other client's request has the same."""
     return f"{client}:{cache_salt or ''}"
 
 
-def is_of_all_clients(path: str) -> bool:
+def shows_all_clients(path: str) -> bool:
     """Whether a path shows what all clients do together: the block map's data, and metrics."""
     return path in _SHARED_PATHS or path.startswith("/metrics/")
 

@@ -21,7 +21,7 @@ DESCRIBE_TIMEOUT_S = 10.0
 _Period = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 
 
-def add_to(api: FastAPI, router: Router) -> None:
+def add_routes(api: FastAPI, router: Router) -> None:
     """Add the routes."""
     _add_files(api)
     _add_data(api, router)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from transom_cluster.blockmap.feed import Feed, sse_json
 from transom_cluster.blockmap.outbox import Outbox
-from transom_cluster.http.client_disconnect import while_client_stays
+from transom_cluster.http.client_disconnect import run_until_disconnect
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_outcome import is_endless
@@ -42,7 +42,7 @@ class BlockStream(Response):
         """Send, and leave nothing behind."""
         is_endless(scope)
         try:
-            await while_client_stays(self._send_all(send), receive)
+            await run_until_disconnect(self._send_all(send), receive)
         finally:
             await self._tasks.cancel()
 

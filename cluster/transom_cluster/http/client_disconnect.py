@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Receive
 
 
-async def while_client_stays(
+async def run_until_disconnect(
     work: Coroutine[Any, Any, None], receive: Receive, *, left: Callable[[], None] | None = None
 ) -> None:
     """Do `work` to its end, whatever it raises; where the client leaves first, call `left` and cancel it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
-from transom_cluster.http.api_keys import is_of_all_clients
+from transom_cluster.http.api_keys import shows_all_clients
 from transom_cluster.telemetry.request_outcome import CLIENT_LEFT
 from transom_worker.config import ServerConfig
 
@@ -26,7 +26,7 @@ _HIDDEN: Mapping[str, tuple[int, ...]] = {  # routes that the document leaves ou
 }
 
 
-def known_answers(
+def declared_statuses(
     routes: Iterable[BaseRoute], document: Mapping[str, Any], config: ServerConfig
 ) -> dict[str, list[int]]:
     """Statuses by the route's path, those that these settings rule out left away."""
@@ -39,7 +39,7 @@ def known_answers(
             for operation in document["paths"].get(written, {}).values()
             for status in operation["responses"]
         ]
-        for_admins = (403,) if config.admin_api_key_file and is_of_all_clients(path) else ()
+        for_admins = (403,) if config.admin_api_key_file and shows_all_clients(path) else ()
         known.setdefault(path, set()).update(_EVERYWHERE, documented, _HIDDEN.get(path, ()), for_admins)
     return {path: sorted(statuses - never) for path, statuses in known.items()}
 

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from transom_cluster.http.client_disconnect import while_client_stays
-from transom_cluster.http.response_metrics import AnswerMeter
-from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_of
+from transom_cluster.http.client_disconnect import run_until_disconnect
+from transom_cluster.http.response_metrics import ResponseMetrics
+from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_from_info
 from transom_cluster.openai.writers import Writer, data_line
 from transom_cluster.router.output_stream import Answer
 from transom_cluster.router.router import Router
@@ -29,7 +29,7 @@ STREAM_HEADERS = [
 ]
 
 
-class AnswerResponse(Response):
+class GenerationResponse(Response):
     """Runs the requests when it is sent, so that no path from admission to the last byte can leak one.
 
     A stream's headers wait for its first event: an error before that still gets its own status.
@@ -50,12 +50,12 @@ class AnswerResponse(Response):
         self._requests = requests
         self._writer = writer
         self._stream = stream
-        self._meter = AnswerMeter(router.metrics, requests)
+        self._meter = ResponseMetrics(router.metrics, requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
         scope.setdefault("state", {})["request_id"] = self._requests[0].request_id  # for metrics of the whole request
-        await while_client_stays(self._run(scope, receive, send), receive, left=self._life.client_left)
+        await run_until_disconnect(self._run(scope, receive, send), receive, left=self._life.client_left)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._router.answer(self._requests, self._life) as answer:
@@ -112,7 +112,7 @@ class AnswerResponse(Response):
         parts: list[str] = []
         for index, event in events:
             if event.error is not None:
-                error = wire_error_of(event.error)
+                error = wire_error_from_info(event.error)
                 if error.code in STREAM_CODES:
                     self._log(f"{event.error.kind}, {error.code}")
                 return "".join(parts), error

@@ -20,7 +20,7 @@ _OF_ONE: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_to(api: FastAPI, router: Router) -> None:
+def add_routes(api: FastAPI, router: Router) -> None:
     """Add the routes."""
 
     @api.get("/metrics", summary="Prometheus metrics of all routers and workers")

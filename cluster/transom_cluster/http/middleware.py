@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transom_cluster.http.api_keys import ApiKeys, is_of_all_clients
+from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
 from transom_cluster.http.client_limits import ClientLimits
 from transom_cluster.http.declared_statuses import OTHER
 from transom_cluster.http.routed_path import routed_path
@@ -35,7 +35,7 @@ OPEN_FOLDER = "/blocks/assets/"  # the page's own files
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
 
-class CountRequests:
+class MetricsMiddleware:
     """Counts and times every request by the route's path, so that labels stay few. Sets `scope["state"]["arrival_s"]`."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
@@ -75,7 +75,7 @@ def _endpoint(scope: Scope) -> str:
     return path if path in known else OTHER
 
 
-class AnswerBugs:
+class ErrorMiddleware:
     """Answers 500 for what nobody expected, and logs where it happened.
 
     Caught here, since a web server logs what reaches it with its message, and a message may quote a prompt.
@@ -109,7 +109,7 @@ class AnswerBugs:
                 await send_error(wire_error(error), send)
 
 
-class LimitHeaders:
+class HeaderLimitMiddleware:
     """Answers 431 for a request line and headers over the limit."""
 
     def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
@@ -124,7 +124,7 @@ class LimitHeaders:
         await self._app(scope, receive, send)
 
 
-class RequireApiKey:
+class ApiKeyMiddleware:
     """Refuses requests without one of the keys, and names the client of the others: `scope["state"]["client"]`.
 
     Where there are keys of admins, these open everything, and nothing else opens what shows all clients together.
@@ -139,13 +139,13 @@ class RequireApiKey:
         """Pass the request on, or answer 401 or 403."""
         if scope["type"] == "http":
             given, path = _bearer_token(Headers(scope=scope).get("authorization", "")), routed_path(scope)
-            admin = self._admins.client(given) if given and self._admins.are_wanted else None
-            client = self._keys.client(given) if given and self._keys.are_wanted else None
-            is_for_admins = self._admins.are_wanted and is_of_all_clients(path)
+            admin = self._admins.client(given) if given and self._admins.are_required else None
+            client = self._keys.client(given) if given and self._keys.are_required else None
+            is_for_admins = self._admins.are_required and shows_all_clients(path)
             if is_for_admins and admin is None and client is not None:
                 await send_error(not_an_admin(), send)
                 return
-            wants_key = is_for_admins or (self._keys.are_wanted and not _is_open(path))
+            wants_key = is_for_admins or (self._keys.are_required and not _is_open(path))
             if wants_key and admin is None and client is None:
                 await send_error(wrong_api_key(missing=not given), send)
                 return
@@ -153,7 +153,7 @@ class RequireApiKey:
         await self._app(scope, receive, send)
 
 
-class LimitClients:
+class ClientLimitMiddleware:
     """Answers 429 for a client's requests beyond its own limits. A request counts until the last byte of its answer."""
 
     def __init__(self, app: ASGIApp, limits: ClientLimits) -> None:
@@ -174,7 +174,7 @@ class LimitClients:
             await self._app(scope, receive, send)
 
 
-class LimitBody:
+class BodyLimitMiddleware:
     """Answers 413 for a body over the limit, by its Content-Length or while it is read."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:

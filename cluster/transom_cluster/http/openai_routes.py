@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from transom_cluster.http.api_keys import salted
-from transom_cluster.http.generation_response import AnswerResponse
-from transom_cluster.http.request_id_middleware import name_request
+from transom_cluster.http.api_keys import client_cache_salt
+from transom_cluster.http.generation_response import GenerationResponse
+from transom_cluster.http.request_id_middleware import set_request_id
 from transom_cluster.http.routed_path import routed_path
 from transom_cluster.openai.body import Model, parse_body
 from transom_cluster.openai.chat_types import ChatCompletionRequest
@@ -31,7 +31,7 @@ from transom_cluster.openai.prompts import (
 )
 from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
-from transom_cluster.openai.writers import AnswerHeader, Writer
+from transom_cluster.openai.writers import ResponseMetadata, Writer
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_timeline import RequestLife
 from transom_cluster.telemetry.span_attributes import request_attributes
@@ -49,7 +49,7 @@ class OpenAiRoutes:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    def add_to(self, api: FastAPI) -> None:
+    def add_routes(self, api: FastAPI) -> None:
         """Register the routes."""
         handlers = (self.chat_completions, self.completions, self.tokenize, self.detokenize)
         for path, handler in zip(BODIES, handlers, strict=True):
@@ -153,7 +153,7 @@ class OpenAiRoutes:
     def _requests(
         self,
         request: Request,
-        header: AnswerHeader,
+        header: ResponseMetadata,
         wanted: SamplingFields,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -177,13 +177,15 @@ class OpenAiRoutes:
             arrival_s=arrival_s,
             deadline_s=None if timeout_s is None else arrival_s + timeout_s,
             priority=wanted.priority,
-            cache_salt=salted(wanted.cache_salt, request.state.client) if config.salt_by_key else wanted.cache_salt,
+            cache_salt=client_cache_salt(wanted.cache_salt, request.state.client)
+            if config.salt_by_key
+            else wanted.cache_salt,
             prompt_param=prompt_param,
         )
 
-    def _header(self, request: Request, prefix: str) -> AnswerHeader:
-        header = AnswerHeader(id=f"{prefix}-{secrets.token_hex(12)}", model=self._router.config.served_model_name)
-        name_request(request, header.id)
+    def _header(self, request: Request, prefix: str) -> ResponseMetadata:
+        header = ResponseMetadata(id=f"{prefix}-{secrets.token_hex(12)}", model=self._router.config.served_model_name)
+        set_request_id(request, header.id)
         return header
 
     def _answer(
@@ -194,7 +196,7 @@ class OpenAiRoutes:
         params: SamplingParams,
         *,
         stream: bool,
-    ) -> AnswerResponse:
+    ) -> GenerationResponse:
         """The response, and what is told of it to those who ask later."""
         trace: RequestTrace | None = getattr(request.state, "trace", None)
         if trace is not None:
@@ -208,7 +210,7 @@ class OpenAiRoutes:
             trace=trace,
         )
         request.state.life = life
-        return AnswerResponse(self._router, requests, writer, stream=stream, life=life)
+        return GenerationResponse(self._router, requests, writer, stream=stream, life=life)
 
     def _echoed(
         self, texts: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int

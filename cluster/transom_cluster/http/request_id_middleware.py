@@ -25,7 +25,7 @@ ID_HEADER = "x-request-id"
 MAX_ID_CHARS = 128
 
 
-class FollowRequests:
+class RequestIdMiddleware:
     """Begins and ends each request's span, tells its id in a header, and writes a line for it if `logs_access`.
 
     A request that has an id already keeps it, beside the answer's own: Ray Serve gives one to every request, its client's where it
@@ -71,7 +71,7 @@ class FollowRequests:
                     _log(scope, status, time.perf_counter() - start_s, life)
 
 
-def name_request(request: Request, answer_id: str) -> None:
+def set_request_id(request: Request, answer_id: str) -> None:
     """A request's id is known: its log lines and its answer have it from now on."""
     request.state.answer_id = answer_id
     trace = getattr(request.state, "trace", None)

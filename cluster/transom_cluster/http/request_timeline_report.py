@@ -16,7 +16,7 @@ ASK_TIMEOUT_S = 2.0
 Steps = list[dict[str, Any]]
 
 
-async def whole_life(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
+async def request_report(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
     """All steps in order of time, and sums; None where no router knows the request, or it is another client's."""
     own = await _router_part(router, request_id, client)
     if own is None:
@@ -34,7 +34,7 @@ async def whole_life(router: Router, request_id: str, client: str) -> dict[str, 
     }
 
 
-async def last_requests(router: Router, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
+async def recent_requests(router: Router, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
     """A client's last requests at all routers, the newest first."""
     others = await router.peers.ask_others("request_lines", client, state, limit, timeout_s=ASK_TIMEOUT_S)
     known = [router.request_lines(client, state, limit), *(lines for lines in others if isinstance(lines, list))]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 
-from transom_cluster.http.request_timeline_report import last_requests, whole_life
+from transom_cluster.http.request_timeline_report import recent_requests, request_report
 from transom_cluster.openai.errors import HttpError, not_found
 from transom_cluster.router.router import Router
 from transom_worker.telemetry.request_timelines import MAX_LIVES
@@ -16,16 +16,16 @@ _State = Annotated[Literal["running", "finished"] | None, Query(description="Onl
 _Limit = Annotated[int, Query(ge=1, le=MAX_LIVES, description="The newest ones.")]
 
 
-def add_to(api: FastAPI, router: Router) -> None:
+def add_routes(api: FastAPI, router: Router) -> None:
     """Add the routes."""
 
     @api.get("/debug/requests", summary="This client's last requests, a line each", responses=_ERRORS)
     async def requests(request: Request, state: _State = None, limit: _Limit = 100) -> dict[str, Any]:
-        return {"requests": await last_requests(router, request.state.client, state, limit)}
+        return {"requests": await recent_requests(router, request.state.client, state, limit)}
 
     @api.get("/debug/requests/{request_id:path}", summary="What happened to a request, step by step")
     async def life(request: Request, request_id: str) -> dict[str, Any]:
-        found = await whole_life(router, request_id, request.state.client)
+        found = await request_report(router, request_id, request.state.client)
         if found is None:
             raise _unknown(request_id)
         return found

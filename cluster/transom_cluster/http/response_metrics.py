@@ -9,7 +9,7 @@ from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_worker.contract import OutputEvent, Request
 
 
-class AnswerMeter:
+class ResponseMetrics:
     """Times the first token and the gaps of each choice, and counts tokens as `usage` does."""
 
     def __init__(self, metrics: RouterMetrics, requests: Sequence[Request]) -> None:

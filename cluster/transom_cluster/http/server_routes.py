@@ -13,7 +13,7 @@ from transom_cluster.router.router import Router
 from transom_cluster.router.worker_pool import describe_link
 
 
-def add_to(api: FastAPI, router: Router) -> None:
+def add_routes(api: FastAPI, router: Router) -> None:
     """Add the routes."""
     _add_state(api, router)
     _add_models(api, router)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transom_cluster.openai.logprobs import TokenNames, chat_logprobs
-from transom_cluster.openai.writers import AnswerHeader, Writer, last_finish_reason
+from transom_cluster.openai.writers import ResponseMetadata, Writer, last_finish_reason
 from transom_worker.contract import OutputEvent, Request
 
 
@@ -18,7 +18,7 @@ class ChatWriter(Writer):
 
     def __init__(
         self,
-        header: AnswerHeader,
+        header: ResponseMetadata,
         requests: Sequence[Request],
         names: TokenNames,
         *,

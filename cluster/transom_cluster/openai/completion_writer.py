@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from transom_cluster.openai.logprobs import CompletionLogprobs, TokenNames
-from transom_cluster.openai.writers import AnswerHeader, Writer, last_finish_reason
+from transom_cluster.openai.writers import ResponseMetadata, Writer, last_finish_reason
 from transom_worker.contract import FinishReason, OutputEvent, Request, TokenLogprobs
 
 
@@ -31,7 +31,7 @@ class CompletionWriter(Writer):
 
     def __init__(
         self,
-        header: AnswerHeader,
+        header: ResponseMetadata,
         requests: Sequence[Request],
         names: TokenNames,
         *,

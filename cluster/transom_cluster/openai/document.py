@@ -47,7 +47,7 @@ _EVENT = {  # of each event of a stream
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
-def complete_document(
+def complete_openapi(
     document: dict[str, Any], *, wants_key: bool, open_paths: frozenset[str], admin_paths: frozenset[str] = frozenset()
 ) -> None:
     """Put bodies, answers and errors into the framework's document, in place. `admin_paths` want an admin's key."""

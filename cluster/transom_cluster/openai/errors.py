@@ -85,7 +85,7 @@ def wire_error(error: BaseException) -> WireError:
     )
 
 
-def wire_error_of(info: ErrorInfo) -> WireError:
+def wire_error_from_info(info: ErrorInfo) -> WireError:
     """The same for an error that came from a worker."""
     return wire_error(info.error())
 

@@ -22,7 +22,7 @@ FINGERPRINT = f"transom-{__version__}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHeader:
+class ResponseMetadata:
     """The fields that every object of one answer repeats."""
 
     id: str
@@ -50,7 +50,7 @@ class Writer(ABC):
 
     chunk_kind: str
 
-    def __init__(self, header: AnswerHeader, requests: Sequence[Request], *, include_usage: bool) -> None:
+    def __init__(self, header: ResponseMetadata, requests: Sequence[Request], *, include_usage: bool) -> None:
         self.header = header
         self.usage = UsageTotals(requests)
         self._include_usage = include_usage

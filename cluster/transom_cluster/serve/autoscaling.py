@@ -1,6 +1,7 @@
-"""The policy inside Ray Serve's autoscaler: Serve collects the signals, applies the delays, starts and drains workers.
+"""The adapter between our autoscaling policy (`routing.autoscaling`) and Ray Serve's autoscaler.
 
-Serve runs `ServePolicy` in its controller, several times a second. Workers report by `WorkerReplica.record_autoscaling_stats`.
+Serve's controller collects the signals, calls `ServeAutoscalingPolicy` several times a second, applies the delays, and starts and
+drains workers. Workers report their signals through `WorkerReplica.record_autoscaling_stats`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ AVERAGED_OVER_S = 3.0
 _COUNTS = ("num_running", "num_waiting", "max_num_seqs", "waiting_tokens")
 
 
-class ServePolicy:
-    """Serve's interface to `wanted_replicas`; made from `asdict(AutoscalingConfig)`."""
+class ServeAutoscalingPolicy:
+    """Calls `wanted_replicas` with Serve's signals. Serve makes it with the keywords of `asdict(AutoscalingConfig)`."""
 
     def __init__(self, **config: Any) -> None:
         self._config = AutoscalingConfig(**config)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of replicas wanted for Serve's AutoscalingContext, and no state to keep."""
+        """Return the wanted number of replicas for Serve's AutoscalingContext, and no state for Serve to keep."""
         wanted = wanted_replicas(
-            loads_of(context.aggregated_metrics or {}),
+            worker_loads(context.aggregated_metrics or {}),
             num_unplaced=math.ceil(context.total_queued_requests or 0),
             num_target=context.target_num_replicas,
             config=self._config,
@@ -38,8 +39,8 @@ class ServePolicy:
         return wanted, {}
 
 
-def loads_of(metrics: dict[str, dict[Any, float]]) -> list[WorkerLoad]:
-    """What every replica reported: from metric -> replica -> mean to one load a replica. Counts are rounded up."""
+def worker_loads(metrics: dict[str, dict[Any, float]]) -> list[WorkerLoad]:
+    """Turn Serve's means (metric -> replica -> mean) into one `WorkerLoad` per replica. Counts are rounded up."""
     by_replica: dict[Any, dict[str, Any]] = {}
     for name in WorkerLoad.__dataclass_fields__:
         for replica, value in metrics.get(name, {}).items():
@@ -48,9 +49,9 @@ def loads_of(metrics: dict[str, dict[Any, float]]) -> list[WorkerLoad]:
 
 
 def serve_autoscaling(config: AutoscalingConfig, *, initial_replicas: int) -> serve_config.AutoscalingConfig:
-    """The deployment option `autoscaling_config` for Serve."""
+    """Build Serve's deployment option `autoscaling_config`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # its substitute is in the environment of Ray itself
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray wants an environment variable of Ray itself instead
         return serve_config.AutoscalingConfig(
             min_replicas=config.min_replicas,
             max_replicas=config.max_replicas,
@@ -60,6 +61,6 @@ def serve_autoscaling(config: AutoscalingConfig, *, initial_replicas: int) -> se
             upscale_delay_s=config.upscale_delay_s,
             downscale_delay_s=config.downscale_delay_s,
             policy=serve_config.AutoscalingPolicy(
-                policy_function=f"{__name__}:{ServePolicy.__name__}", policy_kwargs=asdict(config)
+                policy_function=f"{__name__}:{ServeAutoscalingPolicy.__name__}", policy_kwargs=asdict(config)
             ),
         )

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from transom_cluster.serve.worker_directory import presence_of
+from transom_cluster.serve.worker_directory import running_replicas_of
 from transom_worker.errors import WorkerLost
 
 
@@ -63,4 +63,4 @@ class ReplicaRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no t
     def _publish(self) -> None:
         running = {replica_id.unique_id: replica for replica_id, replica in self.curr_replicas.items()}
         self._reachable.update(running)
-        presence_of(self._deployment_id.name, self._deployment_id.app_name).publish(running)
+        running_replicas_of(self._deployment_id.name, self._deployment_id.app_name).publish(running)

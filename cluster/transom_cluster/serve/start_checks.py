@@ -6,7 +6,7 @@ import os
 import socket
 
 from transom_cluster.http.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
-from transom_cluster.serve.worker_resources import check_gpus, gpus_of
+from transom_cluster.serve.worker_resources import check_gpus, count_visible_gpus
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 
@@ -34,7 +34,7 @@ def check_start(settings: Settings) -> None:
             f"--quantization int8 runs on CPUs in bfloat16 or float32, not with --device {settings.device} --dtype "
             f"{settings.dtype}; leave one of them out."
         )
-    if problem := check_gpus(settings, gpus_of(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))):
+    if problem := check_gpus(settings, count_visible_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))):
         raise ConfigError(problem)
     files = resolve_model(settings.model)
     architecture = runnable(read_architecture(files.config))

@@ -13,7 +13,7 @@ from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.serve.worker_client import ServeWorkerClient
 
 
-class Presence:
+class RunningReplicas:
     """The running replicas of one deployment by worker id. Published on Serve's own event loop, read on ours."""
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class Presence:
                 del self._listeners[changed]
 
 
-_presences: dict[tuple[str, str], Presence] = {}
+_presences: dict[tuple[str, str], RunningReplicas] = {}
 _presences_lock = threading.Lock()
 
 
-def presence_of(deployment: str, app: str) -> Presence:
+def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
     """The one of this process, which Serve's request router publishes to and directories read."""
     with _presences_lock:
-        return _presences.setdefault((deployment, app), Presence())
+        return _presences.setdefault((deployment, app), RunningReplicas())
 
 
 class ServeWorkerDirectory:
@@ -65,7 +65,7 @@ class ServeWorkerDirectory:
         """See `WorkerDirectory`."""
         self._handle.options(method_name="info")  # from here on Serve follows the replicas
         clients: dict[str, ServeWorkerClient] = {}
-        presence = presence_of(self._handle.deployment_name, self._handle.app_name)
+        presence = running_replicas_of(self._handle.deployment_name, self._handle.app_name)
         with presence.listening() as changed:
             while True:
                 changed.clear()

@@ -15,14 +15,14 @@ OWN_CPUS = 0.05  # of a replica whose ranks compute elsewhere, on CPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class ClusterResources:
     """The cluster as it is now: cores of each node, and GPUs in all."""
 
     node_cpus: tuple[float, ...]
     num_gpus: int
 
     @classmethod
-    def now(cls) -> Machines:
+    def now(cls) -> ClusterResources:
         """Those of the Ray that this process has joined; without one, this machine's cores."""
         import ray
 
@@ -42,14 +42,14 @@ class WorkerResources:
     num_threads: int
 
     @property
-    def has_room_for_one_more(self) -> bool:
+    def can_start_one_more(self) -> bool:
         """Whether a worker can start beside all others: cores are shares, GPUs may all be in use."""
         return not any(
             "GPU" in bundle or "num_gpus" in bundle for bundle in [self.actor_options, *(self.bundles or ())]
         )
 
 
-def worker_resources(settings: Settings, machines: Machines) -> WorkerResources:
+def worker_resources(settings: Settings, machines: ClusterResources) -> WorkerResources:
     """GPUs where there are some, one a rank; else cores and their OpenMP threads, shared by all workers and ranks.
 
     On CPUs all that is asked for fits beside one worker more, so that a new one starts while an old one drains.
@@ -113,7 +113,7 @@ def check_gpus(settings: Settings, num_gpus: int) -> str | None:
     )
 
 
-def gpus_of(device_files: Sequence[str], visible: str | None) -> int:
+def count_visible_gpus(device_files: Sequence[str], visible: str | None) -> int:
     """GPUs by their device files (nvidia0, ...), or those that CUDA_VISIBLE_DEVICES leaves."""
     present = sum(name.removeprefix("nvidia").isdecimal() for name in device_files)
     return present if visible is None else min(present, len([one for one in visible.split(",") if one.strip()]))

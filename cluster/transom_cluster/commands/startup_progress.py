@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.status import Status
 
 
-class Progress:
+class StartupProgress:
     """Shows the present stage and, when it ends, how long it took."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Progress:
         if self._status is not None:
             self._status.update(f"{name} ...")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> StartupProgress:
         if self._status is not None:
             self._status.start()
         return self
