@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from ray.serve.autoscaling_policy import _apply_autoscaling_config
     from ray.serve.config import AutoscalingContext
 
-    from transom_cluster.serve.autoscaling import worker_loads, serve_autoscaling
+    from transom_cluster.serve.autoscaling import serve_autoscaling, worker_loads
 
 from dataclasses import asdict
 
