@@ -16,7 +16,7 @@ SERVE = """
 import json, pathlib, sys
 import httpx
 from engine_server import engine_server
-from transom_worker import tracing
+from transom_worker.telemetry import tracing
 from transom_worker.config import TracingConfig
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.ranks.executor import RanksExecutor
+from transom_worker.execution.ranks.process_launcher import PROGRAM
 
 GONE_TIMEOUT_S = 120.0
 
@@ -29,7 +30,7 @@ def rank_processes_of(parent: int) -> list[int]:
                 command = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if int(status[1]) == parent and b"rank_process" in command:
+            if int(status[1]) == parent and PROGRAM[-1].encode() in command:
                 found.append(int(folder.name))
     return sorted(found)
 

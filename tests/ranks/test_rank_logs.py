@@ -12,15 +12,15 @@ import pytest
 
 START = """
 import sys
-from transom_worker.execution import rank_processes
+from transom_worker.execution.ranks import process_launcher
 from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.logs import show_logs
 from transom_worker.settings import Settings
 
-rank_processes.PROGRAM = (sys.executable, "-P", "-c", sys.argv[2])
+process_launcher.PROGRAM = (sys.executable, "-P", "-c", sys.argv[2])
 show_logs("json", "worker/abc")
 settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "device": "cpu", "tensor_parallel_size": 2, "log_format": "json"}
-executor = RanksExecutor(Settings.parse(model=sys.argv[1], **settings).engine_config(), rank_processes.RankProcesses)
+executor = RanksExecutor(Settings.parse(model=sys.argv[1], **settings).engine_config(), process_launcher.RankProcesses)
 try:
     executor.start()
 except Exception as error:
@@ -29,15 +29,15 @@ executor.shutdown()
 """
 RANK = """
 import logging, threading, warnings
-from transom_worker.execution import rank_process
+from transom_worker.execution.ranks import rank_main
 
-class Runner(rank_process.ModelRunner):
+class Runner(rank_main.ModelRunner):
     def allocate(self, pool_bytes):
         {}
         return super().allocate(pool_bytes)
 
-rank_process.ModelRunner = Runner
-rank_process.main()
+rank_main.ModelRunner = Runner
+rank_main.main()
 """
 TALK = (
     'logging.getLogger("transom.worker").info("own"); logging.getLogger("another").warning("others"); warnings.warn("old");'
