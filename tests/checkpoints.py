@@ -19,8 +19,8 @@ from tiny_checkpoints import tiny_tokenizer
 
 VOCAB_SIZE = 512
 LOGIT_STD = 4.0
-NUM_TOKENS = 48
-LENGTHS = (1, 5, 40, 200, 700)
+NUM_TOKENS = 32  # each window and chunk of a family ends within some answer
+LENGTHS = (1, 5, 40, 202)  # the last one's whole blocks end within a chunk, so that lost chunks must be repaired
 MIN_MARGIN = 1e-3
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

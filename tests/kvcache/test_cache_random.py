@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from how_many import num_examples
 from transom_worker.kvcache.tree import CheckpointKind
 
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
@@ -91,7 +92,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(
+    max_examples=num_examples(daily=50, exhaustive=120), stateful_step_count=40, deadline=None
+)
 
 
 def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -> CacheLife:
@@ -136,7 +139,7 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
 
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_lives(mix: tuple[str, ...]) -> None:
-    lives = [random_life(mix, seed) for seed in range(6)]
+    lives = [random_life(mix, seed) for seed in range(num_examples(daily=3, exhaustive=6))]
     stats = [life.cache.stats() for life in lives]
     assert sum(life.num_refused for life in lives) > 0  # the pools are tiny enough to matter
     assert sum(sum(group.reuse_interval.counts) for each in stats for group in each.groups) > 0

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from repair_model import COMPRESSED, RULES, Layout, make_groups
 
+from how_many import num_examples
 from transom_worker.kvcache import prefix_outcome
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.prefix_index import PrefixIndex
@@ -25,7 +26,7 @@ def presence() -> st.SearchStrategy[set[bytes]]:
     return st.one_of(st.sets(st.sampled_from(DIGESTS)), gaps)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(daily=150, exhaustive=400), deadline=None)
 @given(st.sampled_from(MIXES), st.data(), st.sampled_from([1, 2, 4, 16]), st.integers(0, UNITS + 3))
 def test_hit_search_equals_brute_force(mix: tuple[str, ...], data: st.DataObject, block_size: int, limit: int) -> None:
     specs = [spec(name, block_size=block_size) for name in mix]
@@ -36,7 +37,7 @@ def test_hit_search_equals_brute_force(mix: tuple[str, ...], data: st.DataObject
     assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=num_examples(daily=200, exhaustive=600), deadline=None)
 @given(
     st.lists(st.lists(st.one_of(RULES, COMPRESSED), min_size=1, max_size=2), min_size=1, max_size=4),
     st.data(),

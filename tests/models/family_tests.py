@@ -5,7 +5,7 @@ A test module makes checkpoints, gives them as the fixture `family`, and inherit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from checkpoints import (
 )
 from engine_driver import Whole, make_engine, make_request, run
 from lost_windows import lose_windows
+from matrices import some_daily
 from transom_worker.contract import MAX_LOGPROBS
 from transom_worker.engine.engine import Engine
 
 TOLERANCE = 1e-3
-MAX_MODEL_LEN = 768
+MAX_MODEL_LEN = 256
+LONG_PROMPT, LONG_ANSWER = 700, 48
 BLOCK = 8
 
 
@@ -48,6 +50,7 @@ class Family:
 
     case: FamilyCase
     folder: Path
+    oracle_folder: Path  # the same checkpoint, not quantised
     answers: list[Answer]
 
     @staticmethod
@@ -65,7 +68,12 @@ class Family:
         guesses = [whole.token_ids for whole in run(engine, requests)]
         engine.shutdown()
         answers = [greedy(oracle, ids, guess=guess) for ids, guess in zip(prompts, guesses, strict=True)]
-        return Family(case=case, folder=folder, answers=answers)
+        return Family(case=case, folder=folder, oracle_folder=folder, answers=answers)
+
+    def with_a_long_answer(self) -> Family:
+        """Return the family with one answer more: a long one to a prompt of many windows and chunks."""
+        answer = greedy(load_oracle(self.oracle_folder), prompt(LONG_PROMPT), LONG_ANSWER)
+        return replace(self, answers=[*self.answers, answer])
 
     def engine(self, **settings: Any) -> Engine:
         """An engine over it; a roomy one unless `settings` say otherwise."""
@@ -81,18 +89,24 @@ class Family:
         """Put the prompts to the engine, all at once, and compare tokens and log-probabilities."""
         chosen = range(len(self.answers)) if which is None else which
         requests = [
-            make_request(f"{name}{at}", self.answers[i].prompt, max_tokens=NUM_TOKENS, logprobs=MAX_LOGPROBS)
+            make_request(
+                f"{name}{at}",
+                self.answers[i].prompt,
+                max_tokens=len(self.answers[i].token_ids),
+                logprobs=MAX_LOGPROBS,
+            )
             for at, i in enumerate(chosen)
         ]
         wholes = run(engine, requests)
         for i, whole in zip(chosen, wholes, strict=True):
-            assert whole.token_ids == self.answers[i].token_ids, f"{name}, prompt of {LENGTHS[i]}"
-            assert worst_difference(whole, self.answers[i]) < TOLERANCE, f"{name}, prompt of {LENGTHS[i]}"
+            length = len(self.answers[i].prompt)
+            assert whole.token_ids == self.answers[i].token_ids, f"{name}, prompt of {length}"
+            assert worst_difference(whole, self.answers[i]) < TOLERANCE, f"{name}, prompt of {length}"
         return wholes
 
 
 class FamilyTests:
-    """Inherit, and give the fixture `family`."""
+    """What every family is asked every day. Inherit, and give the fixture `family`."""
 
     def test_margins_are_clear_and_text_is_not_degenerate(self, family: Family) -> None:
         assert min(answer.margin for answer in family.answers) > MIN_MARGIN
@@ -100,7 +114,7 @@ class FamilyTests:
 
     def test_mistakes_would_show(self, family: Family) -> None:
         for mistake in family.case.mistakes:
-            wrong = load_oracle(family.folder, **mistake)
+            wrong = load_oracle(family.oracle_folder, **mistake)
             moved = [
                 (step_logprobs(wrong, answer.prompt, answer.token_ids) - answer.logprobs).abs().max()
                 for answer in family.answers[2:]
@@ -112,7 +126,7 @@ class FamilyTests:
         for i in range(len(LENGTHS)):
             family.ask(engine, f"alone{i}-", [i])
 
-    @pytest.mark.parametrize("steps_in_flight", [1, 2])
+    @pytest.mark.parametrize("steps_in_flight", some_daily([1, 2], daily=[2]))
     def test_together_in_small_chunks_then_from_the_cache_then_with_lost_windows(
         self, family: Family, steps_in_flight: int
     ) -> None:
@@ -125,12 +139,26 @@ class FamilyTests:
         kept = [retention.keeps_everything for retention in engine._scheduler.cache.retentions]
         assert (engine.stats().outcome_tokens.get("repaired", 0) > 0) == (any(kept) and not all(kept))
 
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("chunk", [1024, 45])
+    def test_a_long_prompt_and_answer(self, family: Family, chunk: int) -> None:
+        long = family.with_a_long_answer()
+        engine = long.engine(max_model_len=LONG_PROMPT + LONG_ANSWER, max_num_batched_tokens=chunk)
+        for name in ("cold", "hit"):
+            long.ask(engine, name, [len(LENGTHS)])
+        lose_windows(engine._scheduler.cache)
+        long.ask(engine, "repaired", [len(LENGTHS)])
+
+
+class SmallPoolTests:
+    """What some families are asked every day: pools that make sequences wait, and pools that keep all keys and values."""
+
     def test_preempted(self, family: Family) -> None:
         few = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
         plan = family.engine(**few).info.plan
         tight = plan.request_bytes + plan.in_flight_bytes + 4 * plan.page_bytes
         engine = family.engine(kv_cache_memory_bytes=tight, **few)
-        family.ask(engine, "tight", [3, 1, 0, 3, 1, 3, 0, 3, 4, 1, 2])
+        family.ask(engine, "tight", [3, 1, 0, 3, 1, 3, 0, 3, 2, 1, 2])
         assert engine.num_preemptions > 0
 
     def test_without_the_hybrid_cache(self, family: Family) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from deepseek_v4_checkpoint import make_deepseek_v4
-from family_tests import Family, FamilyCase, FamilyTests
+from family_tests import Family, FamilyCase, FamilyTests, SmallPoolTests
 
 MISTAKES = (
     {"sliding_window": 15},
@@ -21,10 +21,16 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 class TestDeepseekV4(FamilyTests):
+    """All of `FamilyTests`."""
+
+
+class TestDeepseekV4InSmallPools(SmallPoolTests):
+    """All of `SmallPoolTests`."""
+
     def test_preempted(self, family: Family) -> None:
         """Entries take little: the pool must be smaller than other families' for anybody to be sent back."""
         few = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
         plan = family.engine(**few).info.plan
-        engine = family.engine(kv_cache_memory_bytes=5 * plan.request_bytes // 3, **few)
-        family.ask(engine, "tight", [3, 2, 4, 1, 3])
+        engine = family.engine(kv_cache_memory_bytes=2 * plan.request_bytes, **few)
+        family.ask(engine, "tight", [3, 2, 3, 1, 3])
         assert engine.num_preemptions > 0

@@ -1,6 +1,6 @@
 """Engines whose every operator is a Triton kernel, in its interpreter, against the same engines on torch's operators.
 
-Three small models in `make test`; every family and several ranks in `make test-interpreter`.
+One small model in `make test`, more in `make test-all`; every family and several ranks in `make test-interpreter`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_tests import TOLERANCE, Family, FamilyCase, FamilyTests
+from family_tests import TOLERANCE, Family, FamilyCase, FamilyTests, SmallPoolTests
 from quantised_checkpoints import to_fp8, to_mxfp4
 from safetensors.torch import load_file, save_file
 
 from checkpoints import load_oracle, make_checkpoint, prompt, step_logprobs
+from matrices import some_daily
 
 YARN = {
     "rope_type": "yarn",
@@ -153,6 +154,11 @@ def draw_corrections(folder: Path) -> None:
 
 class TestMoeFamilies(FamilyTests):
     """All of `FamilyTests`, by family."""
+
+
+@pytest.mark.parametrize("family", some_daily([*CASES, *QUANTISED], daily=["gpt_oss", "llama4"]), indirect=True)
+class TestMoeFamiliesInSmallPools(SmallPoolTests):
+    """All of `SmallPoolTests`; every day one family of windows and one of chunks, each beside full attention."""
 
 
 @pytest.mark.parametrize("change", [-torch.inf, 0.5])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from test_moe_families import QUANTISED, draw_corrections
 from checkpoints import make_checkpoint, prompt
 from engine_driver import Whole, make_request, run
 from lost_windows import lose_windows
+from matrices import some_daily
 from thread_ranks import ThreadRanks, make_sharded_engine
 from transom_worker.engine.engine import Engine
 from transom_worker.model_files.resolve import resolve_model
@@ -44,6 +46,10 @@ CASES = DENSE | MIXTURES | {"gemma4": BLUNT, "llama with nine heads": NINE}
 VARIANTS = ("llama3", "mistral without windows", "mixtral", "qwen3_moe as it is", "llama4 without norms", *QUANTISED)
 FAMILIES = [name for name in (*CASES, "deepseek_v4") if name not in VARIANTS]
 SIZES = (2, 3, 4)
+EVERY = [*CASES, *QUANTISED, "deepseek_v4"]
+DAILY = {name: SIZES[at % 3] for at, name in enumerate(EVERY)}  # every family with one size
+DAILY_PREEMPTED = {"gemma3": 3, "llama with nine heads": 4, "gpt_oss": 2, "llama4": 3, "deepseek_v4": 2}
+DAILY_DENSE = ("gpt_oss", "deepseek_v4")
 CHUNKS = {"block_size": 8, "max_model_len": 768, "max_num_batched_tokens": 45, "dtype": "float32"}
 
 
@@ -75,7 +81,7 @@ def make_folder(folder: Path, name: str) -> Path:
     return plain
 
 
-@pytest.fixture(scope="module", params=[*CASES, *QUANTISED, "deepseek_v4"])
+@pytest.fixture(scope="module", params=EVERY)
 def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneRank]:
     folder = make_folder(tmp_path_factory.mktemp("sharded"), request.param)
     engine, ranks = make_sharded_engine(str(folder), 1, **CHUNKS)
@@ -102,7 +108,9 @@ def tokens(wholes: list[Whole]) -> list[list[int]]:
     return [whole.token_ids for whole in wholes]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("one_rank", "size"), some_daily(product(EVERY, SIZES), daily=DAILY.items()), indirect=["one_rank"]
+)
 def test_ranks_compute_what_one_rank_does(one_rank: OneRank, size: int) -> None:
     engine, ranks = make_sharded_engine(str(one_rank.folder), size, **CHUNKS)
     got, wanted = ask(engine, ranks), one_rank.answers
@@ -113,8 +121,9 @@ def test_ranks_compute_what_one_rank_does(one_rank: OneRank, size: int) -> None:
     engine.shutdown()
 
 
-@pytest.mark.parametrize("one_rank", FAMILIES, indirect=True)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("one_rank", "size"), some_daily(product(FAMILIES, SIZES), daily=DAILY_PREEMPTED.items()), indirect=["one_rank"]
+)
 def test_preempted_on_several_ranks(one_rank: OneRank, size: int) -> None:
     """In a pool in which not all prompts fit at once."""
     settings: dict[str, Any] = CHUNKS | {"enable_prefix_caching": False, "max_model_len": 104, "steps_in_flight": 2}
@@ -138,7 +147,11 @@ def test_preempted_on_several_ranks(one_rank: OneRank, size: int) -> None:
     engine.shutdown()
 
 
-@pytest.mark.parametrize("one_rank", ["smollm3", "gemma4", "gpt_oss", "mimo_v2_flash", "deepseek_v4"], indirect=True)
+@pytest.mark.parametrize(
+    "one_rank",
+    some_daily(["smollm3", "gemma4", "gpt_oss", "mimo_v2_flash", "deepseek_v4"], daily=DAILY_DENSE),
+    indirect=True,
+)
 def test_without_the_hybrid_cache(one_rank: OneRank) -> None:
     engine, _ = make_sharded_engine(str(one_rank.folder), 3, hybrid_kv_cache=False, **CHUNKS)
     for situation in ("cold", "hit"):

@@ -6,6 +6,7 @@ import pytest
 from fleet import Fleet, Worker, predict, run_by_run
 from scheduler_driver import Driver, layout, request
 
+from how_many import num_examples
 from transom_cluster.routing.index_mirror import PrefixMirror
 from transom_worker.kvcache.events import KvUpdate
 
@@ -16,8 +17,8 @@ HYBRIDS = (
     ("full", "window", "ragged_chunk"),
     ("latent", "compressed16", "window"),
 )
-NUM_REQUESTS = 460
-NUM_COMPARED = 400  # at least, of each mix: some requests are aborted before their first token
+NUM_REQUESTS = num_examples(daily=230, exhaustive=460)
+NUM_COMPARED = NUM_REQUESTS * 20 // 23  # at least, of each mix: some requests are aborted before their first token
 
 
 def differences(worker: Worker, mirror: PrefixMirror) -> list[int]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
 
+from how_many import num_examples
 from lost_windows import lose_windows
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.manager import KvCache
@@ -81,7 +82,9 @@ def random_run(
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_random_lives(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    drivers = [random_run(mix, seed, steps_in_flight=steps_in_flight) for seed in range(12)]
+    drivers = [
+        random_run(mix, seed, steps_in_flight=steps_in_flight) for seed in range(num_examples(daily=4, exhaustive=12))
+    ]
     if mix[0] != "full":
         return
     assert any(driver.scheduler.preemptions["recompute"] for driver in drivers)  # the pools are tiny enough to matter
@@ -90,11 +93,14 @@ def test_random_lives(mix: tuple[str, ...], steps_in_flight: int) -> None:
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_random_lives_of_equal_prompts(mix: tuple[str, ...]) -> None:
-    drivers = [random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.8) for seed in range(8)]
-    assert sum(driver.num_followed > 0 for driver in drivers) >= 3
+    drivers = [
+        random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.8)
+        for seed in range(num_examples(daily=4, exhaustive=8))
+    ]
+    assert sum(driver.num_followed > 0 for driver in drivers) >= 3 * len(drivers) / 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(daily=25, exhaustive=60), deadline=None)
 @given(
     st.sampled_from((*MIXES, *ENTRY_MIXES)),
     st.integers(0, 10**6),
