@@ -157,7 +157,7 @@ class StubWorker:
             raise ConnectionError("no worker")
         return WorkerInfo(worker=self.worker, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, cache=CACHE_SHAPE)
 
-    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+    async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         if self.is_dead:
             raise ConnectionError("no worker")
         return [step for step in self.life if step["request_id"].startswith(request_id)]

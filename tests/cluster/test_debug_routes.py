@@ -261,7 +261,7 @@ async def test_any_router_knows_what_another_one_served() -> None:
 
 
 async def test_lives_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.router.lives._lives, "_max_lives", 5)
+    monkeypatch.setattr(api.router.lives._lives, "_max_timelines", 5)
     ids = [(await api.complete(max_tokens=1)).json()["id"] for _ in range(9)]
     assert [line["id"] for line in await lines_of(api)] == ids[:3:-1]
     assert (await api.client.get(f"/debug/requests/{ids[0]}")).status_code == 404

@@ -19,7 +19,7 @@ from transom_worker.engine.engine import Engine
 from transom_worker.errors import ConfigError, WorkerLost
 from transom_worker.settings import Settings
 from transom_worker.telemetry import tracing
-from transom_worker.telemetry.ended_requests import EndedRequests, RequestSpans
+from transom_worker.telemetry.timeline_exporter import RequestSpans, TimelineExporter
 from transom_worker.telemetry.tracing import Tracing
 
 ENDPOINT = "http://127.0.0.1:9/v1/traces"
@@ -34,7 +34,7 @@ class Traced:
         self.exporter = InMemorySpanExporter()
         config = TracingConfig(endpoint=ENDPOINT, sample_ratio=sample_ratio)
         own = Tracing(config, role="worker", name="w7", exporter=self.exporter)
-        self.engine.observer.lives.ended.append(EndedRequests([RequestSpans(own, "w7")], close_all=own.close))
+        self.engine.observer.timelines.exporter = TimelineExporter([RequestSpans(own, "w7")], close_formats=own.close)
 
     def spans(self) -> tuple[ReadableSpan, ...]:
         """All spans, after the engine's end."""

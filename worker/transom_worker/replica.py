@@ -141,9 +141,9 @@ class WorkerReplica:
         """This worker's page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
         return self.engine.metrics.text(openmetrics=openmetrics).decode()
 
-    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+    async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
-        return self.engine.observer.lives.life_of(request_id)
+        return self.engine.observer.timelines.events_of(request_id)
 
     async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
         """Frames of the live block map, the first one whole; see docs/block_map.md."""

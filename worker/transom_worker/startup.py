@@ -10,8 +10,8 @@ from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor_factory import create_executor
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.startup_report import startup_report
-from transom_worker.telemetry.ended_requests import follow_requests
 from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.timeline_exporter import timeline_exporter
 from transom_worker.telemetry.tracing import Tracing
 from transom_worker.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker)
         engine.report = startup_report(engine.info, model=model_name or files.name)
-        engine.observer.lives.ended += follow_requests(config, worker, tracing)
+        engine.observer.timelines.exporter = timeline_exporter(config, worker, tracing)
     except BaseException:
         executor.shutdown()
         raise

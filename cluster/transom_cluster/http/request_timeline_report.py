@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from transom_cluster.router.router import Router
-from transom_worker.telemetry.request_timelines import place_of
+from transom_worker.telemetry.request_timelines import prompt_and_choice_of
 
 ASK_TIMEOUT_S = 2.0
 
@@ -62,10 +62,10 @@ def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 async def _router_part(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
     """An answer has one router, which may not be this one."""
-    own = router.request_life(request_id, client)
+    own = router.request_timeline(request_id, client)
     if own is not None:
         return own
-    others = await router.peers.ask_others("request_life", request_id, client, timeout_s=ASK_TIMEOUT_S)
+    others = await router.peers.ask_others("request_timeline", request_id, client, timeout_s=ASK_TIMEOUT_S)
     return next((part for part in others if isinstance(part, dict)), None)
 
 
@@ -76,7 +76,7 @@ async def _worker_part(router: Router, worker: str, answer_id: str) -> Steps | s
         return "gone"
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
-            steps = await link.client.request_life(answer_id)
+            steps = await link.client.request_timeline(answer_id)
     except Exception:  # whatever a call to a worker that is ill or gone raises
         return "no answer"
     return steps or "forgotten"
@@ -84,7 +84,7 @@ async def _worker_part(router: Router, worker: str, answer_id: str) -> Steps | s
 
 def _with_choice(step: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """A worker's step with the number that the router gives its choice: workers do not know how many a prompt has."""
-    place = place_of(step["request_id"])
+    place = prompt_and_choice_of(step["request_id"])
     if line["choices"] == 1 or place is None:
         return step
     prompt, choice = place

@@ -9,11 +9,11 @@ from fastapi import FastAPI, Query, Request
 from transom_cluster.http.request_timeline_report import recent_requests, request_report
 from transom_cluster.openai.errors import HttpError, not_found
 from transom_cluster.router.router import Router
-from transom_worker.telemetry.request_timelines import MAX_LIVES
+from transom_worker.telemetry.request_timelines import MAX_TIMELINES
 
 _ERRORS: dict[int | str, dict[str, Any]] = {400: {"description": "A parameter is wrong."}}
 _State = Annotated[Literal["running", "finished"] | None, Query(description="Only these; finished: however it ended.")]
-_Limit = Annotated[int, Query(ge=1, le=MAX_LIVES, description="The newest ones.")]
+_Limit = Annotated[int, Query(ge=1, le=MAX_TIMELINES, description="The newest ones.")]
 
 
 def add_routes(api: FastAPI, router: Router) -> None:
@@ -33,7 +33,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
 
 def _unknown(request_id: str) -> HttpError:
     message = (
-        f"No request {request_id!r} of yours is known; routers remember the last {MAX_LIVES:,} each, and none "
+        f"No request {request_id!r} of yours is known; routers remember the last {MAX_TIMELINES:,} each, and none "
         "that was refused before its prompt was read: its answer says why."
     )
     return not_found(message, param="request_id", code="request_not_found")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Protocol
 
-PEER_METHODS = frozenset({"metrics_text", "process_name", "process_page", "request_life", "request_lines"})
+PEER_METHODS = frozenset({"metrics_text", "process_name", "process_page", "request_timeline", "request_lines"})
 """What routers may ask each other: methods of `Router` that only look."""
 
 

@@ -85,7 +85,7 @@ class Router:
         """This router's own page of metrics, in one of Prometheus' two formats."""
         return self.metrics.text(openmetrics=openmetrics)
 
-    def request_life(self, request_id: str, client: str) -> dict[str, Any] | None:
+    def request_timeline(self, request_id: str, client: str) -> dict[str, Any] | None:
         """This router's part of the life of a client's request; None if it does not know it (any more)."""
         return self.lives.life_of(request_id, client)
 

@@ -41,7 +41,7 @@ class WorkerClient(Protocol):
     async def describe_block(self, group: int, block: int) -> dict[str, Any]:
         """One block now, as JSON values, for a person who points at it."""
 
-    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+    async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
 
 

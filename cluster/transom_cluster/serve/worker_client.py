@@ -65,7 +65,7 @@ class ServeWorkerClient:
         description: dict[str, Any] = await self._handle.describe_block.remote(group, block)
         return description
 
-    async def request_life(self, request_id: str) -> list[dict[str, Any]]:
+    async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """See `WorkerClient`."""
-        life: list[dict[str, Any]] = await self._handle.request_life.remote(request_id)
+        life: list[dict[str, Any]] = await self._handle.request_timeline.remote(request_id)
         return life

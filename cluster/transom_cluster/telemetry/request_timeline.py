@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from transom_cluster.routing.placer import Placed
 from transom_cluster.telemetry.tracing import RequestTrace
 from transom_worker.contract import Request, Usage
-from transom_worker.telemetry.request_timelines import Life, Lives, answer_id_of
+from transom_worker.telemetry.request_timelines import Timeline, TimelineStore, response_id_of
 
 ONLY_CLIENT = "all"
 """The client of every request where the server wants no API keys."""
@@ -22,7 +22,7 @@ class Choice(Protocol):
     token_ids: list[int]
 
 
-class RequestLife(Life):
+class RequestLife(Timeline):
     """One answer's steps, those of all its choices. `client` is who may read it; keys are not kept."""
 
     __slots__ = (
@@ -56,7 +56,7 @@ class RequestLife(Life):
         trace: RequestTrace | None = None,
     ) -> None:
         first = requests[0]
-        super().__init__(answer_id_of(first.request_id), first.arrival_s or time.time())
+        super().__init__(response_id_of(first.request_id), first.arrival_s or time.time())
         self.endpoint = endpoint
         self.client = client
         self.stream = stream
@@ -203,7 +203,7 @@ class RequestLives:
 
     def __init__(self, router_id: str) -> None:
         self._router_id = router_id
-        self._lives = Lives()
+        self._lives = TimelineStore()
 
     @contextlib.contextmanager
     def following(self, life: RequestLife, choices: Sequence[Choice]) -> Iterator[None]:
@@ -219,12 +219,12 @@ class RequestLives:
     def life_of(self, request_id: str, client: str) -> dict[str, Any] | None:
         """This router's part of the life of one of a client's requests, by either of its ids, as JSON values; None if it is not
         known (any more)."""
-        answer_id = answer_id_of(request_id)
+        answer_id = response_id_of(request_id)
         for life in self._lives.newest():
             assert isinstance(life, RequestLife)
             if life.client == client and (life.request_id == answer_id or life.outer_id == request_id):
                 by = {"router": self._router_id}
-                steps = [{"at_s": step.at_s, **by, "what": step.what, **step.facts} for step in life.all_steps()]
+                steps = [{"at_s": step.at_s, **by, "what": step.kind, **step.facts} for step in life.events]
                 return {"line": life.line(), "steps": steps}
         return None
 

@@ -51,7 +51,7 @@ class Engine:
         info = executor.start()
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._scheduler = self._make_scheduler(info)
-        self._scheduler.listen(self.observer.lives)
+        self._scheduler.listen(self.observer.timelines)
         self._scheduler.listen(self.observer.blocks.events)
         self._scheduler.max_model_len = fit_model_len(
             self._scheduler.capacity_tokens, info.max_model_len, is_asked=config.model.max_model_len is not None
@@ -199,7 +199,7 @@ class Engine:
     def shutdown(self) -> None:
         """Free the executor's memory and processes; idempotent."""
         self._executor.shutdown()
-        self.observer.lives.close()
+        self.observer.timelines.close()
 
     def _step(self, events: list[OutputEvent]) -> None:
         """One step; its events are added one by one, so that none is lost when a later one fails."""

@@ -14,7 +14,7 @@ from transom_worker.errors import Overloaded, RequestError, WorkerLost
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import NewSequence, StepPlan, StepTimings
-from transom_worker.telemetry.engine_timelines import EngineLives
+from transom_worker.telemetry.engine_timelines import EngineTimelines
 from transom_worker.telemetry.metrics import EngineMetrics, WorkerState
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class EngineObserver:
 
     def __init__(self, metrics: EngineMetrics, worker: str = "0") -> None:
         self.metrics = metrics
-        self.lives = EngineLives(worker)
+        self.timelines = EngineTimelines(worker)
         self.blocks = BlockMapLog()
         self._unscheduled: dict[str, RunningRequest] = {}  # those that no step has computed yet
 
@@ -59,19 +59,19 @@ class EngineObserver:
     def scheduled(self, plan: StepPlan) -> None:
         """A plan went to the ranks."""
         self.blocks.changed()
-        self.lives.scheduled(plan)
+        self.timelines.scheduled(plan)
         self.metrics.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
 
     def stepped(self, timings: StepTimings, times: StepTimes) -> None:
         """A result came back, and its events are made."""
         self.blocks.changed()
-        self.lives.stepped()
+        self.timelines.stepped()
         self.metrics.stepped(timings, schedule_s=times.schedule_s, wait_s=times.wait_s, output_s=times.output_s)
 
     def token(self, running: RunningRequest, output: SequenceOutput, now_s: float) -> None:
         """A request got a token."""
         if output.is_first:
-            self.lives.first_token(output.request_id, now_s)
+            self.timelines.first_token(output.request_id, now_s)
         self.metrics.token(running.times, now_s)
 
     def finished(self, running: RunningRequest, finish_reason: str) -> None:
@@ -79,18 +79,18 @@ class EngineObserver:
         self._unscheduled.pop(running.request.request_id, None)
         self.blocks.changed()
         self.blocks.events.finished(running.request.request_id, finish_reason)
-        self.lives.finished(running.request.request_id, finish_reason)
+        self.timelines.finished(running.request.request_id, finish_reason)
         self.metrics.finished(running.times, finish_reason, num_output_tokens=running.num_output_tokens)
 
     def ranks_lost(self) -> None:
         """A rank was lost, and all of them are started again."""
         self.blocks.changed()
-        self.lives.ranks_lost()
+        self.timelines.ranks_lost()
         self.metrics.rank_lost()
 
     def published(self, scheduler: Scheduler, load: WorkerLoad, ranks: tuple[RankReport, ...]) -> None:
         """A few times a second, and when the engine rests: the state of queue, cache and ranks."""
-        self.lives.mark()
+        self.timelines.split_long_phases()
         self.blocks.published(scheduler.cache)
         self.metrics.publish(
             WorkerState(

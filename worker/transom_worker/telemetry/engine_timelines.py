@@ -1,7 +1,14 @@
-"""What happens to each request inside one worker, for `/debug/requests/{id}`, spans and log lines.
+"""Timelines of the requests of one engine: the source of `/debug/requests/{id}`, of a worker's spans and of its request log lines.
 
-Steps cost nothing per token: what goes on for many steps (prefill, decode) is one run, whose figures are differences of the
-engine's counters and of the sequence's own length when somebody looks. Called on the engine's thread; read from any.
+- **timeline**: what happened to one request, in order (`request_timelines`).
+- **phase**: steps of one kind, one after the other, that compute a request. `prefill` computes the tokens that were known at
+  the first admission, `recompute` those that were known at a later one (after a preemption), and `decode` generates tokens.
+
+A phase costs nothing per token. It notes where the engine's step counters stand when it begins; its figures are differences of
+those counters, and of the sequence's own length, at its end or when a client asks. Example: a prompt of 59 tokens with 16
+tokens per step becomes one `prefill` event with `tokens: 59, steps: 4`.
+
+The methods are called on the engine's thread; `events_of` may be called on any thread.
 """
 
 from __future__ import annotations
@@ -13,28 +20,33 @@ from typing import Any, Protocol
 
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
-from transom_worker.telemetry.request_timelines import Life, Lives, Step, answer_id_of
+from transom_worker.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
 
-LEAST_RUN_S = 1.0  # a run that is older than this
-RUN_SHARE = 0.25  # and than this share of the time since it was let in is closed and another begun: dozens, however long it takes
+LEAST_PHASE_S = 1.0
+PHASE_SHARE = 0.25
+"""A phase that is longer than `LEAST_PHASE_S`, and than this share of the time since the request's admission, is ended and
+continued as another event: a change of pace within a request shows, and a request has dozens of events at most, however long it
+takes."""
 
 
 @dataclass(slots=True)
-class _Run:
-    """Steps of one kind, one after the other: where the counters stood when they began."""
+class _Phase:
+    """Where the counters stood when a phase began, and the steps that are counted one by one."""
 
-    what: str  # prefill, recompute, decode
+    kind: str  # prefill, recompute or decode
     begin_s: float
-    num_tokens: int  # computed, or put out, before
+    num_known: int  # prefill, recompute: the sequence's tokens at admission, all of which the phase computes
+    num_tokens: int  # computed (prefill, recompute) or generated (decode) before the phase
     num_steps: int
     num_rows: int
-    num_chunks: int = 0  # steps that computed some of a prefill
-    num_ahead: int = 0  # steps that were planned behind the last of them, before its token came: the decode run's
+    num_chunks: int = 0  # steps that computed tokens of a prefill
+    # Steps that were planned behind a prefill's last step before its token came: they belong to the decode phase.
+    num_steps_ahead: int = 0
     num_rows_ahead: int = 0
 
 
-class EngineLife(Life):
-    """One request at this worker: its steps, and the figures that spans and log lines are made of. 0: not yet."""
+class EngineTimeline(Timeline):
+    """One request at this worker: its events, and the figures of its spans and its log line. A time of 0 means: not yet."""
 
     __slots__ = (
         "admitted_s",
@@ -42,8 +54,8 @@ class EngineLife(Life):
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "phase",
         "queued_s",
-        "run",
         "sequence",
         "tokens",
         "trace_parent",
@@ -52,210 +64,219 @@ class EngineLife(Life):
     def __init__(self, sequence: Sequence, queued_s: float) -> None:
         request = sequence.request
         super().__init__(request.request_id, request.arrival_s or queued_s)
-        self.sequence: Sequence | None = sequence  # until the end
+        self.sequence: Sequence | None = sequence  # None once the request has ended
         self.trace_parent = request.trace_parent
         self.num_prompt_tokens = request.num_prompt_tokens
         self.queued_s = queued_s
         self.admitted_s = 0.0
         self.first_token_s = 0.0
-        self.tokens: Mapping[str, int] = {}  # of the prompt, by outcome
+        self.tokens: Mapping[str, int] = {}  # prompt tokens by outcome of the prefix cache search
         self.num_preemptions = 0
         self.num_output_tokens = 0
-        self.run: _Run | None = None
+        self.phase: _Phase | None = None
 
 
-class Listener(Protocol):
-    """Who hears of ended requests, on the engine's thread."""
+class EndedTimelineConsumer(Protocol):
+    """Consumes the timelines of ended requests. The engine's thread calls it."""
 
-    def __call__(self, life: EngineLife, reason: str) -> None:
-        """A request has ended; returns at once."""
+    def export(self, timeline: EngineTimeline, finish_reason: str) -> None:
+        """Take the timeline of a request that has ended; returns at once."""
 
     def close(self) -> None:
-        """There will be no more."""
+        """Complete what was begun; no more timelines follow. Idempotent."""
 
 
-class EngineLives:
-    """One engine's. A `SchedulerListener`; `ended` are called with each life when it is over."""
+class EngineTimelines:
+    """The timelines of one engine's requests. The `exporter`, where there is one, receives each timeline when its request has
+    ended."""
 
     def __init__(self, worker: str) -> None:
-        self.ended: list[Listener] = []
+        self.exporter: EndedTimelineConsumer | None = None
         self._worker = worker
-        self._lives = Lives()
-        self._running: dict[str, EngineLife] = {}
-        self._prefilling: dict[int, EngineLife] = {}  # by sequence id: computing what was known when it was let in
-        self._num_known: dict[int, int] = {}  # tokens then
+        self._store = TimelineStore()
+        self._running: dict[str, EngineTimeline] = {}
+        self._prefilling: dict[int, EngineTimeline] = {}  # by sequence id: in the phase prefill or recompute
         self._num_steps = 0
         self._num_rows = 0
 
-    # What the scheduler tells
+    @property
+    def num_prefilling(self) -> int:
+        """Requests in the phase prefill or recompute."""
+        return len(self._prefilling)
+
+    # What the scheduler reports (`SchedulerListener`)
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """See `SchedulerListener`."""
+        """A request has entered the scheduler's queue, behind `num_ahead` others."""
         now_s = time.time()
-        life = EngineLife(sequence, now_s)
-        facts: dict[str, Any] = {"ahead": num_ahead, "prompt_tokens": life.num_prompt_tokens}
+        timeline = EngineTimeline(sequence, now_s)
+        facts: dict[str, Any] = {"ahead": num_ahead, "prompt_tokens": timeline.num_prompt_tokens}
         if sequence.request.resumed_output_ids:
             facts["resumed_tokens"] = len(sequence.request.resumed_output_ids)
-        life.add("queued", now_s, **facts)
-        self._running[life.request_id] = life
-        self._lives.begin(life)
+        timeline.add("queued", now_s, **facts)
+        self._running[timeline.request_id] = timeline
+        self._store.begin(timeline)
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
-        """See `SchedulerListener`."""
-        life = self._running.get(sequence.request.request_id)
-        if life is None:
+        """The scheduler has admitted a request, for the first time or after a preemption; `tokens` by outcome of the cache
+        search."""
+        timeline = self._running.get(sequence.request.request_id)
+        if timeline is None:
             return
-        now_s, is_first = time.time(), not life.admitted_s
+        now_s, is_first = time.time(), not timeline.admitted_s
         if is_first:
-            life.admitted_s, life.tokens = now_s, tokens
+            timeline.admitted_s, timeline.tokens = now_s, tokens
         to_compute = len(sequence.token_ids) - sequence.scheduled
-        life.add("admitted" if is_first else "admitted_again", now_s, **tokens, to_compute=to_compute)
-        self._prefilling[sequence.seq_id] = life
-        self._num_known[sequence.seq_id] = len(sequence.token_ids)
-        self._begin_run(life, "prefill" if is_first else "recompute", now_s, sequence.scheduled)
+        timeline.add("admitted" if is_first else "admitted_again", now_s, **tokens, to_compute=to_compute)
+        self._prefilling[sequence.seq_id] = timeline
+        kind, num_known = "prefill" if is_first else "recompute", len(sequence.token_ids)
+        self._begin_phase(timeline, kind, now_s, num_known=num_known, num_tokens=sequence.scheduled)
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:
-        """See `SchedulerListener`."""
-        life = self._running.get(sequence.request.request_id)
-        if life is None:
+        """The scheduler has preempted a request."""
+        timeline = self._running.get(sequence.request.request_id)
+        if timeline is None:
             return
         now_s = time.time()
-        self._end_run(life, now_s)
-        life.num_preemptions += 1
-        life.add("preempted", now_s, mode=mode, tokens_lost=sequence.scheduled)
-        self._prefilled(sequence.seq_id)
+        self._end_phase(timeline, now_s)
+        timeline.num_preemptions += 1
+        timeline.add("preempted", now_s, mode=mode, tokens_lost=sequence.scheduled)
+        self._prefilling.pop(sequence.seq_id, None)
 
-    # What the engine tells
+    # What the engine reports
 
     def scheduled(self, plan: StepPlan) -> None:
-        """A plan went to the ranks."""
+        """The engine has sent a plan to the ranks."""
         self._num_steps += 1
         self._num_rows += len(plan.seq_ids)
         if self._prefilling:
             for seq_id in plan.seq_ids:
-                life = self._prefilling.get(seq_id)
-                if life is not None and life.run is not None:
-                    self._count_prefill_step(life.run, life, len(plan.seq_ids))
+                timeline = self._prefilling.get(seq_id)
+                if timeline is not None and timeline.phase is not None:
+                    self._count_prefill_step(timeline.phase, timeline, len(plan.seq_ids))
 
     def first_token(self, request_id: str, now_s: float) -> None:
-        """A request got its first token here."""
-        life = self._running.get(request_id)
-        if life is not None:
-            life.first_token_s = now_s
-            life.add("first_token", now_s)
+        """A request has its first token at this worker."""
+        timeline = self._running.get(request_id)
+        if timeline is not None:
+            timeline.first_token_s = now_s
+            timeline.add("first_token", now_s)
 
     def stepped(self) -> None:
-        """A step's tokens were taken: prefills that have brought one are over."""
-        for seq_id, life in list(self._prefilling.items()) if self._prefilling else ():
-            sequence = life.sequence
-            if sequence is None or sequence.seq_id != seq_id:
-                self._prefilled(seq_id)
-            elif len(sequence.token_ids) > self._num_known[seq_id]:
-                now_s, prefill = time.time(), life.run
-                self._end_run(life, now_s)
-                self._prefilled(seq_id)
-                decode = self._begin_run(life, "decode", now_s, len(sequence.token_ids) - sequence.num_prompt_tokens)
-                if prefill is not None:
-                    decode.num_steps -= prefill.num_ahead
-                    decode.num_rows -= prefill.num_rows_ahead
+        """The engine has applied a step's tokens. A prefill that has brought a token is over, and decode begins."""
+        for seq_id, timeline in list(self._prefilling.items()) if self._prefilling else ():
+            sequence, prefill = timeline.sequence, timeline.phase
+            if sequence is None or prefill is None or sequence.seq_id != seq_id:
+                del self._prefilling[seq_id]
+            elif len(sequence.token_ids) > prefill.num_known:
+                now_s = time.time()
+                self._end_phase(timeline, now_s)
+                del self._prefilling[seq_id]
+                num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
+                decode = self._begin_phase(timeline, "decode", now_s, num_known=0, num_tokens=num_generated)
+                decode.num_steps -= prefill.num_steps_ahead
+                decode.num_rows -= prefill.num_rows_ahead
 
     def finished(self, request_id: str, reason: str) -> None:
-        """A request ended: stop, length, abort or error."""
-        life = self._running.pop(request_id, None)
-        if life is None:
+        """A request has ended; `reason`: stop, length, abort or error."""
+        timeline = self._running.pop(request_id, None)
+        if timeline is None:
             return
         now_s = time.time()
-        self._end_run(life, now_s)
-        sequence = life.sequence
+        self._end_phase(timeline, now_s)
+        sequence = timeline.sequence
         if sequence is not None:
-            life.num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-            self._prefilled(sequence.seq_id)
-        life.sequence = None
-        life.add("finished", now_s, reason=reason, output_tokens=life.num_output_tokens)
-        self._lives.end(life, now_s)
-        for tell in self.ended:
-            tell(life, reason)
+            timeline.num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+            self._prefilling.pop(sequence.seq_id, None)
+        timeline.sequence = None
+        timeline.add("finished", now_s, reason=reason, output_tokens=timeline.num_output_tokens)
+        self._store.end(timeline, now_s)
+        if self.exporter is not None:
+            self.exporter.export(timeline, reason)
 
     def ranks_lost(self) -> None:
-        """A rank was lost: no request can go on here."""
+        """The engine has lost a rank: every request ends here."""
         now_s = time.time()
-        for life in self._running.values():
-            self._end_run(life, now_s)
-            life.add("rank_lost", now_s)
+        for timeline in self._running.values():
+            self._end_phase(timeline, now_s)
+            timeline.add("rank_lost", now_s)
 
-    def mark(self) -> None:
-        """A few times a second: runs that are long by now are closed, so that a change of pace within a request shows."""
+    def split_long_phases(self) -> None:
+        """End the phases that are long by now, and continue each as another event (see `PHASE_SHARE`)."""
         now_s = time.time()
-        for life in self._running.values():
-            run = life.run
-            if run is not None and now_s - run.begin_s > max(LEAST_RUN_S, RUN_SHARE * (now_s - life.admitted_s)):
-                self._end_run(life, now_s)
-                self._begin_run(life, run.what, now_s, self._progress(life, run.what))
+        for timeline in self._running.values():
+            phase = timeline.phase
+            if phase is None:
+                continue
+            if now_s - phase.begin_s > max(LEAST_PHASE_S, PHASE_SHARE * (now_s - timeline.admitted_s)):
+                self._end_phase(timeline, now_s)
+                num_tokens = _num_tokens_now(timeline, phase)
+                self._begin_phase(timeline, phase.kind, now_s, num_known=phase.num_known, num_tokens=num_tokens)
 
     def close(self) -> None:
-        """Let those who hear of ended requests finish what they do; idempotent."""
-        for tell in self.ended:
-            tell.close()
+        """Let the exporter complete what it has begun; idempotent."""
+        if self.exporter is not None:
+            self.exporter.close()
 
-    # For whoever asks
+    # What a client asks
 
-    def life_of(self, request_id: str) -> list[dict[str, Any]]:
-        """Every step of an answer's choices and attempts here, as JSON values."""
-        answer_id, now_s = answer_id_of(request_id), time.time()
-        steps = []
-        for life in self._lives.of_answer(answer_id):
-            assert isinstance(life, EngineLife)
-            run = life.run
-            going_on = [] if run is None else [self._step_of(life, run, now_s)]
-            for step in [*life.all_steps(), *going_on]:
-                about = {"worker": self._worker, "request_id": life.request_id}
-                steps.append({"at_s": step.at_s, **about, "what": step.what, **step.facts})
-        return steps
+    def events_of(self, request_id: str) -> list[dict[str, Any]]:
+        """Every event of all choices and attempts of a response at this worker, as JSON values; a phase that runs counts until
+        now."""
+        now_s = time.time()
+        found = []
+        for timeline in self._store.of_response(response_id_of(request_id)):
+            assert isinstance(timeline, EngineTimeline)
+            phase = timeline.phase
+            running = [] if phase is None else [self._phase_event(timeline, phase, now_s)]
+            for event in [*timeline.events, *running]:
+                about = {"worker": self._worker, "request_id": timeline.request_id}
+                found.append({"at_s": event.at_s, **about, "what": event.kind, **event.facts})
+        return found
 
-    # Runs
+    # Phases
 
-    def _begin_run(self, life: EngineLife, what: str, now_s: float, num_tokens: int) -> _Run:
-        life.run = _Run(what, now_s, num_tokens, self._num_steps, self._num_rows)
-        return life.run
+    def _begin_phase(
+        self, timeline: EngineTimeline, kind: str, now_s: float, *, num_known: int, num_tokens: int
+    ) -> _Phase:
+        timeline.phase = _Phase(kind, now_s, num_known, num_tokens, self._num_steps, self._num_rows)
+        return timeline.phase
 
-    def _count_prefill_step(self, run: _Run, life: EngineLife, num_rows: int) -> None:
-        """A plan has a sequence whose prefill is not over: for its prefill, or already for the token after it."""
-        sequence = life.sequence
-        if sequence is None or sequence.scheduled <= self._num_known[sequence.seq_id]:
-            run.num_chunks += 1
+    def _count_prefill_step(self, phase: _Phase, timeline: EngineTimeline, num_rows: int) -> None:
+        """Count a plan that has a sequence in prefill: it computes a chunk of the prefill, or already the token after it."""
+        sequence = timeline.sequence
+        if sequence is None or sequence.scheduled <= phase.num_known:
+            phase.num_chunks += 1
         else:
-            run.num_ahead += 1
-            run.num_rows_ahead += num_rows
+            phase.num_steps_ahead += 1
+            phase.num_rows_ahead += num_rows
 
-    def _end_run(self, life: EngineLife, now_s: float) -> None:
-        run, life.run = life.run, None
-        if run is not None:
-            step = self._step_of(life, run, now_s)
-            if step.facts["steps"] or step.facts["tokens"]:
-                life.add(step.what, step.at_s, **step.facts)
+    def _end_phase(self, timeline: EngineTimeline, now_s: float) -> None:
+        phase, timeline.phase = timeline.phase, None
+        if phase is not None:
+            event = self._phase_event(timeline, phase, now_s)
+            if event.facts["steps"] or event.facts["tokens"]:
+                timeline.add(event.kind, event.at_s, **event.facts)
 
-    def _step_of(self, life: EngineLife, run: _Run, now_s: float) -> Step:
-        """What a run has done until now."""
-        num_steps = self._num_steps - run.num_steps
-        num_tokens = self._progress(life, run.what)
+    def _phase_event(self, timeline: EngineTimeline, phase: _Phase, now_s: float) -> TimelineEvent:
+        """The event of a phase: what it has done until now."""
+        num_steps = self._num_steps - phase.num_steps
+        num_tokens = _num_tokens_now(timeline, phase)
         facts: dict[str, Any] = {
-            "seconds": now_s - run.begin_s,
-            "tokens": max(0, num_tokens - run.num_tokens),
+            "seconds": now_s - phase.begin_s,
+            "tokens": max(0, num_tokens - phase.num_tokens),
             "tokens_so_far": num_tokens,
-            "steps": num_steps if run.what == "decode" else run.num_chunks,
-            "sequences": round((self._num_rows - run.num_rows) / num_steps, 1) if num_steps else 0,
+            "steps": num_steps if phase.kind == "decode" else phase.num_chunks,
+            "sequences": round((self._num_rows - phase.num_rows) / num_steps, 1) if num_steps else 0,
         }
-        return Step(run.begin_s, run.what, facts)
+        return TimelineEvent(phase.begin_s, phase.kind, facts)
 
-    def _progress(self, life: EngineLife, what: str) -> int:
-        """Tokens put out so far, or computed so far of what was known when it was let in."""
-        sequence = life.sequence
-        if sequence is None:
-            return life.num_output_tokens
-        if what == "decode":
-            return len(sequence.token_ids) - sequence.num_prompt_tokens
-        return min(sequence.scheduled, self._num_known.get(sequence.seq_id, sequence.scheduled))
 
-    def _prefilled(self, seq_id: int) -> None:
-        self._prefilling.pop(seq_id, None)
-        self._num_known.pop(seq_id, None)
+def _num_tokens_now(timeline: EngineTimeline, phase: _Phase) -> int:
+    """Tokens that are generated (decode), or computed of those that were known at admission (prefill, recompute)."""
+    sequence = timeline.sequence
+    if sequence is None:
+        return timeline.num_output_tokens
+    if phase.kind == "decode":
+        return len(sequence.token_ids) - sequence.num_prompt_tokens
+    return min(sequence.scheduled, phase.num_known)

@@ -1,6 +1,14 @@
-"""What happened to the last requests of one process, step by step: bounded memory, and neither prompts nor text.
+"""Timelines of a process's last requests: what happened to each request, in order, in bounded memory.
 
-Routers and workers keep one such book each; `/debug/requests/{id}` puts them together. One thread writes, any may read.
+- **timeline event**: one thing that happened to a request (queued, admitted, preempted...), with its time and its figures.
+- **timeline**: all events of one request at one router or worker. It holds neither prompts nor generated text.
+- **timeline store**: the timelines of the requests that run, and of the last ones that ended.
+
+Each router and each worker has a store of its own; `/debug/requests/{id}` joins their events. One thread writes to a store, and any
+thread may read from it.
+
+A worker's request id is `{response id}-{prompt}-{choice}`, with `+{attempt}` where the request migrated: `chatcmpl-0f-1-2+1` is the
+second attempt at choice 2 of prompt 1 of the response `chatcmpl-0f`.
 """
 
 from __future__ import annotations
@@ -10,120 +18,118 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-MAX_LIVES = 2000
-MAX_STEPS = 200  # of one request; those in the middle are summed up from then on
-MAX_FINISHED_STEPS = 40_000  # of all finished requests together: about 14 MB
-_NUM_FIRST = 50  # steps that a long life keeps from its beginning
-_NUM_SUMMED = 50  # steps that are summed up at once
+MAX_TIMELINES = 2000
+MAX_EVENTS = 200  # of one timeline; events from its middle are then merged
+MAX_ENDED_EVENTS = 40_000  # of all ended timelines together: about 14 MB
+_NUM_FIRST = 50  # events that a long timeline keeps from its beginning
+_NUM_MERGED = 50  # events that are merged at once
 
-_ATTEMPT = re.compile(r"(.+)-(\d+)-(\d+)(?:\+\d+)?")
+_REQUEST_ID = re.compile(r"(.+)-(\d+)-(\d+)(?:\+\d+)?")
 
 
-def answer_id_of(request_id: str) -> str:
-    """The id that the client saw: workers know requests as `{answer}-{prompt}-{choice}`, with `+{attempt}` where they went on."""
-    match = _ATTEMPT.fullmatch(request_id)
+def response_id_of(request_id: str) -> str:
+    """The id of the HTTP response that a worker's request belongs to: the id that the client sees."""
+    match = _REQUEST_ID.fullmatch(request_id)
     return match[1] if match else request_id
 
 
-def place_of(request_id: str) -> tuple[int, int] | None:
-    """Which prompt of its answer, and which choice of that prompt, a worker's request is; None where its id does not say."""
-    match = _ATTEMPT.fullmatch(request_id)
+def prompt_and_choice_of(request_id: str) -> tuple[int, int] | None:
+    """The indices of the prompt and of the choice that a worker's request computes; None where its id does not have them."""
+    match = _REQUEST_ID.fullmatch(request_id)
     return (int(match[2]), int(match[3])) if match else None
 
 
-class Step(NamedTuple):
-    """Something that happened, in seconds since the epoch, with figures as JSON has them."""
+class TimelineEvent(NamedTuple):
+    """One thing that happened to a request: its time in seconds since the epoch, its kind, and its figures as JSON values."""
 
     at_s: float
-    what: str
+    kind: str
     facts: dict[str, Any]
 
 
-class Life:
-    """One request's steps, the first ones and the last."""
+class Timeline:
+    """The events of one request.
 
-    __slots__ = ("arrival_s", "end_s", "request_id", "steps")
+    A long timeline keeps its first events and its last ones: whenever it has more than `MAX_EVENTS`, `_NUM_MERGED` events after the
+    first `_NUM_FIRST` become one event of the kind `summed_up`.
+    """
+
+    __slots__ = ("arrival_s", "end_s", "events", "request_id")
 
     def __init__(self, request_id: str, arrival_s: float) -> None:
         self.request_id = request_id
         self.arrival_s = arrival_s
-        self.end_s = 0.0  # 0 while it runs
-        self.steps: list[Step] = []
+        self.end_s = 0.0  # 0 while the request runs
+        self.events: list[TimelineEvent] = []
 
-    def add(self, what: str, at_s: float | None = None, **facts: Any) -> None:
-        """Note a step, by default as of now; nothing is noted after the end."""
+    def add(self, kind: str, at_s: float | None = None, **facts: Any) -> None:
+        """Add an event, by default as of now. An event that comes after the request's end is ignored."""
         if self.end_s:
             return
-        self.steps.append(Step(time.time() if at_s is None else at_s, what, facts))
-        if len(self.steps) > MAX_STEPS:
-            self._sum_up()
+        self.events.append(TimelineEvent(time.time() if at_s is None else at_s, kind, facts))
+        if len(self.events) > MAX_EVENTS:
+            self._merge_middle()
 
-    def all_steps(self) -> list[Step]:
-        """All steps, and what goes on as it stands now; from any thread."""
-        return list(self.steps)
-
-    def _sum_up(self) -> None:
-        middle = self.steps[_NUM_FIRST : _NUM_FIRST + _NUM_SUMMED]
+    def _merge_middle(self) -> None:
+        middle = self.events[_NUM_FIRST : _NUM_FIRST + _NUM_MERGED]
         facts = {
-            "steps": sum(step.facts["steps"] if step.what == "summed_up" else 1 for step in middle),
-            "tokens": sum(step.facts.get("tokens", 0) for step in middle),
+            "steps": sum(event.facts["steps"] if event.kind == "summed_up" else 1 for event in middle),
+            "tokens": sum(event.facts.get("tokens", 0) for event in middle),
             "until_s": middle[-1].at_s,
         }
-        self.steps[_NUM_FIRST : _NUM_FIRST + _NUM_SUMMED] = [Step(middle[0].at_s, "summed_up", facts)]
+        self.events[_NUM_FIRST : _NUM_FIRST + _NUM_MERGED] = [TimelineEvent(middle[0].at_s, "summed_up", facts)]
 
 
-class Lives:
-    """A ring: the oldest finished life makes room for a new one, and the oldest of all where none has finished."""
+class TimelineStore:
+    """A bounded set of timelines. A new timeline displaces the oldest ended one, or the oldest running one where none has ended."""
 
-    def __init__(self, *, max_lives: int = MAX_LIVES, max_finished_steps: int = MAX_FINISHED_STEPS) -> None:
-        self._max_lives = max_lives
-        self._max_finished_steps = max_finished_steps
-        self._running: dict[str, Life] = {}  # by request id, in order of arrival
-        self._finished: dict[str, Life] = {}  # in order of their ends
-        self._num_finished_steps = 0
+    def __init__(self, *, max_timelines: int = MAX_TIMELINES, max_ended_events: int = MAX_ENDED_EVENTS) -> None:
+        self._max_timelines = max_timelines
+        self._max_ended_events = max_ended_events
+        self._running: dict[str, Timeline] = {}  # by request id, in order of arrival
+        self._ended: dict[str, Timeline] = {}  # by request id, in order of their ends
+        self._num_ended_events = 0
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._finished)
+        return len(self._running) + len(self._ended)
 
-    def begin(self, life: Life) -> None:
-        """A request has come. One of an id that was there before replaces it."""
-        self._forget(life.request_id)
-        self._running.pop(life.request_id, None)
-        self._running[life.request_id] = life
-        if len(self) > self._max_lives:
-            oldest = next(iter(self._finished or self._running))
-            self._forget(oldest)
-            if len(self) > self._max_lives:
+    def begin(self, timeline: Timeline) -> None:
+        """Store the timeline of a request that has arrived. It replaces a timeline with an equal request id."""
+        self._forget_ended(timeline.request_id)
+        self._running.pop(timeline.request_id, None)
+        self._running[timeline.request_id] = timeline
+        if len(self) > self._max_timelines:
+            oldest = next(iter(self._ended or self._running))
+            self._forget_ended(oldest)
+            if len(self) > self._max_timelines:
                 self._running.pop(oldest)
 
-    def end(self, life: Life, at_s: float | None = None) -> None:
-        """A request has ended; its life stays for a while."""
-        life.end_s = time.time() if at_s is None else at_s
-        if self._running.get(life.request_id) is not life:
+    def end(self, timeline: Timeline, at_s: float | None = None) -> None:
+        """Mark the timeline of a request that has ended, by default now. The store keeps it until newer ones displace it."""
+        timeline.end_s = time.time() if at_s is None else at_s
+        if self._running.get(timeline.request_id) is not timeline:
             return
-        del self._running[life.request_id]
-        self._finished[life.request_id] = life
-        self._num_finished_steps += len(life.steps)
-        while self._num_finished_steps > self._max_finished_steps:
-            self._forget(next(iter(self._finished)))
+        del self._running[timeline.request_id]
+        self._ended[timeline.request_id] = timeline
+        self._num_ended_events += len(timeline.events)
+        while self._num_ended_events > self._max_ended_events:
+            self._forget_ended(next(iter(self._ended)))
 
-    def running(self) -> list[Life]:
-        """Those that have not ended, the oldest first."""
+    def running(self) -> list[Timeline]:
+        """Timelines of the requests that have not ended, the oldest first."""
         return list(self._running.values())
 
-    def of_answer(self, answer_id: str) -> list[Life]:
-        """All choices and attempts of one HTTP request that are known here."""
-        return [life for life in self._all() if answer_id_of(life.request_id) == answer_id]
+    def of_response(self, response_id: str) -> list[Timeline]:
+        """Timelines of all choices and attempts of one HTTP response."""
+        timelines = [*list(self._running.values()), *list(self._ended.values())]
+        return [timeline for timeline in timelines if response_id_of(timeline.request_id) == response_id]
 
-    def newest(self) -> Iterator[Life]:
-        """Running ones, then finished ones, the newest first each."""
+    def newest(self) -> Iterator[Timeline]:
+        """Timelines of running requests, the newest first, then those of ended requests, the newest first."""
         yield from reversed(self.running())
-        yield from reversed(list(self._finished.values()))
+        yield from reversed(list(self._ended.values()))
 
-    def _all(self) -> list[Life]:
-        return [*list(self._running.values()), *list(self._finished.values())]
-
-    def _forget(self, request_id: str) -> None:
-        life = self._finished.pop(request_id, None)
-        if life is not None:
-            self._num_finished_steps -= len(life.steps)
+    def _forget_ended(self, request_id: str) -> None:
+        timeline = self._ended.pop(request_id, None)
+        if timeline is not None:
+            self._num_ended_events -= len(timeline.events)
