@@ -89,15 +89,15 @@ def _plan(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def hashing_ms(num_units: int) -> float:
-    token_ids = [random.Random(1).randrange(200_000) for _ in range(num_units * BLOCK)]
+def hashing_ms(num_hash_blocks: int) -> float:
+    token_ids = [random.Random(1).randrange(200_000) for _ in range(num_hash_blocks * BLOCK)]
     return _best_ms(lambda: extend_chain([], chain_root(BLOCK), token_ids, BLOCK))
 
 
-def hit_search_ms(num_units: int) -> dict[str, float]:
-    """Milliseconds of a search over `num_units` units, by what is cached."""
+def hit_search_ms(num_hash_blocks: int) -> dict[str, float]:
+    """Milliseconds of a search over `num_hash_blocks` units, by what is cached."""
     chain: list[bytes] = []
-    extend_chain(chain, chain_root(BLOCK), list(range(num_units * BLOCK)), BLOCK)
+    extend_chain(chain, chain_root(BLOCK), list(range(num_hash_blocks * BLOCK)), BLOCK)
     everything, nothing = dict.fromkeys(chain, 0), dict[bytes, int]()
     every_other = dict.fromkeys(chain[::2], 0)
     cases = {
@@ -108,7 +108,7 @@ def hit_search_ms(num_units: int) -> dict[str, float]:
     }
     retentions = [Retention(spec) for spec in SPECS]
     return {
-        name: _best_ms(lambda found=found: find_hit(retentions, found, chain, num_units, window_repair=True))  # type: ignore[misc]
+        name: _best_ms(lambda found=found: find_hit(retentions, found, chain, num_hash_blocks, window_repair=True))  # type: ignore[misc]
         for name, found in cases.items()
     }
 

@@ -176,7 +176,7 @@ def _batch(
     ]
     return PagedBatch(
         block_size=BLOCK,
-        num_pinned_blocks=0,
+        num_sink_blocks=0,
         block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32, device=device),
         first_block=on_device(firsts),
         attend_from=on_device([0] * len(tables)),

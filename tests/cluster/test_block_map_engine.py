@@ -95,7 +95,7 @@ async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) 
     async with frames_of(server) as frames:
         await anext(frames)
         await until(lambda: server.replica._blocks.num_watchers == 1)  # the test before has left, which takes a moment
-    catalog = server.replica.engine.scheduler.cache._catalog
+    catalog = server.replica.engine.scheduler.cache.registry
     await until(lambda: not server.replica._blocks.num_watchers and catalog._touched is None)
     await ask(server, "Nobody looks.", 4)
     async with frames_of(server) as frames:  # the next begins where the cache is now

@@ -94,14 +94,14 @@ def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Units that requests waited for since another computed them; here a few tokens are worth it."""
     waited: list[int] = []
-    follow = in_flight_prefixes.Upcoming.follow
+    follow = in_flight_prefixes.InFlightPrefixes.follow
 
-    def noted(self: in_flight_prefixes.Upcoming, sequence: Sequence, leader: Sequence, units: int) -> None:
+    def noted(self: in_flight_prefixes.InFlightPrefixes, sequence: Sequence, leader: Sequence, units: int) -> None:
         waited.append(units)
         follow(self, sequence, leader, units)
 
-    monkeypatch.setattr(in_flight_prefixes, "LEAST_SHARED_TOKENS", 8)
-    monkeypatch.setattr(in_flight_prefixes.Upcoming, "follow", noted)
+    monkeypatch.setattr(in_flight_prefixes, "MIN_SHARED_TOKENS", 8)
+    monkeypatch.setattr(in_flight_prefixes.InFlightPrefixes, "follow", noted)
     return waited
 
 

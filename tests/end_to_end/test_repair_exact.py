@@ -41,7 +41,7 @@ def after_loss(engine: Engine, length: int) -> tuple[int, int]:
     specs = [retention.spec for retention in engine._scheduler.cache.retentions]
     whole = (length - 1) // BLOCK * BLOCK
     start = repair_start(specs, whole) // BLOCK * BLOCK
-    within_sinks = max(spec.num_pinned_blocks for spec in specs) * BLOCK  # nothing else is live there
+    within_sinks = max(spec.num_sink_blocks for spec in specs) * BLOCK  # nothing else is live there
     return (start, whole - start) if start >= max(within_sinks, BLOCK) else (within_sinks, 0)
 
 
@@ -77,7 +77,7 @@ def test_every_way_to_start_gives_the_same_tokens(
         answers = run(engine, requests(way))
         assert [answer.token_ids for answer in answers] == expected[name], way
         assert [answer.num_cached_tokens for answer in answers] == starts, way
-    engine._scheduler.cache.drop_cached()
+    engine._scheduler.cache.evict_all()
     answers = run(engine, requests("evicted"))
     assert [answer.token_ids for answer in answers] == expected[name]
     assert not any(answer.num_cached_tokens for answer in answers)

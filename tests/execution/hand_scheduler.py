@@ -177,7 +177,7 @@ class HandScheduler:
         for group, spec in enumerate(self.specs):
             held = sequence.blocks[group]
             needed = {p // spec.block_size for a, b in spec.live(start) for p in range(a, b)}
-            pinned = spec.num_pinned_blocks
+            pinned = spec.num_sink_blocks
             dropped = sorted(
                 block for block in held if block not in needed and pinned <= block < start // spec.block_size
             )

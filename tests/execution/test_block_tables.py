@@ -11,10 +11,10 @@ from transom_worker.kvcache.groups import GroupKind, GroupSpec
 SIZE = 4
 
 
-def spec(num_pinned: int) -> GroupSpec:
-    if num_pinned == 0:
+def spec(num_sink_blocks: int) -> GroupSpec:
+    if num_sink_blocks == 0:
         return GroupSpec(name="window_9", kind=GroupKind.WINDOW, layers=(0,), block_size=SIZE, window=9)
-    sinks = num_pinned * SIZE - 1
+    sinks = num_sink_blocks * SIZE - 1
     return GroupSpec(name="s", kind=GroupKind.SINKS_WINDOW, layers=(0,), block_size=SIZE, window=9, sinks=sinks)
 
 
@@ -26,9 +26,9 @@ class Model:
 
 
 @settings(deadline=None, max_examples=80)
-@given(data=st.data(), num_pinned=st.integers(0, 2))
-def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_pinned: int) -> None:
-    tables = BlockTables(spec(num_pinned), num_rows=3, num_columns=2)
+@given(data=st.data(), num_sink_blocks=st.integers(0, 2))
+def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_sink_blocks: int) -> None:
+    tables = BlockTables(spec(num_sink_blocks), num_rows=3, num_columns=2)
     rows = [Model() for _ in range(3)]
     ids = iter(range(10_000))
     for _ in range(data.draw(st.integers(1, 25))):
@@ -38,26 +38,26 @@ def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_pinned: int
             tables.clear(row)
             held.clear()
             continue
-        run = sorted(block for block in held if block >= num_pinned)
+        run = sorted(block for block in held if block >= num_sink_blocks)
         dropped = data.draw(st.integers(0, len(run)))
         for block in run[:dropped]:
             del held[block]
         skip = 0
-        if len(held) >= num_pinned and dropped == len(run):  # an empty run may start again further on
+        if len(held) >= num_sink_blocks and dropped == len(run):  # an empty run may start again further on
             skip = data.draw(st.integers(0, 3))
-        first_new = max([num_pinned - 1 if len(held) >= num_pinned else len(held) - 1, *run]) + 1 + skip
+        first_new = max([num_sink_blocks - 1 if len(held) >= num_sink_blocks else len(held) - 1, *run]) + 1 + skip
         new = [next(ids) for _ in range(data.draw(st.integers(0, 6)))]
         held.update(zip(range(first_new, first_new + len(new)), new, strict=True))
-        first = min((block for block in held if block >= num_pinned), default=first_new)
+        first = min((block for block in held if block >= num_sink_blocks), default=first_new)
         tables.apply(row, dropped=dropped, first_block=first, blocks=new)
         for block in data.draw(st.lists(st.sampled_from(sorted(held)), max_size=3)) if held else []:
             held[block] = next(ids)
             tables.move(row, logical=block, block=held[block])
         for check in range(3):
-            _check(tables, check, rows[check].held, num_pinned)
+            _check(tables, check, rows[check].held, num_sink_blocks)
 
 
-def _check(tables: BlockTables, row: int, held: dict[int, int], num_pinned: int) -> None:
+def _check(tables: BlockTables, row: int, held: dict[int, int], num_sink_blocks: int) -> None:
     logical = np.arange(max(held, default=0) + 3)
     table, first = tables.gather(np.array([row]), np.array([1000 * SIZE]))
     columns = tables.columns(logical, first.repeat(len(logical)))
@@ -67,10 +67,10 @@ def _check(tables: BlockTables, row: int, held: dict[int, int], num_pinned: int)
     assert int((table >= 0).sum()) == len(held)
 
 
-@pytest.mark.parametrize("num_pinned", [0, 1, 2])
+@pytest.mark.parametrize("num_sink_blocks", [0, 1, 2])
 @pytest.mark.parametrize("end", [1, 4, 5, 8, 9, 20, 21])
-def test_columns_without_a_key_below_the_end_are_blank(num_pinned: int, end: int) -> None:
-    tables = BlockTables(spec(num_pinned), num_rows=2)
+def test_columns_without_a_key_below_the_end_are_blank(num_sink_blocks: int, end: int) -> None:
+    tables = BlockTables(spec(num_sink_blocks), num_rows=2)
     tables.apply(0, dropped=0, first_block=0, blocks=list(range(8)))
     tables.apply(1, dropped=0, first_block=0, blocks=[50])
     table, _ = tables.gather(np.array([0, 1]), np.array([end, 1]))

@@ -123,9 +123,9 @@ def _read(group: PagedBatch, cache: LayerCache, b: int, positions: list[int]) ->
     for position in positions:
         logical = position // group.block_size
         column = logical
-        if logical >= group.num_pinned_blocks:
+        if logical >= group.num_sink_blocks:
             assert logical >= group.first_block_host[b], f"block {logical} was dropped"
-            column = logical - group.first_block_host[b] + group.num_pinned_blocks
+            column = logical - group.first_block_host[b] + group.num_sink_blocks
         assert table[column] >= 0, f"position {position} has no block"
         blocks.append(table[column])
     offsets = torch.tensor([position % group.block_size for position in positions])

@@ -92,7 +92,7 @@ def attention(
         name=f"attend {dtype} {kept} rows {rows} widths {width}/{value_width}{said}",
         kernel=attend, types=types, constants=constants, num_warps=config.num_warps, num_stages=config.num_stages,
         hopper_stages=stages_on(config, (9, 0)),
-        unaligned=("num_kv_heads", "num_columns", "num_pinned", "table_stride"),
+        unaligned=("num_kv_heads", "num_columns", "num_sink_blocks", "table_stride"),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class Shape:
     block_size: int = 4
     dtype: torch.dtype = torch.float32
     head_major: bool = True
-    num_pinned_blocks: int = 0
+    num_sink_blocks: int = 0
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ def make_case(sequences: list[Sequence], shape: Shape, seed: int = 0) -> Case:
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(*dims, generator=generator).to(shape.dtype)
 
-    size, pinned = shape.block_size, shape.num_pinned_blocks
+    size, pinned = shape.block_size, shape.num_sink_blocks
     total = sum(-(-(s.start + s.count) // size) for s in sequences)
     free = list(range(total + 3))
     rng.shuffle(free)
@@ -91,7 +91,7 @@ def make_case(sequences: list[Sequence], shape: Shape, seed: int = 0) -> Case:
     counts = [s.count for s in sequences]
     batch = PagedBatch(
         block_size=size,
-        num_pinned_blocks=pinned,
+        num_sink_blocks=pinned,
         block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32),
         first_block=torch.tensor(firsts, dtype=torch.int32),
         attend_from=torch.tensor([s.attend_from for s in sequences], dtype=torch.int32),

@@ -18,7 +18,7 @@ class Batch:
     """What of a batch is looked at."""
 
     block_size: int
-    num_pinned_blocks: int
+    num_sink_blocks: int
     first_block_host: list[int]
     attend_from_host: list[int]
     start_host: list[int]
@@ -52,7 +52,7 @@ def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
 
 
 def slots(batch: Batch, rule: MaskRule, b: int, position: int, tokens: int) -> tuple[int, tuple[int, int]]:
-    size, pinned = batch.block_size, batch.num_pinned_blocks
+    size, pinned = batch.block_size, batch.num_sink_blocks
     shift = (pinned - batch.first_block_host[b]) * size
     end = position + tokens
     sinks_end = min(rule.num_sink_tokens, end)
@@ -78,7 +78,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
     return Batch(
         block_size=size,
-        num_pinned_blocks=pinned,
+        num_sink_blocks=pinned,
         first_block_host=[pinned + one for one in numbers(6)],
         attend_from_host=numbers(70),
         start_host=numbers(200),

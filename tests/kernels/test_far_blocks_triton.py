@@ -55,7 +55,7 @@ def test_paged_attention() -> None:
     near = [torch.randn(IDS, 4, 2, 16).half() for _ in range(2)]
     batch = PagedBatch(
         block_size=4,
-        num_pinned_blocks=0,
+        num_sink_blocks=0,
         block_table=torch.tensor([[2, 0, 1]], dtype=torch.int32),
         first_block=torch.zeros(1, dtype=torch.int32),
         attend_from=torch.zeros(1, dtype=torch.int32),

@@ -68,7 +68,7 @@ def test_prompts_at_the_edges_of_tiles(start: int, dtype: torch.dtype, counts: l
 def test_a_second_layer_computes_the_same_from_what_the_first_left() -> None:
     """Tokens of all kinds, with splits and without: programs stay in the batch's scratch."""
     sequences = [Sequence(start=70, count=1), Sequence(start=2, count=1), Sequence(start=60, count=3)]
-    case = make_case([*sequences, Sequence(start=30, count=9)], replace(SMALL, num_pinned_blocks=1))
+    case = make_case([*sequences, Sequence(start=30, count=9)], replace(SMALL, num_sink_blocks=1))
     check(case, twice=True, window=40, num_sink_tokens=3)
     check(case, twice=True)  # a layer of another mask
 
@@ -94,7 +94,7 @@ def test_work_in_a_larger_shape_is_the_same_work(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 33])
 @pytest.mark.parametrize("sinks", [0, 5, 8])
 def test_windows_and_sink_tokens_whose_run_has_slid(window: int, sinks: int) -> None:
-    shape = replace(ONE_HEAD, num_pinned_blocks=-(-sinks // 8))
+    shape = replace(ONE_HEAD, num_sink_blocks=-(-sinks // 8))
     long, chunk = max(0, 70 - window + 1), max(0, 50 - window + 1)
     sequences = [Sequence(start=70, count=1, first_key=long), Sequence(start=50, count=20, first_key=chunk)]
     check(
@@ -189,7 +189,7 @@ def test_a_table_from_which_blocks_were_dropped() -> None:
 
 @pytest.mark.parametrize("start", [3, 70])
 def test_sink_tokens_may_have_a_query_of_their_own(start: int) -> None:
-    shape = replace(SMALL, num_pinned_blocks=1)
+    shape = replace(SMALL, num_sink_blocks=1)
     case = make_case([Sequence(start=start, count=1, first_key=max(0, start - 19))], shape)
     sink_q = torch.randn_like(case.q)
     rule = MaskRule(window=20, num_sink_tokens=5)

@@ -1,4 +1,4 @@
-"""Brute force for the cache's tests: layouts of every group mix, a slow hit search, and the accounting that must always hold."""
+"""Brute force for the cache's tests: layouts of every group mix, a slow hit search, and the accounting that must always pin."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_
 
 
 def live_blocks(group: GroupSpec, n: int) -> set[int]:
-    """Logical blocks that hold a token of `live(n)`."""
+    """Logical blocks that pin a token of `live(n)`."""
     return {token // group.block_size for begin, end in group.live(n) for token in range(begin, end)}
 
 
@@ -87,7 +87,7 @@ def has_blocks(
     units_per_block = group.block_size // unit
     blocks = live_blocks(group, end)
     if pinned_only:
-        blocks = {block for block in blocks if block < group.num_pinned_blocks}
+        blocks = {block for block in blocks if block < group.num_sink_blocks}
     return all(digests[(block + 1) * units_per_block - 1] in found for block in blocks)
 
 
@@ -100,7 +100,7 @@ def cheapest_hit(
     unit: int,
     window_repair: bool,
 ) -> tuple[int, int]:
-    """(num_units, start) that leaves least to compute, by trying every boundary; of equals the largest boundary."""
+    """(num_hash_blocks, start) that leaves least to compute, by trying every boundary; of equals the largest boundary."""
     pairs = list(zip(specs, found, strict=True))
     repairable = window_repair and any(group.keeps_everything for group in specs)
     choices = []
@@ -155,32 +155,32 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     check_tree(cache)
     for group, pool in enumerate(cache.pools):
         tables = [sequence.tables[group] for sequence in sequences]
-        references = Counter(block for table in tables for block in table.pinned + table.run)
+        references = Counter(block for table in tables for block in table.sink_blocks + table.run)
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
-        held = [block for block, count in enumerate(pool.holds) if count and not pool.refs[block]]
-        cached = [*held, *pool.loose]
+        held = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
+        cached = [*held, *pool.evictable]
         pages = [page for page, owner in enumerate(cache.arena.owner) if owner == group]
         ids = [block for page in pages for block in cache.arena.blocks(page, group)]
-        empty = [block for block in ids if pool.is_empty(block)]
+        empty = [block for block in ids if pool.is_free(block)]
         assert sorted([*references, *cached, *empty]) == ids  # each block in exactly one place
-        assert (pool.num_active, pool.num_held, pool.num_empty) == (len(references), len(held), len(empty))
+        assert (pool.num_active, pool.num_pinned, pool.num_free) == (len(references), len(held), len(empty))
         assert pool.num_slots == len(ids)
         active_in = Counter(cache.arena.page_of(group, block) for block in references)
         held_in = Counter(cache.arena.page_of(group, block) for block in held)
-        loose_in = Counter(cache.arena.page_of(group, block) for block in pool.loose)
+        loose_in = Counter(cache.arena.page_of(group, block) for block in pool.evictable)
         assert pool.active_in == {page: active_in[page] for page in pages}
-        assert pool._held_in == {page: held_in[page] for page in pages}
-        assert pool._loose_in == {page: loose_in[page] for page in pages}
+        assert pool.pinned_in == {page: held_in[page] for page in pages}
+        assert pool.evictable_in == {page: loose_in[page] for page in pages}
         assert set(pool.idle_pages) == set(pages) - set(active_in)
-        assert set(pool.loose_pages) == set(pages) - set(active_in) - set(held_in)
-        assert set(pool._busy_loose) == set(loose_in) & set(active_in)
+        assert set(pool.evictable_pages) == set(pages) - set(active_in) - set(held_in)
+        assert set(pool.busy_evictable_pages) == set(loose_in) & set(active_in)
         assert pool.slack == sum(len(cache.arena.blocks(page, group)) for page in active_in) - len(references)
-        assert all(any(not pool.is_empty(b) for b in cache.arena.blocks(page, group)) for page in pages)
+        assert all(any(not pool.is_free(b) for b in cache.arena.blocks(page, group)) for page in pages)
         assert {digest: b for b, (digest, _) in pool.published.items()} == cache.index.groups[group]
         assert set(cached) <= set(pool.published)
         for sequence, table in zip(sequences, tables, strict=True):
-            assert len(set(table.pinned + table.run)) == len(table.pinned + table.run)
-            if sequence.processed >= sequence.replay_until:
+            assert len(set(table.sink_blocks + table.run)) == len(table.sink_blocks + table.run)
+            if sequence.processed >= sequence.repair_until:
                 live = live_blocks(pool_spec(cache, group), sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)
     assert cache.arena.num_free == cache.arena.owner.count(FREE)
@@ -188,12 +188,12 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
 
 def check_tree(cache: KvCache) -> None:
     """Holds are what the tree's nodes say, chains are whole, checkpoints complete."""
-    checkpoints, tree = cache._checkpoints, cache._checkpoints.tree
+    checkpoints, tree = cache.checkpoints, cache.checkpoints.tree
     holds: list[Counter[bytes]] = [Counter() for _ in cache.pools]
     owned: dict[bytes, object] = {}
     nodes = list(tree.nodes())
     chains: dict[int, list[bytes]] = {id(tree.root): []}
-    assert {id(node) for node in nodes} == {id(node) for node in checkpoints._candidates.all()}
+    assert {id(node) for node in nodes} == {id(node) for node in checkpoints.candidates.all()}
     for node in nodes:
         assert node.parent is not None
         assert node in node.parent.children
@@ -205,29 +205,29 @@ def check_tree(cache: KvCache) -> None:
             for group, step in tree._full_groups:
                 if (node.parent.boundary + at + 1) % step == 0:
                     holds[group][digest] += 1
-        for group, num_pinned in tree._sliding_groups:
-            holds[group].update(node.units[: max(0, num_pinned - node.parent.boundary)])
+        for group, num_sink_blocks in tree._sliding_groups:
+            holds[group].update(node.units[: max(0, num_sink_blocks - node.parent.boundary)])
         chain = chains[id(node)] = [*chains[id(node.parent)], *node.units]
         assert node.windows is None or len(node.windows) == len(checkpoints._sliding)
         for group, digests in zip(checkpoints._sliding, node.windows or (), strict=False):
             holds[group].update(digests)
             live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
-            pinned = pool_spec(cache, group).num_pinned_blocks
+            pinned = pool_spec(cache, group).num_sink_blocks
             assert {chain[block] for block in live if block >= pinned} <= set(digests) <= set(chain[pinned:])
             assert len(set(digests)) == len(digests)
     assert owned == tree.owner
     for group, counts in enumerate(holds):
         found = cache.index.groups[group]
         by_block = {found[digest]: count for digest, count in counts.items()}
-        assert by_block == {block: count for block, count in enumerate(cache.pools[group].holds) if count}
+        assert by_block == {block: count for block, count in enumerate(cache.pools[group].pins) if count}
     locks = Counter(
         id(blocks.base)
         for blocks in cache._running.values()
         if blocks.base is not None and blocks.base.parent is not None
     )
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
-    standing = Counter(node.kind.value for node in nodes if node.windows is not None)
-    assert +Counter(cache.stats().checkpoints.standing) == standing
+    current = Counter(node.kind.value for node in nodes if node.windows is not None)
+    assert +Counter(cache.stats().checkpoints.current) == current
 
 
 def pool_spec(cache: KvCache, group: int) -> GroupSpec:

@@ -15,27 +15,27 @@ Content = tuple[int, bytes]  # (position, digest of the tokens up to it)
 class RankTable:
     """One sequence's table of one group."""
 
-    num_pinned: int
-    pinned: list[int] = field(default_factory=list)
+    num_sink_blocks: int
+    sink_blocks: list[int] = field(default_factory=list)
     run: list[int] = field(default_factory=list)
     first_block: int = 0
 
     def at(self, logical: int) -> int:
-        assert logical < self.num_pinned or logical >= self.first_block
-        return self.pinned[logical] if logical < self.num_pinned else self.run[logical - self.first_block]
+        assert logical < self.num_sink_blocks or logical >= self.first_block
+        return self.sink_blocks[logical] if logical < self.num_sink_blocks else self.run[logical - self.first_block]
 
     def apply(self, dropped: int, appended: Sequence[int], first_block: int) -> None:
         assert dropped <= len(self.run)
         del self.run[:dropped]
-        missing = self.num_pinned - len(self.pinned)
-        self.pinned += appended[:missing]
+        missing = self.num_sink_blocks - len(self.sink_blocks)
+        self.sink_blocks += appended[:missing]
         self.run += appended[missing:]
         self.first_block = first_block
 
     def move(self, logical: int, block: int) -> None:
         self.at(logical)  # must be there
-        if logical < self.num_pinned:
-            self.pinned[logical] = block
+        if logical < self.num_sink_blocks:
+            self.sink_blocks[logical] = block
         else:
             self.run[logical - self.first_block] = block
 

@@ -1,11 +1,11 @@
-"""Random lives of sequences on tiny pools, over every mix of groups: see `cache_life` for what is checked, and how."""
+"""Random lives of sequences on tiny pools, over every mix of groups: see `cache_driver` for what is checked, and how."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from cache_life import CacheLife
+from cache_driver import CacheLife
 from cache_model import BLOCK, ENTRY_MIXES, MIXES
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -57,8 +57,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.life.plan(wanted)
 
     @rule(index=st.integers(0, 9), units_ahead=st.integers(0, 9))
-    def plan_fork(self, index: int, units_ahead: int) -> None:
-        self.life.plan_fork(index, units_ahead)
+    def plan_fork_checkpoint(self, index: int, units_ahead: int) -> None:
+        self.life.plan_fork_checkpoint(index, units_ahead)
 
     @rule()
     def receive(self) -> None:
@@ -82,9 +82,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.life.preempt(index)
 
     @rule(often=st.integers(0, 9))
-    def drop_cached(self, often: int) -> None:
+    def evict_all(self, often: int) -> None:
         if not often:
-            self.life.drop_cached()
+            self.life.evict_all()
 
     def teardown(self) -> None:
         if hasattr(self, "life"):
@@ -120,7 +120,7 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
         draw = rng.random()
         if draw < 0.3 and len(life.lives) < max_lives:
             begin()
-            life.plan_fork(-1, rng.randrange(12))
+            life.plan_fork_checkpoint(-1, rng.randrange(12))
         elif draw < 0.4:
             life.complete(rng.randrange(9), rng.choice(KINDS), chunk=rng.choice([1, 5, 40]))
         elif draw < 0.44:
@@ -128,7 +128,7 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
         elif draw < 0.47:
             life.preempt(rng.randrange(9))
         elif draw < 0.472:
-            life.drop_cached()
+            life.evict_all()
         elif life.lives and len(life.steps) < 3 and draw < 0.76:
             life.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])
         else:

@@ -70,10 +70,10 @@ def test_live_is_inside_the_past_and_lower_bounds_grow(spec: GroupSpec, n: int) 
 def test_retention_in_blocks_follows_live(spec: GroupSpec, n: int) -> None:
     retention = Retention(spec)
     first = retention.first_live_block(n)
-    kept = {*range(spec.num_pinned_blocks), *range(first, -(-n // spec.block_size))}
+    kept = {*range(spec.num_sink_blocks), *range(first, -(-n // spec.block_size))}
     assert live_blocks(spec, n) <= kept
     if not spec.keeps_everything:
-        tight = live_blocks(spec, n) | set(range(spec.num_pinned_blocks)) | {n // spec.block_size}
+        tight = live_blocks(spec, n) | set(range(spec.num_sink_blocks)) | {n // spec.block_size}
         assert kept <= tight
 
 
@@ -91,8 +91,8 @@ def test_nothing_can_be_freed_before_the_next_change(spec: GroupSpec, n: int) ->
 def test_peak_blocks_bound_a_run_of_single_tokens(spec: GroupSpec, num_tokens: int) -> None:
     retention = Retention(spec)
     held = [
-        min(spec.num_pinned_blocks, n // spec.block_size + 1)
-        + max(0, n // spec.block_size + 1 - max(retention.first_live_block(n), spec.num_pinned_blocks))
+        min(spec.num_sink_blocks, n // spec.block_size + 1)
+        + max(0, n // spec.block_size + 1 - max(retention.first_live_block(n), spec.num_sink_blocks))
         for n in range(num_tokens)
     ]
     assert max(held) <= retention.peak_blocks(num_tokens)

@@ -28,7 +28,7 @@ def run(cache: KvCache, token_ids: list[int], *, chunk: int = 8, release: bool =
     chain: list[bytes] = []
     extend_chain(chain, ROOT, token_ids, BLOCK)
     hit = cache.find(chain, len(token_ids)) if cache.enable_prefix_caching else None
-    units = hit.num_units if hit else 0
+    units = hit.num_hash_blocks if hit else 0
     blocks = cache.begin(chain, ROOT, hit=hit)
     cache.plan_checkpoints(blocks, [])
     for end in [*range(units * BLOCK + chunk, len(token_ids), chunk), len(token_ids)]:
@@ -70,8 +70,8 @@ def test_left_behind_blocks_are_loose_and_the_rest_is_held() -> None:
     cache = cache_of("window", num_pages=6)  # 4 blocks a page
     run(cache, list(range(40)))
     pool = cache.pools[0]
-    assert [pool.published[block][1] for block in pool.loose] == [0, 1, 2, 3, 4, 5, 6]
-    assert sorted(pool.published[block][1] for block, count in enumerate(pool.holds) if count) == [7, 8, 9]
+    assert [pool.published[block][1] for block in pool.evictable] == [0, 1, 2, 3, 4, 5, 6]
+    assert sorted(pool.published[block][1] for block, count in enumerate(pool.pins) if count) == [7, 8, 9]
 
 
 def test_another_group_gets_the_page_that_goes_first() -> None:
@@ -81,7 +81,7 @@ def test_another_group_gets_the_page_that_goes_first() -> None:
     stats = cache.stats()
     assert sum(stats.groups[1].evicted_blocks.values()) > 0
     assert set(stats.groups[1].evicted_blocks) <= {"own_group", "other_group"}
-    assert cache.find([], 0).num_units == 0
+    assert cache.find([], 0).num_hash_blocks == 0
 
 
 def test_blocks_of_a_sequence_are_consecutive_while_there_is_room() -> None:
@@ -111,7 +111,7 @@ def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index(monke
     assert update.version == cache.index_version == 10
     assert [len(run.digests) for run in update.runs] == [10]
     assert cache.take_update() is None
-    assert not cache._catalog.changes._runs
+    assert not cache.registry.changes._runs
 
 
 def test_other_block_sizes_are_refused() -> None:
@@ -145,9 +145,11 @@ def test_random_sequences_keep_the_accounts(mix: tuple[str, ...]) -> None:
             extend_chain(chain, ROOT, tokens, BLOCK)
             hit = cache.find(chain, len(tokens))
             limit = hit_limit(len(tokens), BLOCK)
-            assert hit.num_units == slow_hit(specs, mirror.groups, chain, limit)
+            assert hit.num_hash_blocks == slow_hit(specs, mirror.groups, chain, limit)
             running.append((cache.begin(chain, ROOT, hit=hit), tokens))
-            cache.plan_checkpoints(running[-1][0], [(limit, CheckpointKind.PROMPT)] if limit > hit.num_units else [])
+            cache.plan_checkpoints(
+                running[-1][0], [(limit, CheckpointKind.PROMPT)] if limit > hit.num_hash_blocks else []
+            )
         elif running and rng.random() < 0.15:
             blocks, _ = running.pop(rng.randrange(len(running)))
             cache.release(blocks)

@@ -22,18 +22,18 @@ def test_held_and_peak_blocks_are_what_live_touches(rule: dict[str, object], blo
     retention = Retention(GroupSpec(name="g", layers=(0,), block_size=block_size, **rule))  # type: ignore[arg-type]
     peak = 0
     for n in range(200):
-        held = {n // block_size, *range(min(retention.num_pinned, n // block_size + 1))}
+        held = {n // block_size, *range(min(retention.num_sink_blocks, n // block_size + 1))}
         for begin, end in retention.spec.live(n):
             held.update(range(begin // block_size, -(-end // block_size)))
         peak = max(peak, len(held))
-        assert retention.held_blocks(n) == len(held)
+        assert retention.allocated_blocks(n) == len(held)
         assert retention.peak_blocks(n + 1) == peak
 
 
 def test_blocks_of_a_step_without_its_result_stay() -> None:
     retention = Retention(GroupSpec(name="g", layers=(0,), block_size=4, kind=GroupKind.WINDOW, window=5))
-    assert [retention.held_blocks(n) for n in (16, 17, 18, 19)] == [2, 2, 2, 2]
-    assert [retention.held_blocks(n, lag=1) for n in (16, 17, 18, 19)] == [3, 2, 2, 2]
+    assert [retention.allocated_blocks(n) for n in (16, 17, 18, 19)] == [2, 2, 2, 2]
+    assert [retention.allocated_blocks(n, lag=1) for n in (16, 17, 18, 19)] == [3, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

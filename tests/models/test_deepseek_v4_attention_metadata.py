@@ -23,7 +23,7 @@ def paged(
 
     return PagedBatch(
         block_size=block_size,
-        num_pinned_blocks=0,
+        num_sink_blocks=0,
         block_table=ints(tables),
         first_block=ints(first),
         attend_from=ints(attend),

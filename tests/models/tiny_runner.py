@@ -71,7 +71,7 @@ class TinyRunner:
         zeros = [0] * len(tables)
         return PagedBatch(
             block_size=BLOCK,
-            num_pinned_blocks=0,
+            num_sink_blocks=0,
             block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32),
             first_block=torch.tensor(zeros, dtype=torch.int32),
             attend_from=torch.tensor(zeros, dtype=torch.int32),

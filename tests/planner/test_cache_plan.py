@@ -22,7 +22,7 @@ def test_decoding_holds_a_window_wherever_its_blocks_begin(window: int) -> None:
     spec = GroupSpec(name="w", kind=GroupKind.WINDOW, layers=(0,), block_size=16, window=window)
     retention = Retention(spec)
     assert retention.peak_blocks(5000) <= -(-window // 16) + 1
-    assert max(retention.held_blocks(n, lag=1) for n in range(5000)) <= -(-(window + 1) // 16) + 1
+    assert max(retention.allocated_blocks(n, lag=1) for n in range(5000)) <= -(-(window + 1) // 16) + 1
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_requests_are_counted_page_by_page(
     )
     layout = plan.layout
     retentions = [Retention(group.spec) for group in layout.groups]
-    held = {tuple(retention.held_blocks(n) for retention in retentions) for n in range(max(1, length - 1))}
+    held = {tuple(retention.allocated_blocks(n) for retention in retentions) for n in range(max(1, length - 1))}
 
     def fit(count: int) -> bool:
         room = [layout.blocks_per_page(index) for index in range(len(groups))]

@@ -24,18 +24,18 @@ Content = tuple[int, dict[int, bytes]]  # position, tag by layer
 
 @dataclass
 class RankTable:
-    pinned: list[int] = field(default_factory=list)
+    sink_blocks: list[int] = field(default_factory=list)
     run: list[int] = field(default_factory=list)
     first_block: int = 0
 
-    def at(self, logical: int, num_pinned: int) -> int:
-        assert logical < num_pinned or logical >= self.first_block
-        return self.pinned[logical] if logical < num_pinned else self.run[logical - self.first_block]
+    def at(self, logical: int, num_sink_blocks: int) -> int:
+        assert logical < num_sink_blocks or logical >= self.first_block
+        return self.sink_blocks[logical] if logical < num_sink_blocks else self.run[logical - self.first_block]
 
-    def replace(self, logical: int, block: int, num_pinned: int) -> None:
-        self.at(logical, num_pinned)  # must be there
-        if logical < num_pinned:
-            self.pinned[logical] = block
+    def replace(self, logical: int, block: int, num_sink_blocks: int) -> None:
+        self.at(logical, num_sink_blocks)  # must be there
+        if logical < num_sink_blocks:
+            self.sink_blocks[logical] = block
         else:
             self.run[logical - self.first_block] = block
 
@@ -116,8 +116,8 @@ class ReplayExecutor:
             blocks = plan.delta_blocks[plan.delta_offset[d] : plan.delta_offset[d + 1]]
             assert plan.delta_dropped[d] <= len(table.run)
             del table.run[: plan.delta_dropped[d]]
-            missing = self.specs[group].num_pinned_blocks - len(table.pinned)
-            table.pinned += blocks[:missing]
+            missing = self.specs[group].num_sink_blocks - len(table.sink_blocks)
+            table.sink_blocks += blocks[:missing]
             table.run += blocks[missing:]
             table.first_block = plan.delta_first_block[d]
         self._move(plan)
@@ -126,7 +126,7 @@ class ReplayExecutor:
     def _move(self, plan: StepPlan) -> None:
         moves = zip(plan.moved_seq, plan.moved_group, plan.moved_logical, plan.moved_block, strict=True)
         for seq_id, group, logical, block in moves:
-            self.sequences[seq_id].tables[group].replace(logical, block, self.specs[group].num_pinned_blocks)
+            self.sequences[seq_id].tables[group].replace(logical, block, self.specs[group].num_sink_blocks)
 
     def _copy(self, plan: StepPlan) -> None:
         """In order; a target holds what its source held and nothing else."""
@@ -210,7 +210,7 @@ class ReplayExecutor:
 
     def _slot(self, group: int, sequence: RankSequence, position: int) -> tuple[int, int]:
         spec = self.specs[group]
-        block = sequence.tables[group].at(position // spec.block_size, spec.num_pinned_blocks)
+        block = sequence.tables[group].at(position // spec.block_size, spec.num_sink_blocks)
         return block, position % spec.block_size
 
     def _prompt_logprobs(self, plan: StepPlan, row: int, sequence: RankSequence, result: StepResult) -> None:

@@ -18,7 +18,7 @@ from transom_worker.scheduling.step import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kvcache"))
 from cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
-from followers import check_followers
+from in_flight_checks import check_followers
 
 __all__ = ["BLOCK", "ENTRY_MIXES", "MIXES", "Driver", "layout", "request"]
 
@@ -52,7 +52,7 @@ class Driver:
         max_model_len: int = 96,
         caching: bool = True,
         window_repair: bool = True,
-        least_shared_tokens: int | None = None,
+        min_shared_tokens: int | None = None,
         **config: object,
     ) -> None:
         settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
@@ -64,8 +64,8 @@ class Driver:
             enable_prefix_caching=caching,
             window_repair=window_repair,
         )
-        if least_shared_tokens is not None:
-            self.scheduler._placement.upcoming.least_shared_tokens = least_shared_tokens
+        if min_shared_tokens is not None:
+            self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens
         self.max_model_len = max_model_len
         self.executor = ReplayExecutor(layout)
         self.mirror = Mirror(len(layout.groups))
@@ -183,8 +183,8 @@ class Driver:
     def check_idle(self) -> None:
         """After the last request: nothing is referenced, everything is cache or free, outcomes add up."""
         assert not self.scheduler.has_work
-        assert not self.scheduler._placement.upcoming._computed_by
+        assert not self.scheduler.admission.in_flight_prefixes._computed_by
         self.check_work()
         assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
-        self.scheduler.cache.drop_cached()
+        self.scheduler.cache.evict_all()
         assert self.scheduler.stats().free_pages == self.scheduler.stats().num_pages

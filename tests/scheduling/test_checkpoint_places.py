@@ -83,4 +83,4 @@ def test_a_client_that_leaves_before_the_first_token_leaves_no_checkpoint() -> N
         for _ in range(num_steps):
             driver.step()
         driver.abort(name)
-        assert sum(driver.scheduler.stats().checkpoints.standing.values()) == num_checkpoints
+        assert sum(driver.scheduler.stats().checkpoints.current.values()) == num_checkpoints

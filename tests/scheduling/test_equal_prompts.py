@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scheduler_driver import request
-from together import MIXES, PROMPT, STEPS, cached, make_driver, num_following, planned
+from shared_prompts import MIXES, PROMPT, STEPS, cached, make_driver, num_following, planned
 
 from lost_windows import lose_left_behind, lose_windows
 from transom_worker.contract import SamplingParams
@@ -74,8 +74,8 @@ def test_those_behind_go_on_and_take_no_seat_of_one_that_waits() -> None:
     for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [9] * 5), ("d", [8] * 5)):
         driver.add(request(name, prompt, 3))
     assert planned(driver) == {"a": (0, 40), "c": (0, 5)}
-    assert [sequence.request.request_id for sequence in driver.scheduler._placement.all_waiting] == ["d", "b"]
-    assert driver.scheduler._placement.num_before(driver.scheduler._by_request["d"]) == 1
+    assert [sequence.request.request_id for sequence in driver.scheduler.admission.all_waiting] == ["d", "b"]
+    assert driver.scheduler.admission.num_before(driver.scheduler._by_request["d"]) == 1
     driver.run()
     assert driver.finished == ["a", "c", "b", "d"]
 
@@ -122,9 +122,14 @@ def test_room_is_left_for_those_alone_who_stand_before_and_have_a_seat() -> None
     assert planned(driver) == {"a": (0, 40), "other": (0, 30)}
     driver.receive()
     driver.add(request("late", [8] * 30, 3))
-    placement, sequences = driver.scheduler._placement, driver.scheduler._by_request
-    assert [placement.owed_before(sequences["late"], num_seats=seats) for seats in (-1, 0, 1, 9)] == [0, 0, 4, 4 + 12]
-    assert placement.owed_before(sequences["other"], num_seats=9) == 0
+    admission, sequences = driver.scheduler.admission, driver.scheduler._by_request
+    assert [admission.reserved_before(sequences["late"], num_free_slots=seats) for seats in (-1, 0, 1, 9)] == [
+        0,
+        0,
+        4,
+        4 + 12,
+    ]
+    assert admission.reserved_before(sequences["other"], num_free_slots=9) == 0
     assert cached(driver) == {"a": 0, "other": 0, "b": 36, "c": 40, "late": 0}
 
 
@@ -140,7 +145,7 @@ def test_nobody_waits_for_one_that_is_served_later() -> None:
 
 
 def test_other_salts_and_short_beginnings_wait_for_nobody() -> None:
-    driver = make_driver(least_shared_tokens=16, max_num_batched_tokens=200)
+    driver = make_driver(min_shared_tokens=16, max_num_batched_tokens=200)
     driver.add(request("a", PROMPT, 3))
     driver.add(request("salted", PROMPT, 3, cache_salt="tenant"))
     driver.add(request("short", [*range(15), *[1] * 20], 3))

@@ -71,7 +71,7 @@ def test_a_preempted_request_goes_on_where_its_cached_blocks_end() -> None:
         driver.step()
     sequence = driver.scheduler._by_request["a"]
     num_known = len(sequence.token_ids)
-    driver.scheduler._placement._preempt(sequence)
+    driver.scheduler.admission._preempt(sequence)
     plan = driver.schedule()
     assert plan is not None
     assert plan.start == [(num_known - 1) // 4 * 4]

@@ -84,7 +84,7 @@ def test_a_preempted_replay_starts_again(steps_in_flight: int) -> None:
         driver.receive()
     assert sequence.blocks is not None
     assert 36 < sequence.blocks.processed < 60
-    driver.scheduler._placement._preempt(sequence)
+    driver.scheduler.admission._preempt(sequence)
     driver.check()
     plan = driver.schedule()
     assert plan is not None

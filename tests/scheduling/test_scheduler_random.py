@@ -30,7 +30,7 @@ def random_run(
         max_num_seqs=rng.choice([2, 5, 8]),
         max_num_batched_tokens=rng.choice([3, 16, 64]),
         max_model_len=80,
-        least_shared_tokens=rng.choice([1, 1, BLOCK, 20, None]),
+        min_shared_tokens=rng.choice([1, 1, BLOCK, 20, None]),
     )
     prompt = [1, 2, 3]
     prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]

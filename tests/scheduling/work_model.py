@@ -39,15 +39,15 @@ class WorkModel:
         for row, seq_id in enumerate(plan.seq_ids):
             start, end = plan.start[row], plan.start[row] + plan.count[row]
             seen = self._seen[self._requests[seq_id]]
-            replay_until = max(bounds[row] for bounds in plan.write_from)
-            kinds = Counter(self._phase(position, seen, replay_until) for position in range(start, end))
-            seen.reached = max(seen.reached, end, replay_until)
+            repair_until = max(bounds[row] for bounds in plan.write_from)
+            kinds = Counter(self._phase(position, seen, repair_until) for position in range(start, end))
+            seen.reached = max(seen.reached, end, repair_until)
             seen.computed += end - start
             self.tokens += kinds
             self.rows["decode" if set(kinds) == {"decode"} else "prefill"] += 1
 
-    def _phase(self, position: int, seen: Seen, replay_until: int) -> str:
-        if position < replay_until:
+    def _phase(self, position: int, seen: Seen, repair_until: int) -> str:
+        if position < repair_until:
             return "repair"
         if position < seen.lost_until:
             return "recompute"

@@ -61,14 +61,14 @@ def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
     cache = scheduler.cache
     logical: dict[tuple[int, int], int] = {}
     repaired = set()
-    for sequence in scheduler.holders():
+    for sequence in scheduler.sequences_with_blocks():
         blocks = sequence.blocks
         assert blocks is not None
         for group, table in enumerate(blocks.tables):
             for index in range(table.end_block):
                 if (block := table.at(index)) is not None:
                     assert logical.setdefault((group, block), index) == index
-            if blocks.processed < blocks.replay_until and not cache.retentions[group].keeps_everything:
+            if blocks.processed < blocks.repair_until and not cache.retentions[group].keeps_everything:
                 repaired |= {(group, block) for block in table.run}
     shown = {}
     for page, owner in enumerate(cache.arena.owner):
@@ -78,7 +78,7 @@ def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
             if pool.refs[block]:
                 state = REPAIR if (owner, block) in repaired else ACTIVE
             else:
-                state = HELD if pool.holds[block] else LOOSE if name else EMPTY
+                state = HELD if pool.pins[block] else LOOSE if name else EMPTY
             digest = int.from_bytes(name[0][:4], "big") if name else 0
             at = logical.get((owner, block), name[1] if name else None)
             shown[owner, block] = Block(state, pool.refs[block], at, digest, None)
@@ -100,8 +100,8 @@ def check(watch: Watch) -> None:
     arena = scheduler.cache.arena
     assert seen.owners == {page: owner + 1 for page, owner in enumerate(arena.owner)}
     assert seen.header["free_pages"] == arena.num_free
-    assert set(seen.sequences) == {sequence.seq_id for sequence in scheduler.holders()}
-    for sequence in scheduler.holders():
+    assert set(seen.sequences) == {sequence.seq_id for sequence in scheduler.sequences_with_blocks()}
+    for sequence in scheduler.sequences_with_blocks():
         check_sequence(seen, sequence)
     for group, counts in enumerate(seen.header["counts"]):
         states = [block.state for (of, _), block in expected.items() if of == group]
@@ -115,7 +115,7 @@ def check_sequence(seen: Map, sequence: object) -> None:
     assert told["request"] == sequence.request.request_id
     assert told["processed"] == blocks.processed
     assert told["num_tokens"] == len(sequence.token_ids)
-    assert (told["phase"] == "repair") <= (told["repair"] == [blocks.replay_from, blocks.replay_until])
+    assert (told["phase"] == "repair") <= (told["repair"] == [blocks.repair_from, blocks.repair_until])
     for table, runs in zip(blocks.tables, told["runs"], strict=True):
         flat = {first + k: block + k for first, block, count in runs for k in range(count)}
         assert flat == {index: table.at(index) for index in range(table.end_block) if table.at(index) is not None}

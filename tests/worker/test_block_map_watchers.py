@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def keeps_nothing(self) -> bool:
-        return self.scheduler.cache._catalog._touched is None and not self.log.events._is_on
+        return self.scheduler.cache.registry._touched is None and not self.log.events._is_on
 
     def _post(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -224,7 +224,7 @@ async def test_a_failure_ends_all_watchers_and_the_next_begin_anew(monkeypatch: 
     async with watching(worker) as frames:
         await anext(frames)
         with monkeypatch.context() as broken:
-            broken.setattr(worker.scheduler, "holders", lambda: [][0])
+            broken.setattr(worker.scheduler, "sequences_with_blocks", lambda: [][0])
             worker.log.changed()
             with pytest.raises(IndexError):
                 await anext(frames)
@@ -248,10 +248,10 @@ async def test_every_block_can_be_described() -> None:
         assert (described["state"], described["references"]) == (names[told.state], told.refs)
         assert described["logical"] == told.logical
         assert int((described["hash"] or "0" * 8)[:8], 16) == told.hash
-        assert len(described["checkpoints"]) == pools[group].holds[block]
+        assert len(described["checkpoints"]) == pools[group].pins[block]
         assert len(described["sequences"]) == told.refs
     kinds = set()
-    for block, holds in enumerate(pools[1].holds):
+    for block, holds in enumerate(pools[1].pins):
         kinds |= {one["kind"] for one in (await worker.map.describe(1, block))["checkpoints"]} if holds else set()
     assert "prompt" in kinds
 

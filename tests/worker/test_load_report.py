@@ -47,7 +47,7 @@ def test_what_was_preempted_is_to_be_computed_again(tiny_model: Path) -> None:
     assert engine.load().used_share > 0
     assert engine.abort("r0")
     assert engine.load().num_running == 1
-    engine._scheduler._placement.start_over()
+    engine.scheduler.admission.preempt_all()
     assert engine.load().num_waiting == 1
     assert engine.load().waiting_tokens > 50
     assert engine.load().used_share == 0

@@ -156,8 +156,8 @@ def test_the_cache_tells_its_fragments_its_checkpoints_and_how_long_blocks_stay(
         block_bytes=100,
         active_blocks=3,
         cached_blocks=5,
-        empty_blocks=2,
-        held_blocks=4,
+        free_blocks=2,
+        pinned_blocks=4,
         residency=times.stats(),
     )
     metrics = EngineMetrics()
@@ -168,7 +168,7 @@ def test_the_cache_tells_its_fragments_its_checkpoints_and_how_long_blocks_stay(
         groups=(group,),
         outcome_tokens={"repaired": 9},
         waste=0.01,
-        checkpoints=CheckpointStats(standing={"prompt": 4, "fork": 2}),
+        checkpoints=CheckpointStats(current={"prompt": 4, "fork": 2}),
         num_compacted_blocks=7,
     )
     metrics.publish(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))

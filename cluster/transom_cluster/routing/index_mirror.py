@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.kvcache.prefix_search import Hit, find_hit, hit_limit
+from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.retention import Retention
 
 
@@ -54,7 +54,7 @@ class PrefixMirror:
         self.version = update.version
         return True
 
-    def find(self, chain: Sequence[bytes], num_tokens: int) -> Hit:
+    def find(self, chain: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """The longest reusable prefix of `num_tokens` tokens with that chain of digests, one per `shape.block_size` tokens."""
         limit = hit_limit(num_tokens, self.shape.block_size)
         return find_hit(self._retentions, self._groups, chain, limit, window_repair=self.shape.window_repair)

@@ -20,7 +20,7 @@ class HostBatch(Protocol):
         ...
 
     @property
-    def num_pinned_blocks(self) -> int:
+    def num_sink_blocks(self) -> int:
         """Columns."""
         ...
 
@@ -49,13 +49,13 @@ class HostBatch(Protocol):
 class PagedBatch:
     """One group's side of a batch.
 
-    Column `c` of `block_table` is logical block `c` while `c < num_pinned_blocks`, else
-    `first_block[b] + c - num_pinned_blocks`; only columns with a key in `[0, start + count)` are valid, the rest is -1.
+    Column `c` of `block_table` is logical block `c` while `c < num_sink_blocks`, else
+    `first_block[b] + c - num_sink_blocks`; only columns with a key in `[0, start + count)` are valid, the rest is -1.
     Host copies (`*_host`) are the same numbers as Python ints, for paths that slice; of tables none where Triton's kernels run.
     """
 
     block_size: int
-    num_pinned_blocks: int
+    num_sink_blocks: int
     block_table: torch.Tensor  # [B, N] int32, -1 padded
     first_block: torch.Tensor  # [B] int32
     attend_from: torch.Tensor  # [B] int32: no key below it is read

@@ -11,7 +11,7 @@ def span_ids(batch: PagedBatch, b: int, start: int, end: int) -> list[int]:
     Raises:
         IndexError: the table does not hold them all; a scheduler's bug, never a user's.
     """
-    pinned, table = batch.num_pinned_blocks, batch.block_table_host[b]
+    pinned, table = batch.num_sink_blocks, batch.block_table_host[b]
     edge = min(max(start, pinned), end)  # [start, edge) pinned, [edge, end) in the run
     shift = pinned - batch.first_block_host[b]
     ids = table[start:edge]

@@ -149,7 +149,7 @@ def _launch(
         call.scale, call.soft_cap or 0.0,
         q.stride(0), q.stride(1),
         *call.k_cache.stride()[:3], *call.v_cache.stride()[:3],
-        batch.block_table.stride(0), batch.block_table.shape[1], kv_heads, batch.num_pinned_blocks,
+        batch.block_table.stride(0), batch.block_table.shape[1], kv_heads, batch.num_sink_blocks,
         BLOCK_SIZE=batch.block_size, GROUP=call.group,
         D=q.shape[2], D1=d1, D2=d2, E=call.v_cache.shape[3], E1=e1, E2=e2,
         WINDOW=rule.window or 0, SINKS=rule.num_sink_tokens, CHUNK=rule.chunk or 0,

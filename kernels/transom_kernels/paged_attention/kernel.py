@@ -55,7 +55,7 @@ def attend(
     table_stride,
     num_columns,
     num_kv_heads,
-    num_pinned,
+    num_sink_blocks,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     D: tl.constexpr,
@@ -136,7 +136,7 @@ def attend(
         if HAS_KEY_BLOCKS:
             logical = tl.load(key_blocks + b.to(tl.int64) * table_stride + column, mask=wanted, other=0)
         else:
-            logical = tl.where(column < num_pinned, column, first + column - num_pinned)
+            logical = tl.where(column < num_sink_blocks, column, first + column - num_sink_blocks)
         key = logical * BLOCK_SIZE + slot % BLOCK_SIZE
         readable = wanted & (key <= last) & ((key >= first_low) | (key < SINKS))
         block = tl.load(table + column, mask=readable, other=0).to(tl.int64)

@@ -130,7 +130,7 @@ def _tiles(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
     done = (np.arange(len(b)) - (np.cumsum(per_sequence) - per_sequence)[b]) * tiling.tile_tokens
     tokens = np.minimum(tiling.tile_tokens, count[b] - done)
     position = np.array(batch.start_host, dtype=np.int64)[b] + done
-    end, pinned_end = position + tokens, batch.num_pinned_blocks * batch.block_size
+    end, pinned_end = position + tokens, batch.num_sink_blocks * batch.block_size
     shift = pinned_end - np.array(batch.first_block_host, dtype=np.int64)[b] * batch.block_size
     sinks_end = np.minimum(rule.num_sink_tokens, end)
     lower = rule.lowers(position, np.array(batch.attend_from_host, dtype=np.int64)[b])

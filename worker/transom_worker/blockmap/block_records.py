@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_worker.blockmap.frame import Words
-from transom_worker.kvcache.cache_snapshot import CachePicture, GroupCopy, GroupPicture, Name
+from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy, GroupSnapshot, Name
 from transom_worker.kvcache.layout import ArenaLayout
 
 GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIRED, EVICTED = range(7)
@@ -65,7 +65,7 @@ class BlockRecords:
         """All blocks of a group, before the first `update`. Of cached ones it is known since when, of others nothing."""
         begin, count = self._offsets[group], self._counts[group]
         self._refs[begin : begin + count] = _numbers(copy.refs)[:count]
-        self._held[begin : begin + count] = _numbers(copy.holds)[:count] > 0
+        self._held[begin : begin + count] = _numbers(copy.pins)[:count] > 0
         self._name(np.fromiter(copy.names, np.int64, len(copy.names)) + begin, copy.names.values())
         since_s = np.array(copy.cached_since_s)[:count]
         self._since_s[begin : begin + count] = np.where(since_s > 0, since_s + time_s - copy.now_s, np.nan)
@@ -74,7 +74,7 @@ class BlockRecords:
         """A sequence was given these blocks, for logical indices from `logical` on. Before `update`."""
         self._logical[np.array(blocks) + self._offsets[group]] = np.arange(logical, logical + len(blocks))
 
-    def update(self, picture: CachePicture, time_s: float, repaired: Iterable[Run]) -> list[int]:
+    def update(self, picture: CacheSnapshot, time_s: float, repaired: Iterable[Run]) -> list[int]:
         """Take a picture; `repaired` are blocks whose sequences repair their windows. Returns pages that have another owner."""
         pages, moved = self._lease(picture.owners)
         touched = [self._take_group(group, blocks) for group, blocks in enumerate(picture.groups)]
@@ -155,11 +155,11 @@ class BlockRecords:
         self._owners = now
         return pages.tolist(), np.concatenate(moved)
 
-    def _take_group(self, group: int, picture: GroupPicture) -> Places:
+    def _take_group(self, group: int, picture: GroupSnapshot) -> Places:
         """Take over references, holds and names of what changed; returns where."""
         at = _places(picture.blocks) + self._offsets[group]
         self._refs[at] = _numbers(picture.refs)
-        self._held[at] = _numbers(picture.holds) > 0
+        self._held[at] = _numbers(picture.pins) > 0
         self._name(at, picture.names)
         return at
 

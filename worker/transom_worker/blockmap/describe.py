@@ -13,7 +13,7 @@ HASH_CHARS = 16
 
 
 def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
-    """State, who references it, its name, its checkpoints; `error` alone where there is no such block."""
+    """SequenceStatus, who references it, its name, its checkpoints; `error` alone where there is no such block."""
     cache = scheduler.cache
     layout = cache.layout
     if not 0 <= group < len(layout.groups):
@@ -52,7 +52,7 @@ def _state(scheduler: Scheduler, group: int, block: int, *, is_leased: bool, rep
         return "gone"
     if pool.refs[block]:
         return "repair" if repairs else "active"
-    if pool.holds[block]:
+    if pool.pins[block]:
         return "held"
     return "loose" if block in pool.published else "empty"
 
@@ -61,18 +61,18 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
     """The sequences that reference it."""
     keeps = scheduler.cache.retentions[group].keeps_everything
     users = []
-    for sequence in scheduler.holders():
+    for sequence in scheduler.sequences_with_blocks():
         blocks = sequence.blocks
         assert blocks is not None
         table = blocks.tables[group]
-        if block in table.run or block in table.pinned:
+        if block in table.run or block in table.sink_blocks:
             users.append(
                 {
                     "id": sequence.seq_id,
                     "request": sequence.request.request_id,
                     "logical": table.logical_of(block),
                     "processed": blocks.processed,
-                    "repair": blocks.processed < blocks.replay_until and not keeps and block in table.run,
+                    "repair": blocks.processed < blocks.repair_until and not keeps and block in table.run,
                 }
             )
     return users

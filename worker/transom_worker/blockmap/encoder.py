@@ -59,7 +59,7 @@ class Encoder:
         events, num_dropped = self._events(snapshot)
         self._state = {
             "counts": [
-                {"active": g.num_active, "held": g.num_held, "loose": g.num_loose, "empty": g.num_empty}
+                {"active": g.num_active, "held": g.num_pinned, "loose": g.num_evictable, "empty": g.num_free}
                 for g in cache.groups
             ],
             "free_pages": cache.free_pages,

@@ -24,7 +24,7 @@ class History:
     def note(self, cache: KvCache, now_s: float | None = None) -> None:
         """Called a few times a second; replaces the newest entry until that is a second after the one before."""
         now_s = time.time() if now_s is None else now_s
-        groups = tuple((pool.num_active, pool.num_held, len(pool.loose), pool.num_empty) for pool in cache.pools)
+        groups = tuple((pool.num_active, pool.num_pinned, len(pool.evictable), pool.num_free) for pool in cache.pools)
         entries = self._entries
         if len(entries) > 1 and entries[-1][0] - entries[-2][0] < PERIOD_S:
             entries.pop()

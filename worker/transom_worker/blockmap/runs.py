@@ -10,18 +10,18 @@ Run = tuple[int, int, int]  # first logical index, first block, count
 class TableRuns:
     """One sequence's blocks in one group."""
 
-    __slots__ = ("_first_block", "num_pinned", "runs")
+    __slots__ = ("_first_block", "num_sink_blocks", "runs")
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
-        self.num_pinned = 0
+        self.num_sink_blocks = 0
         self._first_block = 0
 
     def update(self, table: TablePieces) -> None:
         """Take what changed. `runs` is never changed in place."""
         if table.is_new:
             self.runs, self._first_block = [], 0
-        self.num_pinned = table.num_pinned
+        self.num_sink_blocks = table.num_sink_blocks
         if table.pieces:
             self.runs = self.runs.copy()
         if table.first_block != self._first_block:
@@ -31,14 +31,14 @@ class TableRuns:
 
     def sliding(self) -> list[Run]:
         """Those that are not pinned."""
-        return [run for run in self.runs if run[0] >= self.num_pinned]
+        return [run for run in self.runs if run[0] >= self.num_sink_blocks]
 
     def _trim(self, first_block: int) -> None:
         """Drop what slid out: all from the pinned blocks' end up to `first_block`."""
         self._first_block = first_block
         runs = self.runs
         begin = 0
-        while begin < len(runs) and runs[begin][0] < self.num_pinned:
+        while begin < len(runs) and runs[begin][0] < self.num_sink_blocks:
             begin += 1
         end = begin
         while end < len(runs) and runs[end][0] + runs[end][2] <= first_block:
@@ -56,7 +56,7 @@ class TableRuns:
             while end < len(blocks) and blocks[end] == first + end - at:
                 end += 1
             count = end - at
-            slides = logical + at == self.num_pinned  # the block before it does not
+            slides = logical + at == self.num_sink_blocks  # the block before it does not
             if runs and not slides and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (logical + at, first):
                 before = runs.pop()
                 first, count = before[1], before[2] + count

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from transom_worker.blockmap.events import EventLog, MapEvent
-from transom_worker.kvcache.cache_snapshot import CachePicture, GroupCopy
+from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy
 from transom_worker.kvcache.prefix_outcome import HIT, REPAIRED
 from transom_worker.kvcache.sequence import BlockTable
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 
 
 class TablePieces(NamedTuple):
     """One block table: its bounds, and the blocks that were not told before as (first logical index, blocks)."""
 
     is_new: bool  # forget what was told of it
-    num_pinned: int  # blocks from logical index 0 on that never slide out
+    num_sink_blocks: int  # blocks from logical index 0 on that never slide out
     first_block: int  # of the run
     pieces: list[tuple[int, list[int]]]
 
@@ -47,7 +47,7 @@ class Snapshot:
     """All of it at one moment between two steps."""
 
     time_s: float
-    cache: CachePicture
+    cache: CacheSnapshot
     sequences: list[SequenceSnapshot]
     num_running: int
     num_waiting: int
@@ -70,20 +70,20 @@ class Snapshots:
 
     def begin(self) -> None:
         """Somebody watches from now on."""
-        self._scheduler.cache.pictures.begin()
+        self._scheduler.cache.snapshots.begin()
         self._events.begin()
 
     def copy(self, group: int) -> GroupCopy:
         """All blocks of one group; what changes until the next `take` is told there."""
-        return self._scheduler.cache.pictures.copy(group)
+        return self._scheduler.cache.snapshots.copy(group)
 
     def take(self) -> Snapshot:
         """The state now."""
         scheduler = self._scheduler
-        cache = scheduler.cache.pictures.take()
+        cache = scheduler.cache.snapshots.take()
         if cache.num_compacted != self._num_compacted:
             self._ends, self._num_compacted = {}, cache.num_compacted
-        sequences = [self._sequence(sequence) for sequence in scheduler.holders()]
+        sequences = [self._sequence(sequence) for sequence in scheduler.sequences_with_blocks()]
         told = {sequence.seq_id for sequence in sequences}
         self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in told}
         events, num_dropped = self._events.take()
@@ -100,13 +100,13 @@ class Snapshots:
 
     def end(self) -> None:
         """Nobody watches any more."""
-        self._scheduler.cache.pictures.end()
+        self._scheduler.cache.snapshots.end()
         self._events.end()
 
     def _sequence(self, sequence: Sequence) -> SequenceSnapshot:
         blocks = sequence.blocks
         assert blocks is not None
-        replays = blocks.processed < blocks.replay_until
+        replays = blocks.processed < blocks.repair_until
         ends = self._ends.get(sequence.seq_id)
         is_new = ends is None
         if ends is None:
@@ -123,11 +123,11 @@ class Snapshots:
             num_tokens=len(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
-            replay=(blocks.replay_from, blocks.replay_until) if replays else None,
+            replay=(blocks.repair_from, blocks.repair_until) if replays else None,
             tables=tables,
         )
 
-    def _totals(self, cache: CachePicture) -> dict[str, int]:
+    def _totals(self, cache: CacheSnapshot) -> dict[str, int]:
         scheduler = self._scheduler
         tokens = cache.outcome_tokens
         return {
@@ -141,7 +141,7 @@ class Snapshots:
 
 
 def _phase(sequence: Sequence, processed: int, *, replays: bool) -> str:
-    if sequence.state is not State.RUNNING:
+    if sequence.status is not SequenceStatus.RUNNING:
         return "leaving"
     if replays:
         return "repair"
@@ -149,11 +149,11 @@ def _phase(sequence: Sequence, processed: int, *, replays: bool) -> str:
 
 
 def _pieces(table: BlockTable, told: int, *, is_new: bool) -> TablePieces:
-    num_pinned, first_block = len(table.pinned), table.first_block
+    num_sink_blocks, first_block = len(table.sink_blocks), table.first_block
     pieces = []
-    if told < num_pinned:
-        pieces.append((told, table.pinned[told:]))
+    if told < num_sink_blocks:
+        pieces.append((told, table.sink_blocks[told:]))
     begin = max(told, first_block)
     if begin < first_block + len(table.run):
         pieces.append((begin, table.run[begin - first_block :]))
-    return TablePieces(is_new, num_pinned, first_block, pieces)
+    return TablePieces(is_new, num_sink_blocks, first_block, pieces)

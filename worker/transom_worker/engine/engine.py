@@ -232,7 +232,7 @@ class Engine:
         self.is_restarting = True
         self.observer.ranks_lost()
         self._pipeline.forget()
-        self._scheduler.start_over()
+        self._scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}")
         return [self._error_event(request_id, lost) for request_id in list(self._answers)]
 

@@ -18,21 +18,21 @@ EVICTED_FOR_OTHER_GROUP = "other_group"
 
 _SCARCE = 4  # usable pages are scarce at a quarter of all
 
-Evict = Callable[[int, list[int], str], None]  # (group, loose blocks, reason)
-GiveUp = Callable[[], bool]
+Evict = Callable[[int, list[int], str], None]  # (group, evictable blocks, reason)
+EvictCheckpoint = Callable[[], bool]
 
 
 class BlockAllocator:
     """Places blocks so that a sequence's ids are consecutive where they can be, and evicts when memory is needed.
 
-    `evict` must end in `GroupPool.evict`; `give_up` makes held blocks loose, and tells whether there were any.
+    `evict` must end in `GroupPool.evict`; `evict_checkpoint` makes held blocks evictable, and tells whether there were any.
     """
 
-    def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict, give_up: GiveUp) -> None:
+    def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict, evict_checkpoint: EvictCheckpoint) -> None:
         self._arena = arena
         self._pools = pools
         self._evict = evict
-        self._give_up = give_up
+        self._evict_checkpoint = evict_checkpoint
 
     @property
     def usable_pages(self) -> int:
@@ -56,7 +56,7 @@ class BlockAllocator:
             missing = count - len(taken)
             first = self._next(pool, near, missing, may_take_page=pages < max_pages)
             pages += not pool.active_in[self._arena.page_of(group, first)]
-            run = pool.empty_run(first, missing)
+            run = pool.free_run(first, missing)
             pool.take(run)
             taken += run
             near = taken[-1]
@@ -80,37 +80,37 @@ class BlockAllocator:
         prefer = None
         if near is not None:
             page = self._arena.page_of(pool.group, near)
-            if pool.is_empty(near + 1) and self._arena.page_of(pool.group, near + 1) == page:
+            if pool.is_free(near + 1) and self._arena.page_of(pool.group, near + 1) == page:
                 return near + 1
-            block = pool.first_empty(page)
+            block = pool.first_free(page)
             if block is not None:
                 return block
             prefer = page + 1
         if may_take_page and self._arena.num_free:
             return pool.add_page(self._arena.lease(pool.group, prefer=prefer))
         roomiest = pool.roomiest_page(busy_only=not may_take_page)
-        return None if roomiest is None else pool.first_empty(roomiest)
+        return None if roomiest is None else pool.first_free(roomiest)
 
     def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
-        """Empty the loose blocks of a busy page of the group; if it `must`, let checkpoints go until there are some."""
-        while not (blocks := pool.loose_in_busy_page()):
+        """Empty the evictable blocks of a busy page of the group; if it `must`, let checkpoints go until there are some."""
+        while not (blocks := pool.evictable_in_busy_page()):
             if not must:
                 return None
-            if not self._give_up():
+            if not self._evict_checkpoint():
                 raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
         self._evict(pool.group, blocks, EVICTED_FOR_OWN_GROUP)
         return blocks[0]
 
     def _reclaim(self, pool: GroupPool, count: int) -> None:
-        """Evict up to `count` loose blocks of the group, else all of a loose page of another; else let a checkpoint go."""
-        if pool.loose:
-            self._evict(pool.group, list(islice(pool.loose, count)), EVICTED_FOR_OWN_GROUP)
+        """Evict up to `count` evictable blocks of the group, else all of a evictable page of another; else let a checkpoint go."""
+        if pool.evictable:
+            self._evict(pool.group, list(islice(pool.evictable, count)), EVICTED_FOR_OWN_GROUP)
             return
         for other in self._pools:
-            page = next(iter(other.loose_pages), None)
+            page = next(iter(other.evictable_pages), None)
             if page is not None:
-                loose = [block for block in self._arena.blocks(page, other.group) if block in other.loose]
-                self._evict(other.group, loose, EVICTED_FOR_OTHER_GROUP)
+                evictable = [block for block in self._arena.blocks(page, other.group) if block in other.evictable]
+                self._evict(other.group, evictable, EVICTED_FOR_OTHER_GROUP)
                 return
-        if not self._give_up():
+        if not self._evict_checkpoint():
             raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked

@@ -16,7 +16,7 @@ from transom_worker.kvcache.stats import GroupStats
 REMEMBERED_EVICTIONS = 262_144
 
 
-class Catalog:
+class BlockRegistry:
     """Index and pools of all groups kept in step: a block is published in its pool exactly while the index has it."""
 
     def __init__(
@@ -66,13 +66,13 @@ class Catalog:
         if self._touched is not None:
             self._touched[group].update((source, target))
 
-    def hold(self, group: int, digests: Iterable[bytes]) -> None:
+    def pin(self, group: int, digests: Iterable[bytes]) -> None:
         """A checkpoint counts on the blocks under these digests."""
-        self._pools[group].hold(self._blocks(group, digests))
+        self._pools[group].pin(self._blocks(group, digests))
 
-    def let_go(self, group: int, digests: Iterable[bytes]) -> None:
+    def unpin(self, group: int, digests: Iterable[bytes]) -> None:
         """A checkpoint no longer does."""
-        self._pools[group].let_go(self._blocks(group, digests))
+        self._pools[group].unpin(self._blocks(group, digests))
 
     def ref(self, group: int, blocks: Sequence[int]) -> None:
         """A sequence references blocks."""
@@ -135,8 +135,8 @@ class Catalog:
                 block_bytes=group.block_bytes,
                 active_blocks=pool.num_active,
                 cached_blocks=pool.num_cached,
-                empty_blocks=pool.num_empty,
-                held_blocks=pool.num_held,
+                free_blocks=pool.num_free,
+                pinned_blocks=pool.num_pinned,
                 evicted_blocks=dict(evicted),
                 residency=times.residency.stats(),
                 reuse_interval=times.reuse_interval.stats(),

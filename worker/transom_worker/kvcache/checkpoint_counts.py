@@ -13,22 +13,22 @@ class CheckpointCounts:
 
     def __init__(self) -> None:
         self._placed: Counter[str] = Counter()
-        self._given_up: Counter[str] = Counter()
-        self._windows_given_up: Counter[str] = Counter()
+        self._evicted: Counter[str] = Counter()
+        self._windows_evicted: Counter[str] = Counter()
         self._hit: Counter[str] = Counter()
 
     def placed(self, node: Node) -> None:
         """It has its windows from now on."""
         self._placed[node.kind.value] += 1
 
-    def given_up(self, node: Node) -> None:
+    def evicted(self, node: Node) -> None:
         """It goes with its segment; one without windows was no checkpoint any more."""
         if node.windows is not None:
-            self._given_up[node.kind.value] += 1
+            self._evicted[node.kind.value] += 1
 
-    def windows_given_up(self, node: Node) -> None:
+    def windows_evicted(self, node: Node) -> None:
         """Its windows go, its segment stays."""
-        self._windows_given_up[node.kind.value] += 1
+        self._windows_evicted[node.kind.value] += 1
 
     def hit(self, node: Node) -> None:
         """An admitted request goes on from here."""
@@ -36,11 +36,11 @@ class CheckpointCounts:
 
     def stats(self) -> CheckpointStats:
         """A copy."""
-        gone = self._given_up + self._windows_given_up
+        gone = self._evicted + self._windows_evicted
         return CheckpointStats(
-            standing={kind: count - gone[kind] for kind, count in self._placed.items()},
+            current={kind: count - gone[kind] for kind, count in self._placed.items()},
             placed=dict(self._placed),
-            given_up=dict(self._given_up),
-            windows_given_up=dict(self._windows_given_up),
+            evicted=dict(self._evicted),
+            windows_evicted=dict(self._windows_evicted),
             hit=dict(self._hit),
         )

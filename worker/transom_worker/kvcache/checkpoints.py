@@ -9,7 +9,7 @@ from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.eviction import Candidates, EvictionPolicy
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.tree import CheckpointKind, Hold, Node, PrefixTree
+from transom_worker.kvcache.tree import CheckpointKind, Node, PinBlocks, PrefixTree
 from transom_worker.kvcache.window_repair import repair_start
 
 NEAR_UNITS = 64  # a request that parts from a chain this close to a checkpoint has come back to it
@@ -32,8 +32,8 @@ class Checkpoints:
         block_size: int,
         repair: bool,
         present: Callable[[int, bytes], bool],
-        hold: Hold,
-        let_go: Hold,
+        pin: PinBlocks,
+        unpin: PinBlocks,
     ) -> None:
         groups = range(len(layout.groups))
         self._retentions = retentions
@@ -46,11 +46,11 @@ class Checkpoints:
         self._repair = repair and bool(full)
         self._present = present
         self._policy = policy
-        self._candidates = Candidates()
+        self.candidates = Candidates()
         self.counts = CheckpointCounts()
         self._offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
-        sliding = [(group, retentions[group].num_pinned) for group in self._sliding]
-        self.tree = PrefixTree(full, sliding, hold=hold, let_go=let_go)
+        sliding = [(group, retentions[group].num_sink_blocks) for group in self._sliding]
+        self.tree = PrefixTree(full, sliding, pin=pin, unpin=unpin)
 
     @property
     def tail_units(self) -> int:
@@ -60,13 +60,13 @@ class Checkpoints:
         return sorted(self._offsets)[int(OFFSET_QUANTILE * (len(self._offsets) - 1))]
 
     def counting_on(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
-        """The nodes that hold a block, each with the part of it that does: "chain" or "window". Looks at all of them."""
+        """The nodes that pin a block, each with the part of it that does: "chain" or "window". Looks at all of them."""
         found = []
         owner = self.tree.owner.get(digest)
         sliding = group in self._sliding
         if owner is not None:
             unit = owner.boundary - len(owner.units) + owner.units.index(digest)
-            if not sliding or unit < self._retentions[group].num_pinned:
+            if not sliding or unit < self._retentions[group].num_sink_blocks:
                 found.append((owner, "chain"))
         if sliding:
             at = self._sliding.index(group)
@@ -116,7 +116,7 @@ class Checkpoints:
             windows = self._windows(chain, boundary, kind)
             if windows is not None:
                 node.kind = kind
-                self.tree.hold_windows(node, windows)
+                self.tree.pin_windows(node, windows)
                 if node.slot >= 0:  # else it is counted when it comes among the candidates
                     self.counts.placed(node)
         if node.memo is None:
@@ -135,25 +135,25 @@ class Checkpoints:
         node.locks -= 1
         self._tidy(node)
 
-    def give_up_one(self) -> bool:
+    def evict_one(self) -> bool:
         """Let go what costs least to lose; False if nothing is left to let go."""
-        victim = self._cheapest(self._candidates.sample()) or self._cheapest(self._candidates.all())
+        victim = self._cheapest(self.candidates.sample()) or self._cheapest(self.candidates.all())
         if victim is None:  # what is left are twins of blocks that running sequences computed themselves
-            victim = next((node for node in self._candidates.all() if not node.children), None)
+            victim = next((node for node in self.candidates.all() if not node.children), None)
         if victim is None:
             return False
         if victim.windows is None or self._is_leaf(victim) or not self._sliding:
             self._policy.removed(victim)
-            self.counts.given_up(victim)
+            self.counts.evicted(victim)
             parent = victim.parent
-            self._candidates.discard(victim)
+            self.candidates.discard(victim)
             self.tree.drop_leaf(victim)
             if parent is not None:
                 self._tidy(parent)
         else:
             self._policy.windows_dropped(victim)
-            self.counts.windows_given_up(victim)
-            self.tree.drop_windows(victim)
+            self.counts.windows_evicted(victim)
+            self.tree.unpin_windows(victim)
             self._tidy(victim)
         return True
 
@@ -175,11 +175,11 @@ class Checkpoints:
     def _add_candidate(self, node: Node) -> None:
         if node.slot < 0 and node.windows is not None:
             self.counts.placed(node)
-        self._candidates.add(node)
+        self.candidates.add(node)
 
     def _tidy(self, node: Node) -> None:
         if self.tree.merge(node):
-            self._candidates.discard(node)
+            self.candidates.discard(node)
 
     def _windows(self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind) -> tuple[list[bytes], ...] | None:
         """What the sliding groups need at a boundary, by digest; None unless all of it is there."""
@@ -187,7 +187,7 @@ class Checkpoints:
         windows = []
         for group in self._sliding:
             retention = self._retentions[group]
-            pinned = min(retention.num_pinned, boundary)
+            pinned = min(retention.num_sink_blocks, boundary)
             first = min(boundary, retention.first_live_block(boundary * self._block_size))
             if not all(self._present(group, digest) for digest in chain[first:boundary]):
                 return None

@@ -11,7 +11,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.block_registry import Catalog
+from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.sequence import SequenceBlocks
 
@@ -31,13 +31,13 @@ class Compaction:
         self,
         arena: Arena,
         pools: Sequence[GroupPool],
-        catalog: Catalog,
+        registry: BlockRegistry,
         running: Mapping[int, SequenceBlocks],
     ) -> None:
         self.num_moved = 0  # blocks, since start
         self._arena = arena
         self._pools = pools
-        self._catalog = catalog
+        self._registry = registry
         self._running = running
         self._copies: list[BlockCopy] = []
 
@@ -62,15 +62,15 @@ class Compaction:
         pool = self._pools[group]
         page = pool.fullest_page(leaving)
         assert page is not None
-        target = pool.first_empty(page)
+        target = pool.first_free(page)
         assert target is not None
         pool.move(source, target)
-        self._catalog.moved(group, source, target)
+        self._registry.moved(group, source, target)
         self._copies.append(BlockCopy(group, source, target))
         self.num_moved += 1
         for blocks in self._running.values():
             table = blocks.tables[group]
-            if source in table.run or source in table.pinned:
+            if source in table.run or source in table.sink_blocks:
                 table.replace(table.logical_of(source), target)
                 blocks.changed = True
 

@@ -41,7 +41,7 @@ class GroupSpec:
     overlap: int = 0  # earlier compressor groups that an entry reads
 
     @property
-    def num_pinned_blocks(self) -> int:
+    def num_sink_blocks(self) -> int:
         """First logical blocks that never slide out (those that hold sink tokens)."""
         return -(-self.sinks // self.block_size) if self.kind is GroupKind.SINKS_WINDOW else 0
 

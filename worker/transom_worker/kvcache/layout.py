@@ -113,7 +113,7 @@ def blocks_inside(page_bytes: int, stride_bytes: int) -> int:
     return max(0, page_bytes - stride_bytes + math.gcd(page_bytes, stride_bytes)) // stride_bytes
 
 
-def check_units(layout: ArenaLayout, unit: int) -> None:
+def check_block_sizes(layout: ArenaLayout, unit: int) -> None:
     """Whether blocks and the units in which prefixes are hashed fit into each other; ConfigError if not."""
     for group in layout.groups:
         spec = group.spec

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.block_registry import Catalog
-from transom_worker.kvcache.cache_snapshot import Pictures
+from transom_worker.kvcache.block_registry import BlockRegistry
+from transom_worker.kvcache.cache_snapshot import CacheSnapshots
 from transom_worker.kvcache.capacity import Capacity
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import BlockCopy, Compaction
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
-from transom_worker.kvcache.layout import ArenaLayout, check_units
+from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_outcome import OutcomeCounts
-from transom_worker.kvcache.prefix_search import Hit, find_hit, hit_limit
+from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import SequenceBlocks
@@ -48,7 +48,7 @@ class KvCache:
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_units(layout, block_size)
+        check_block_sizes(layout, block_size)
         self.layout = layout
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -56,39 +56,41 @@ class KvCache:
         self.retentions = tuple(Retention(group.spec) for group in layout.groups)
         self.arena = Arena(layout)
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
-        self._catalog = Catalog(layout, self.pools, block_size=block_size, clock=clock)
-        self.index = self._catalog.index
+        self.registry = BlockRegistry(layout, self.pools, block_size=block_size, clock=clock)
+        self.index = self.registry.index
         self.num_releases = 0  # grows whenever blocks may have come free
-        self._checkpoints = Checkpoints(
+        self.checkpoints = Checkpoints(
             layout,
             self.retentions,
             policy or ReturnTimePolicy(),
             block_size=block_size,
             repair=window_repair,
-            present=self._catalog.has,
-            hold=self._catalog.hold,
-            let_go=self._catalog.let_go,
+            present=self.registry.has,
+            pin=self.registry.pin,
+            unpin=self.registry.unpin,
         )
-        self._allocator = BlockAllocator(self.arena, self.pools, self._catalog.evict, self._checkpoints.give_up_one)
+        self._allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.checkpoints.evict_one)
         self._running: dict[int, SequenceBlocks] = {}  # by id()
         self._publishing = Publishing(
-            self._catalog, self._checkpoints, self.retentions, block_size=block_size, is_on=enable_prefix_caching
+            self.registry, self.checkpoints, self.retentions, block_size=block_size, is_on=enable_prefix_caching
         )
-        self._compaction = Compaction(self.arena, self.pools, self._catalog, self._running)
+        self._compaction = Compaction(self.arena, self.pools, self.registry, self._running)
         self.capacity = Capacity(self.retentions, self.arena, self._allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
-        self.pictures = Pictures(self.arena, self.pools, self._catalog, self._compaction, self.outcomes, clock=clock)
+        self.snapshots = CacheSnapshots(
+            self.arena, self.pools, self.registry, self._compaction, self.outcomes, clock=clock
+        )
 
     # Searching
 
-    def find(self, chain: Sequence[bytes], num_tokens: int) -> Hit:
+    def find(self, chain: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """The longest reusable prefix of `num_tokens` known tokens; at least one is left to compute."""
         limit = hit_limit(num_tokens, self.block_size)
         return find_hit(self.retentions, self.index.groups, chain, limit, window_repair=self.window_repair)
 
     # A sequence's life
 
-    def begin(self, chain: list[bytes], root: bytes, *, hit: Hit | None = None) -> SequenceBlocks:
+    def begin(self, chain: list[bytes], root: bytes, *, hit: PrefixHit | None = None) -> SequenceBlocks:
         """Start a sequence on the cached blocks of a hit (None: on nothing).
 
         Where the hit needs a repair, the sliding groups begin empty at `hit.start`, their sink blocks apart.
@@ -98,9 +100,9 @@ class KvCache:
             found = self.index.groups[group]
             digests = blocks.shared_digests(group, self.retentions[group], unit=self.block_size)
             shared = [found[digest] for digest in digests]
-            self._catalog.ref(group, shared)
+            self.registry.ref(group, shared)
             table.append(shared)
-        blocks.base = self._checkpoints.lock(chain, blocks.num_published)
+        blocks.base = self.checkpoints.lock(chain, blocks.num_published)
         self._running[id(blocks)] = blocks
         return blocks
 
@@ -111,13 +113,13 @@ class KvCache:
 
         Where chains were seen to part, a checkpoint is added. From a new request the cache learns what clients come back to.
         """
-        if blocks.replay_until:
-            self.outcomes.count_repair(blocks.replay_until - blocks.replay_from)
+        if blocks.repair_until:
+            self.outcomes.count_repair(blocks.repair_until - blocks.repair_from)
         self._publishing.plan(blocks, boundaries, is_new=is_new)
 
-    def plan_fork(self, blocks: SequenceBlocks, units: int) -> None:
+    def plan_fork_checkpoint(self, blocks: SequenceBlocks, units: int) -> None:
         """Another waits for a sequence up to this boundary, which it has not processed, and parts from it there."""
-        self._publishing.plan_fork(blocks, units)
+        self._publishing.plan_fork_checkpoint(blocks, units)
 
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Give every group blocks for positions below `end`; False, and nothing changed, if memory is short.
@@ -135,7 +137,7 @@ class KvCache:
         if pages is None:
             if not compact or not (cleared := self._compaction.pages_to_clear(needs)):
                 return False
-            self._drop_cached("compaction")
+            self._evict_cached("compaction")
             self._compaction.clear(cleared)
             pages = self._allocator.pages_needed(needs)
             assert pages is not None
@@ -146,7 +148,7 @@ class KvCache:
                 ids, used = self._allocator.allocate(group, needs[group], table.last, share)
                 spare = share - used
                 table.append(ids)
-                self._catalog.taken(group, ids)
+                self.registry.taken(group, ids)
                 blocks.changed = True
         blocks.capacity_tokens = max(blocks.capacity_tokens, -(-end // self.block_size) * self.block_size)
         return True
@@ -164,7 +166,7 @@ class KvCache:
                 continue
             fallen = table.drop_until(retention.first_live_block(processed))
             if fallen:
-                self._catalog.unref(group, fallen)
+                self.registry.unref(group, fallen)
                 self.num_releases += len(fallen)
                 blocks.changed = True
             blocks.next_event = min(blocks.next_event, retention.next_change(processed))
@@ -175,18 +177,18 @@ class KvCache:
         if kind is not None:
             self._publishing.place_last(blocks, kind)
         for group, table in enumerate(blocks.tables):
-            self._catalog.unref(group, [*reversed(table.run), *reversed(table.pinned)])
-            table.pinned, table.run = [], []
+            self.registry.unref(group, [*reversed(table.run), *reversed(table.sink_blocks)])
+            table.sink_blocks, table.run = [], []
         if blocks.base is not None:
-            self._checkpoints.unlock(blocks.base)
+            self.checkpoints.unlock(blocks.base)
             blocks.base = None
         del self._running[id(blocks)]
 
     # Reports
 
-    def drop_cached(self) -> None:
+    def evict_all(self) -> None:
         """Evict every cached block."""
-        self._drop_cached("reset")
+        self._evict_cached("reset")
         self.num_releases += 1
 
     @property
@@ -202,15 +204,15 @@ class KvCache:
     @property
     def index_version(self) -> int:
         """Changes of the index since start."""
-        return self._catalog.changes.version
+        return self.registry.changes.version
 
     def take_update(self) -> KvUpdate | None:
         """How the index changed since the last call."""
-        return self._catalog.changes.take()
+        return self.registry.changes.take()
 
     def whole_index(self) -> KvUpdate:
         """Everything that can be found now."""
-        return self._catalog.changes.whole()
+        return self.registry.changes.whole()
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies that the next plan must carry."""
@@ -222,28 +224,28 @@ class KvCache:
             num_pages=self.arena.num_pages,
             free_pages=self.arena.num_free,
             page_bytes=self.layout.page_bytes,
-            groups=self._catalog.stats(),
+            groups=self.registry.stats(),
             outcome_tokens=dict(self.outcomes.tokens),
             waste=self.arena.waste,
             outcome_requests=dict(self.outcomes.requests),
             num_repairs=self.outcomes.num_repairs,
             repair_tokens=self.outcomes.repair_tokens,
-            checkpoints=self._checkpoints.counts.stats(),
+            checkpoints=self.checkpoints.counts.stats(),
             num_compacted_blocks=self._compaction.num_moved,
         )
 
     def checkpoints_of(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
         """The checkpoints that count on a block, each with the part of it that does: "chain" or "window"."""
-        return self._checkpoints.counting_on(group, digest)
+        return self.checkpoints.counting_on(group, digest)
 
     def cached_age_s(self, group: int, block: int) -> float:
         """How long a cached block has not been referenced."""
-        return self._catalog.cached_age_s(group, block)
+        return self.registry.cached_age_s(group, block)
 
     # Inside
 
-    def _drop_cached(self, reason: str) -> None:
-        while self._checkpoints.give_up_one():
+    def _evict_cached(self, reason: str) -> None:
+        while self.checkpoints.evict_one():
             pass
         for pool in self.pools:
-            self._catalog.evict(pool.group, list(pool.loose), reason)
+            self.registry.evict(pool.group, list(pool.evictable), reason)

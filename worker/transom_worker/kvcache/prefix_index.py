@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class PrefixIndex:
-    """Per group a map from chain digest to block id, which `Catalog` fills; equal blocks are indexed once."""
+    """Per group a map from chain digest to block id, which `BlockRegistry` fills; equal blocks are indexed once."""
 
     def __init__(self, num_groups: int, *, remembered: int) -> None:
         self.groups: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from transom_worker.kvcache.prefix_index import PrefixIndex
-from transom_worker.kvcache.prefix_search import Hit
+from transom_worker.kvcache.prefix_search import PrefixHit
 
 HIT = "hit"
 REPAIRED = "repaired"
@@ -31,7 +31,7 @@ class OutcomeCounts:
         self._block_size = block_size
 
     def count(
-        self, hit: Hit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
+        self, hit: PrefixHit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
     ) -> dict[str, int]:
         """Count a request's prompt tokens once, at its first admission; returns them by outcome. `hit` None: it reads no cache by
         policy."""
@@ -56,7 +56,13 @@ class OutcomeCounts:
 
 
 def classify(
-    hit: Hit, digests: Sequence[bytes], index: PrefixIndex, *, num_tokens: int, num_prompt_tokens: int, block_size: int
+    hit: PrefixHit,
+    digests: Sequence[bytes],
+    index: PrefixIndex,
+    *,
+    num_tokens: int,
+    num_prompt_tokens: int,
+    block_size: int,
 ) -> dict[str, int]:
     """Prompt tokens by outcome for a search over `num_tokens` known tokens (prompt and resumed output).
 
@@ -64,12 +70,12 @@ def classify(
     seen, never_seen; behind the last boundary allowed lie tokens that fill no unit (below_alignment), or one whole unit
     (last_token).
     """
-    seen_end = hit.num_units + index.num_seen(digests, hit.num_units, hit.limit)
-    window_end = max(hit.num_units, min(hit.full_reach, seen_end))
+    seen_end = hit.num_hash_blocks + index.num_seen(digests, hit.num_hash_blocks, hit.limit)
+    window_end = max(hit.num_hash_blocks, min(hit.full_groups_reach, seen_end))
     tail = LAST_TOKEN if num_tokens % block_size == 0 else BELOW_ALIGNMENT
     ends = (
         (HIT, hit.start),
-        (REPAIRED, hit.num_units * block_size),
+        (REPAIRED, hit.num_hash_blocks * block_size),
         (WINDOW_EVICTED, window_end * block_size),
         (FULL_EVICTED, seen_end * block_size),
         (NEVER_SEEN, hit.limit * block_size),

@@ -16,16 +16,17 @@ _PIECE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hit:
-    """Tokens below `num_units` units need no ordinary computing; the first token to compute is `start`.
+class PrefixHit:
+    """Tokens below `num_hash_blocks` units need no ordinary computing; the first token to compute is `start`.
 
-    Below `num_units` units only where sliding groups are repaired: the groups that keep everything hold [0, num_units), the
-    others get theirs from a replay of [start, num_units * unit).
+    Below `num_hash_blocks` units only where sliding groups are repaired: the groups that keep everything hold
+    [0, num_hash_blocks), the
+    others get theirs from a replay of [start, num_hash_blocks * unit).
     """
 
-    num_units: int
+    num_hash_blocks: int
     start: int
-    full_reach: int  # units that the groups that keep everything hold
+    full_groups_reach: int  # units that the groups that keep everything hold
     limit: int  # boundary that the last-token rule and the prompt's length allow
 
 
@@ -41,7 +42,7 @@ def find_hit(
     limit: int,
     *,
     window_repair: bool,
-) -> Hit:
+) -> PrefixHit:
     """The hit that leaves least to compute, at a boundary `u <= limit`; `found[g]` are the digests of group `g`'s blocks.
 
     Either the largest `u` at which every group has its blocks of `live(u)`, or, if that leaves no less, the largest at which those
@@ -50,22 +51,22 @@ def find_hit(
     """
     unit = min(retention.block_size for retention in retentions)
     limit = min(limit, len(digests))
-    full_reach, reach, repairable = limit, limit, False
+    full_groups_reach, reach, repairable = limit, limit, False
     sliding: list[tuple[Retention, Collection[bytes]]] = []
     for retention, group in zip(retentions, found, strict=True):
         if retention.keeps_everything:
-            full_reach = _leading(group, digests, full_reach, retention.block_size // unit)
+            full_groups_reach = _leading(group, digests, full_groups_reach, retention.block_size // unit)
             repairable = window_repair
         else:
             sliding.append((retention, group))
-    reach = full_reach
+    reach = full_groups_reach
     for retention, group in sliding:
-        reach = min(reach, _pinned_reach(group, digests, reach, retention.num_pinned))
+        reach = min(reach, _pinned_reach(group, digests, reach, retention.num_sink_blocks))
     start = repair_start([retention.spec for retention in retentions], reach * unit) // unit if repairable else 0
     # at and below `start` the repair is as good
     at = _largest_boundary([_WindowSearch(*pair, digests, reach) for pair in sliding], reach, floor=start)
-    num_units = reach if at == start > 0 else at
-    return Hit(num_units=num_units, start=at * unit, full_reach=full_reach, limit=limit)
+    num_hash_blocks = reach if at == start > 0 else at
+    return PrefixHit(num_hash_blocks=num_hash_blocks, start=at * unit, full_groups_reach=full_groups_reach, limit=limit)
 
 
 def _leading(group: Collection[bytes], digests: Sequence[bytes], end: int, units_per_block: int) -> int:
@@ -80,9 +81,9 @@ def _leading(group: Collection[bytes], digests: Sequence[bytes], end: int, units
     return end
 
 
-def _pinned_reach(group: Collection[bytes], digests: Sequence[bytes], end: int, num_pinned: int) -> int:
+def _pinned_reach(group: Collection[bytes], digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
     """The largest boundary up to `end` whose pinned blocks are all found."""
-    missing = _presence(group, digests[: min(end, num_pinned)]).find(0)
+    missing = _presence(group, digests[: min(end, num_sink_blocks)]).find(0)
     return end if missing < 0 else missing
 
 
@@ -117,7 +118,7 @@ class _WindowSearch:
         self._run, self._edge = 1, 0
         if retention.spec.window > 1:
             self._run = -(-(retention.spec.window - 1) // retention.block_size)
-            self._edge = retention.num_pinned + self._run
+            self._edge = retention.num_sink_blocks + self._run
 
     def largest_boundary(self, at: int, floor: int) -> int:
         """Largest good boundary in (floor, at], else `floor`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from transom_worker.kvcache.block_registry import Catalog
+from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.retention import Retention
@@ -14,21 +14,21 @@ from transom_worker.kvcache.tree import CheckpointKind
 
 
 class Publishing:
-    """Names blocks in the catalog and places checkpoints. What a replay computed is published from its end on alone.
+    """Names blocks in the registry and places checkpoints. What a replay computed is published from its end on alone.
 
     Unless it `is_on` nothing is published: prefix caching is off.
     """
 
     def __init__(
         self,
-        catalog: Catalog,
+        registry: BlockRegistry,
         checkpoints: Checkpoints,
         retentions: Sequence[Retention],
         *,
         block_size: int,
         is_on: bool,
     ) -> None:
-        self._catalog = catalog
+        self._registry = registry
         self._checkpoints = checkpoints
         self._retentions = retentions
         self._block_size = block_size
@@ -41,18 +41,18 @@ class Publishing:
         planned: dict[int, CheckpointKind] = {}
         hit = blocks.hit
         if hit is not None:
-            self._checkpoints.admitted(blocks.base, hit.num_units)
+            self._checkpoints.admitted(blocks.base, hit.num_hash_blocks)
             if is_new:
                 blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
             elif blocks.base is not None:
                 blocks.turns = blocks.base.turns
-            parted = hit.full_reach > hit.num_units or blocks.replay_until > 0
+            parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.repair_until > 0
             if parted and any(retention.keeps_everything for retention in self._retentions):
-                planned[hit.full_reach] = CheckpointKind.FORK
+                planned[hit.full_groups_reach] = CheckpointKind.FORK
         planned.update(boundaries)
         blocks.planned = sorted(planned.items())
 
-    def plan_fork(self, blocks: SequenceBlocks, units: int) -> None:
+    def plan_fork_checkpoint(self, blocks: SequenceBlocks, units: int) -> None:
         """One more checkpoint is due, at this boundary ahead, if there are windows that would be gone later."""
         slides = any(not retention.keeps_everything for retention in self._retentions)
         if self._is_on and slides and all(units != planned for planned, _ in blocks.planned):
@@ -61,17 +61,17 @@ class Publishing:
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
         """Make whole blocks findable. What a replay computed is right from its end on, and so is what is live there."""
         units = processed // self._block_size
-        replays = blocks.replay_until > 0 and not blocks.repaired
-        if not self._is_on or processed < blocks.replay_until or (units <= blocks.num_published and not replays):
+        replays = blocks.repair_until > 0 and not blocks.repaired
+        if not self._is_on or processed < blocks.repair_until or (units <= blocks.num_published and not replays):
             return
         if len(blocks.chain) < units:
             extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
         for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
             begin = blocks.num_published
             if replays and not retention.keeps_everything:
-                begin = retention.first_live_block(blocks.replay_until)
+                begin = retention.first_live_block(blocks.repair_until)
             step = retention.block_size // self._block_size
-            self._catalog.name(group, table, begin // step, units // step, blocks.chain)
+            self._registry.name(group, table, begin // step, units // step, blocks.chain)
         blocks.num_published = units
         blocks.repaired = True
 
@@ -79,7 +79,7 @@ class Publishing:
         """Place the checkpoints whose boundaries the sequence has passed."""
         while blocks.planned and blocks.planned[0][0] <= blocks.num_published:
             units, kind = blocks.planned[0]
-            if processed < units * self._block_size or processed < blocks.replay_until:
+            if processed < units * self._block_size or processed < blocks.repair_until:
                 return
             del blocks.planned[0]
             self._place(blocks, units, kind)
@@ -87,7 +87,7 @@ class Publishing:
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
         """Place one at the last whole unit that an ending sequence processed, if all up to there was published."""
         units = blocks.processed // self._block_size
-        complete = self._is_on and blocks.processed >= blocks.replay_until and units <= blocks.num_published
+        complete = self._is_on and blocks.processed >= blocks.repair_until and units <= blocks.num_published
         if units and complete:
             self._place(blocks, units, kind)
 
@@ -98,11 +98,11 @@ class Publishing:
         for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
             step = retention.block_size // self._block_size
             end = units // step
-            kept = end if retention.keeps_everything else min(end, retention.num_pinned)  # with the segment
-            self._catalog.name(group, table, owned // step, kept, chain)
+            kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # with the segment
+            self._registry.name(group, table, owned // step, kept, chain)
             # what a replay computed below its end's live blocks is wrong
-            first = max(kept, table.first_block, retention.first_live_block(blocks.replay_until))
-            self._catalog.name(group, table, first, end, chain)
-            if not self._catalog.has_all(group, chain, owned // step, kept):
+            first = max(kept, table.first_block, retention.first_live_block(blocks.repair_until))
+            self._registry.name(group, table, first, end, chain)
+            if not self._registry.has_all(group, chain, owned // step, kept):
                 return
         blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)

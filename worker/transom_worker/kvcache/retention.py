@@ -17,7 +17,7 @@ class Retention:
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
         self.block_size = spec.block_size
-        self.num_pinned = spec.num_pinned_blocks
+        self.num_sink_blocks = spec.num_sink_blocks
         self.keeps_everything = spec.keeps_everything
         # tokens after which what is held repeats, once the first `reach` tokens are past
         self.period = math.lcm(spec.block_size, spec.chunk or 1, spec.ratio or 1)
@@ -29,12 +29,12 @@ class Retention:
         self._change: list[int] = []  # by unit: where inside it the first live block grows, else its end
 
     def first_live_block(self, n: int) -> int:
-        """First logical block of the run that must stay after `n` processed tokens; at least `num_pinned`."""
+        """First logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""
         if self.keeps_everything:
             return 0
         ranges = self.spec.live(n)
         begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
-        return max(self.num_pinned, begin // self.block_size)
+        return max(self.num_sink_blocks, begin // self.block_size)
 
     def next_change(self, n: int) -> int:
         """Smallest m > n, up to the next unit boundary, at which more may be freed than at `n`; that boundary if none."""
@@ -53,11 +53,11 @@ class Retention:
         self._grow(units)
         return self._free_boundary
 
-    def held_blocks(self, n: int, *, lag: int = 0) -> int:
+    def allocated_blocks(self, n: int, *, lag: int = 0) -> int:
         """Blocks that a sequence holds while token `n` is computed, those before it processed but for the last `lag`."""
         last = n // self.block_size
         first = self.first_live_block(max(0, n - lag))
-        return min(self.num_pinned, last + 1) + max(0, last + 1 - max(first, self.num_pinned))
+        return min(self.num_sink_blocks, last + 1) + max(0, last + 1 - max(first, self.num_sink_blocks))
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at once, one token computed per step."""
@@ -73,7 +73,7 @@ class Retention:
             first = self.first_live_block(unit * self.block_size)
             self._first.append(first)
             self._free_boundary.append(unit if first >= unit else self._free_boundary[-1])
-            self._peak.append(max(self._peak[-1], self.held_blocks(unit * self.block_size)))
+            self._peak.append(max(self._peak[-1], self.allocated_blocks(unit * self.block_size)))
             self._change.append(self._change_inside((unit - 1) * self.block_size, unit * self.block_size))
 
     def _change_inside(self, begin: int, end: int) -> int:

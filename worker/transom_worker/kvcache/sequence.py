@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from transom_worker.kvcache.prefix_search import Hit
+from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
@@ -21,11 +21,11 @@ class TableDelta(NamedTuple):
 
 @dataclass(slots=True)
 class BlockTable:
-    """Pinned blocks (logical 0 ... num_pinned - 1), then the run: logical blocks from `first_block` on."""
+    """Pinned blocks (logical 0 ... num_sink_blocks - 1), then the run: logical blocks from `first_block` on."""
 
-    num_pinned: int
+    num_sink_blocks: int
     first_block: int
-    pinned: list[int] = field(default_factory=list)
+    sink_blocks: list[int] = field(default_factory=list)
     run: list[int] = field(default_factory=list)
     _appended: list[int] = field(default_factory=list)
     _dropped: int = 0
@@ -34,37 +34,39 @@ class BlockTable:
     @property
     def end_block(self) -> int:
         """One past the last logical block that has a block."""
-        return len(self.pinned) if len(self.pinned) < self.num_pinned else self.first_block + len(self.run)
+        return (
+            len(self.sink_blocks) if len(self.sink_blocks) < self.num_sink_blocks else self.first_block + len(self.run)
+        )
 
     @property
     def last(self) -> int | None:
         """The block id at the table's end."""
-        return self.run[-1] if self.run else self.pinned[-1] if self.pinned else None
+        return self.run[-1] if self.run else self.sink_blocks[-1] if self.sink_blocks else None
 
     def at(self, logical: int) -> int | None:
         """The block id of a logical block, None if it slid out or is not there yet."""
-        if logical < self.num_pinned:
-            return self.pinned[logical] if logical < len(self.pinned) else None
+        if logical < self.num_sink_blocks:
+            return self.sink_blocks[logical] if logical < len(self.sink_blocks) else None
         offset = logical - self.first_block
         return self.run[offset] if 0 <= offset < len(self.run) else None
 
     def blocks(self, begin: int, end: int) -> list[int | None]:
         """The block ids of logical blocks `[begin, end)`, None where there is none."""
         first = begin - self.first_block
-        if begin >= self.num_pinned and first >= 0 and end - self.first_block <= len(self.run):
+        if begin >= self.num_sink_blocks and first >= 0 and end - self.first_block <= len(self.run):
             return [*self.run[first : end - self.first_block]]
         return [self.at(logical) for logical in range(begin, end)]
 
     def logical_of(self, block: int) -> int:
         """The logical index of a block id that is in the table."""
-        if block in self.pinned:
-            return self.pinned.index(block)
+        if block in self.sink_blocks:
+            return self.sink_blocks.index(block)
         return self.first_block + self.run.index(block)
 
     def append(self, blocks: list[int]) -> None:
         """Grow the table at its end."""
-        missing = self.num_pinned - len(self.pinned)
-        self.pinned += blocks[:missing]
+        missing = self.num_sink_blocks - len(self.sink_blocks)
+        self.sink_blocks += blocks[:missing]
         self.run += blocks[missing:]
         self._appended += blocks
 
@@ -82,8 +84,8 @@ class BlockTable:
     def replace(self, logical: int, block: int) -> None:
         """Compaction moved a block that is in the table."""
         untold = self.end_block - len(self._appended)
-        if logical < self.num_pinned:
-            self.pinned[logical] = self._moved[logical] = block
+        if logical < self.num_sink_blocks:
+            self.sink_blocks[logical] = self._moved[logical] = block
             return
         self.run[logical - self.first_block] = block
         if logical >= untold:
@@ -110,7 +112,7 @@ class BlockTable:
 class SequenceBlocks:
     """A running sequence's share of the cache: one table per group, its hash chain and how far it got.
 
-    A window repair replays `[replay_from, replay_until)`: until that is processed nothing is published (both 0 without repair).
+    A window repair replays `[repair_from, repair_until)`: until that is processed nothing is published (both 0 without repair).
     """
 
     tables: list[BlockTable]
@@ -120,10 +122,10 @@ class SequenceBlocks:
     num_published: int = 0  # units that were offered to the index
     capacity_tokens: int = 0  # positions below it have blocks in every group
     next_event: int = 0  # processed tokens at which something can be published or freed
-    replay_from: int = 0  # tokens
-    replay_until: int = 0
+    repair_from: int = 0  # tokens
+    repair_until: int = 0
     repaired: bool = False  # the replay's end was processed and published
-    hit: Hit | None = None  # what it began on
+    hit: PrefixHit | None = None  # what it began on
     planned: list[tuple[int, CheckpointKind]] = field(default_factory=list)  # boundaries ahead, in units, ascending
     base: Node | None = None  # the deepest checkpoint that it builds on, locked
     turns: int = 0  # of the conversation, as far as the cache has seen it
@@ -131,20 +133,20 @@ class SequenceBlocks:
 
     @classmethod
     def at(
-        cls, hit: Hit | None, chain: list[bytes], root: bytes, retentions: Sequence[Retention], *, unit: int
+        cls, hit: PrefixHit | None, chain: list[bytes], root: bytes, retentions: Sequence[Retention], *, unit: int
     ) -> SequenceBlocks:
         """Empty tables from where a hit of `unit`-token units lets a sequence start (None: at 0).
 
         Sliding groups that are repaired begin at the replay, their pinned blocks apart.
         """
-        units, start = (hit.num_units, hit.start) if hit else (0, 0)
+        units, start = (hit.num_hash_blocks, hit.start) if hit else (0, 0)
         replays = start < units * unit
         tables = []
         for retention in retentions:
             first = retention.first_live_block(start)
             if replays and not retention.keeps_everything:
-                first = max(retention.num_pinned, start // retention.block_size)
-            tables.append(BlockTable(num_pinned=retention.num_pinned, first_block=first))
+                first = max(retention.num_sink_blocks, start // retention.block_size)
+            tables.append(BlockTable(num_sink_blocks=retention.num_sink_blocks, first_block=first))
         return cls(
             tables=tables,
             chain=chain,
@@ -152,8 +154,8 @@ class SequenceBlocks:
             processed=start,
             num_published=units,
             capacity_tokens=start,
-            replay_from=start if replays else 0,
-            replay_until=units * unit if replays else 0,
+            repair_from=start if replays else 0,
+            repair_until=units * unit if replays else 0,
             hit=hit,
             changed=True,
         )
@@ -164,8 +166,8 @@ class SequenceBlocks:
         if retention.keeps_everything:
             step = retention.block_size // unit
             return self.chain[step - 1 : units : step]
-        pinned = self.chain[: min(retention.num_pinned, units)]
-        return pinned if self.replay_until else pinned + self.chain[self.tables[group].first_block : units]
+        pinned = self.chain[: min(retention.num_sink_blocks, units)]
+        return pinned if self.repair_until else pinned + self.chain[self.tables[group].first_block : units]
 
     def take_deltas(self) -> list[tuple[int, TableDelta]]:
         """(group, delta) of every table that changed."""

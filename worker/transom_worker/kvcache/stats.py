@@ -11,16 +11,16 @@ from transom_worker.kvcache.histogram import HistogramStats
 class GroupStats:
     """One group's blocks by state, and what became of the cached ones.
 
-    `cached_blocks` are all that can be hit and nobody references; a checkpoint keeps `held_blocks` of them, the others are left
-    behind. `empty_blocks` are free ones in pages that the group has leased.
+    `cached_blocks` are all that can be hit and nobody references; a checkpoint keeps `pinned_blocks` of them, the others are left
+    behind. `free_blocks` are free ones in pages that the group has leased.
     """
 
     name: str
     block_bytes: int
     active_blocks: int
     cached_blocks: int
-    empty_blocks: int
-    held_blocks: int = 0
+    free_blocks: int
+    pinned_blocks: int = 0
     evicted_blocks: dict[str, int] = field(default_factory=dict)  # by reason, since start
     residency: HistogramStats = field(default_factory=HistogramStats)  # from cached to evicted
     reuse_interval: HistogramStats = field(default_factory=HistogramStats)  # from cached to hit
@@ -31,10 +31,10 @@ class CheckpointStats:
     """Checkpoints by kind: those that stand now, and since start how many were placed, given up with their chain, left without
     their windows, and hit by admitted requests. What was placed and neither of the next two stands."""
 
-    standing: dict[str, int] = field(default_factory=dict)
+    current: dict[str, int] = field(default_factory=dict)
     placed: dict[str, int] = field(default_factory=dict)
-    given_up: dict[str, int] = field(default_factory=dict)
-    windows_given_up: dict[str, int] = field(default_factory=dict)
+    evicted: dict[str, int] = field(default_factory=dict)
+    windows_evicted: dict[str, int] = field(default_factory=dict)
     hit: dict[str, int] = field(default_factory=dict)
 
 
@@ -66,4 +66,4 @@ class CacheStats:
     def fragmentation(self) -> float:
         """Share of the leased pages' bytes that lies in empty blocks."""
         leased_bytes = (self.num_pages - self.free_pages) * self.page_bytes
-        return sum(group.empty_blocks * group.block_bytes for group in self.groups) / max(1, leased_bytes)
+        return sum(group.free_blocks * group.block_bytes for group in self.groups) / max(1, leased_bytes)

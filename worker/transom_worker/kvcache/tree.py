@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 
-Hold = Callable[[int, Iterable[bytes]], None]  # (group, digests)
+PinBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests)
 
 
 class CheckpointKind(StrEnum):
@@ -70,7 +70,7 @@ class PrefixTree:
     """Holds and lets go blocks as nodes come and go. Not thread-safe.
 
     `full_groups` are (group, units per block) of the groups that keep everything, `sliding_groups` (group, pinned blocks) the
-    others: pinned blocks, which hold sink tokens, belong to segments.
+    others: pinned blocks, which pin sink tokens, belong to segments.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class PrefixTree:
         full_groups: Sequence[tuple[int, int]],
         sliding_groups: Sequence[tuple[int, int]],
         *,
-        hold: Hold,
-        let_go: Hold,
+        pin: PinBlocks,
+        unpin: PinBlocks,
     ) -> None:
         self.root = Node(0, b"", None, CheckpointKind.SYSTEM)
         self.owner: dict[bytes, Node] = {}  # unit's digest -> the node whose segment has it
         self._full_groups = full_groups
         self._sliding_groups = sliding_groups
-        self._hold = hold
-        self._let_go = let_go
+        self._pin = pin
+        self._unpin = unpin
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""
@@ -129,28 +129,28 @@ class PrefixTree:
         parent.children[node] = None
         for digest in node.units:
             self.owner[digest] = node
-        self._each_block(node, self._hold)
+        self._each_block(node, self._pin)
         return node, True
 
-    def hold_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
+    def pin_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
         """Count on the sliding groups' blocks, which must be in the index."""
         for (group, _), digests in zip(self._sliding_groups, windows, strict=True):
-            self._hold(group, digests)
+            self._pin(group, digests)
         node.windows = windows
 
-    def drop_windows(self, node: Node) -> None:
+    def unpin_windows(self, node: Node) -> None:
         """Let the windows go."""
         if node.windows is not None:
             for (group, _), digests in zip(self._sliding_groups, node.windows, strict=True):
-                self._let_go(group, digests)
+                self._unpin(group, digests)
             node.windows = None
 
     def drop_leaf(self, node: Node) -> None:
         """Take a node without children out, its far end first."""
         assert not node.children
         assert node.parent is not None
-        self.drop_windows(node)
-        self._each_block(node, self._let_go)
+        self.unpin_windows(node)
+        self._each_block(node, self._unpin)
         for digest in node.units:
             del self.owner[digest]
         del node.parent.children[node]
@@ -186,12 +186,12 @@ class PrefixTree:
         lower.parent = upper
         return upper
 
-    def _each_block(self, node: Node, act: Hold) -> None:
+    def _each_block(self, node: Node, act: PinBlocks) -> None:
         """`act` on the blocks of the segment, group by group, the far end first."""
         begin = node.boundary - len(node.units)
         for group, units_per_block in self._full_groups:
             first = (-begin - 1) % units_per_block  # the first unit that ends a block
             act(group, reversed(node.units[first::units_per_block]))
-        for group, num_pinned in self._sliding_groups:
-            if begin < num_pinned:
-                act(group, reversed(node.units[: num_pinned - begin]))
+        for group, num_sink_blocks in self._sliding_groups:
+            if begin < num_sink_blocks:
+                act(group, reversed(node.units[: num_sink_blocks - begin]))

@@ -33,7 +33,7 @@ def _own_start(spec: GroupSpec, n: int) -> int:
         return n
     ranges = spec.live(n)
     begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
-    return max(spec.num_pinned_blocks, begin // spec.block_size) * spec.block_size
+    return max(spec.num_sink_blocks, begin // spec.block_size) * spec.block_size
 
 
 def _lowest_read(spec: GroupSpec, query: int) -> int:

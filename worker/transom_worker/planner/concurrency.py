@@ -25,7 +25,7 @@ def peak_demands(layout: ArenaLayout, length: int, *, unit: int, lag: int) -> li
     last = (num_computed(length) - 1) // unit
     demands: list[tuple[int, ...]] = []
     for boundary in range(last, max(-1, last - period // unit), -1):
-        held = tuple(retention.held_blocks(boundary * unit, lag=lag) for retention in retentions)
+        held = tuple(retention.allocated_blocks(boundary * unit, lag=lag) for retention in retentions)
         if not any(_covers(other, held) for other in demands):
             demands.append(held)
     return demands

@@ -149,7 +149,7 @@ def plan_cache(
     lag = steps_in_flight - 1
     in_flight = in_flight_blocks(layout, max_num_batched_tokens)
     demands = peak_demands(layout, max_model_len, unit=block_size, lag=lag)
-    live = [Retention(group.spec).held_blocks(num_computed(max_model_len) - 1, lag=lag) for group in groups]
+    live = [Retention(group.spec).allocated_blocks(num_computed(max_model_len) - 1, lag=lag) for group in groups]
     parts = tuple(_group_plan(layout, index, demands, live[index], in_flight[index]) for index in range(len(groups)))
     return CachePlan(
         memory_bytes=memory_bytes,

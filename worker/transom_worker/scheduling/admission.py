@@ -2,7 +2,7 @@
 
 The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute. Alone it
 fits, however its blocks lie scattered, since the cache moves them together. Who waits for blocks holds up those behind it; who
-waits for units that another computes (`upcoming`) steps aside.
+waits for units that another computes (`in_flight_prefixes`) steps aside.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from itertools import islice
 
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.prefix_search import Hit
+from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.kvcache.tree import CheckpointKind
-from transom_worker.scheduling.in_flight_prefixes import Upcoming
+from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.queue import OrderedQueue
-from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.work_counts import WorkCounts
 
 
-class Placement:
+class AdmissionControl:
     """The two queues and the cache. Blocks of a sequence that a step in flight computes stay until that step has answered."""
 
     def __init__(self, cache: KvCache, work: WorkCounts) -> None:
@@ -29,10 +29,10 @@ class Placement:
         self._work = work
         self.running = OrderedQueue()
         self.waiting = OrderedQueue()  # without those that follow others
-        self.upcoming = Upcoming(cache.block_size)
+        self.in_flight_prefixes = InFlightPrefixes(cache.block_size)
         self.listeners: list[SchedulerListener] = []
         self.finished_ids: list[int] = []  # ranks have not been told yet
-        self._num_held = 0  # LEAVING or DONE sequences whose blocks a step in flight still uses
+        self._num_held = 0  # PREEMPTING or FINISHED sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
         self._blocked: Sequence | None = None  # the first waiting one did not fit
         self._blocked_at = 0  # `cache.num_releases` then
@@ -40,22 +40,22 @@ class Placement:
     @property
     def num_waiting(self) -> int:
         """Sequences that are not running, those that follow others with them."""
-        return len(self.waiting) + len(self.upcoming.following)
+        return len(self.waiting) + len(self.in_flight_prefixes.waiters)
 
     @property
-    def num_seats_taken(self) -> int:
+    def num_running_slots_used(self) -> int:
         """Sequences that run, and those that would but for whom they follow: nobody behind takes their seats."""
-        return len(self.running) + len(self.upcoming.following)
+        return len(self.running) + len(self.in_flight_prefixes.waiters)
 
     @property
     def all_waiting(self) -> Iterator[Sequence]:
         """They themselves."""
         yield from self.waiting
-        yield from self.upcoming.following
+        yield from self.in_flight_prefixes.waiters
 
     def num_before(self, sequence: Sequence) -> int:
         """How many of them stand before one."""
-        return self.waiting.num_before(sequence) + self.upcoming.following.num_before(sequence)
+        return self.waiting.num_before(sequence) + self.in_flight_prefixes.waiters.num_before(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a new sequence wait for its turn."""
@@ -63,22 +63,22 @@ class Placement:
 
     def drop(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands."""
-        if sequence.state is State.WAITING:
-            if not self.upcoming.stop_following(sequence):
+        if sequence.status is SequenceStatus.WAITING:
+            if not self.in_flight_prefixes.stop_waiting(sequence):
                 self.waiting.remove(sequence)
         else:
-            self._rejoin(self.upcoming.left(sequence))
-            if sequence.num_in_flight and sequence.state is State.RUNNING:
+            self._rejoin(self.in_flight_prefixes.stopped_running(sequence))
+            if sequence.num_in_flight and sequence.status is SequenceStatus.RUNNING:
                 self._num_held += 1
             self.running.remove(sequence)
             if not sequence.num_in_flight:
                 self._end(sequence)
-        sequence.state = State.DONE
+        sequence.status = SequenceStatus.FINISHED
 
     def settle(self, sequence: Sequence) -> None:
-        """No step in flight computes this LEAVING or DONE sequence any more: its blocks come free."""
+        """No step in flight computes this PREEMPTING or FINISHED sequence any more: its blocks come free."""
         self._num_held -= 1
-        if sequence.state is State.LEAVING:
+        if sequence.status is SequenceStatus.PREEMPTING:
             self._preempt(sequence)
         else:
             self._end(sequence)
@@ -95,35 +95,35 @@ class Placement:
                     raise RuntimeError(f"{sequence.request.request_id} was let in as fitting, and does not fit alone")
                 return 0  # windows slide when the result arrives
             if victim.num_in_flight:
-                victim.state = State.LEAVING
-                self._rejoin(self.upcoming.left(victim))
+                victim.status = SequenceStatus.PREEMPTING
+                self._rejoin(self.in_flight_prefixes.stopped_running(victim))
                 self._num_held += 1
                 return 0
             self._preempt(victim)
             if victim is sequence:
                 return 0
 
-    def start_over(self) -> None:
+    def preempt_all(self) -> None:
         """Nothing in the slab can be trusted: every running sequence is computed again. No step may be in flight."""
         for sequence in list(self.running):
             self._preempt(sequence)
-        self.cache.drop_cached()
+        self.cache.evict_all()
 
     def published(self, sequence: Sequence) -> None:
         """A result of a sequence was received: whoever waited for just that may go on from it."""
-        self._rejoin(self.upcoming.published(sequence))
+        self._rejoin(self.in_flight_prefixes.published(sequence))
 
-    def owed_before(self, sequence: Sequence, *, num_seats: int) -> int:
+    def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
         """Tokens that a running sequence leaves those who need not follow others any more and stand before it.
 
         They would run, and be served first, had they not stepped aside. No more of them can be let in than there are free seats.
         """
-        owed = 0
-        for one in islice(self.waiting, max(0, num_seats)):
-            if not one.owed or one.key > sequence.key:
+        reserved_tokens = 0
+        for one in islice(self.waiting, max(0, num_free_slots)):
+            if not one.reserved_tokens or one.key > sequence.key:
                 break
-            owed += one.owed
-        return owed
+            reserved_tokens += one.reserved_tokens
+        return reserved_tokens
 
     def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
         """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait.
@@ -152,16 +152,16 @@ class Placement:
         """
         return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
 
-    def _steps_aside(self, sequence: Sequence, hit: Hit) -> bool:
+    def _steps_aside(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Whether it waits for another's units; what is live where the two part is kept for it."""
-        found = self.upcoming.leader_of(sequence, hit)
+        found = self.in_flight_prefixes.producer_for(sequence, hit)
         if found is None:
             return False
         leader, units = found
         assert leader.blocks is not None
-        self.cache.plan_fork(leader.blocks, units)
+        self.cache.plan_fork_checkpoint(leader.blocks, units)
         self.waiting.remove(sequence)
-        self.upcoming.follow(sequence, leader, units)
+        self.in_flight_prefixes.wait_for(sequence, leader, units)
         return True
 
     def _rejoin(self, followers: Iterable[Sequence]) -> None:
@@ -171,9 +171,9 @@ class Placement:
             if self._blocked is sequence:
                 self._blocked = None
 
-    def _admit(self, sequence: Sequence, hit: Hit | None, budget: int, busy: bool) -> int:
+    def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int:
         version = self.cache.index_version
-        sequence.owed = 0
+        sequence.reserved_tokens = 0
         blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         count = min(sequence.num_ready, budget)
@@ -191,25 +191,25 @@ class Placement:
         self._work.admitted(sequence, blocks)
         self.waiting.remove(sequence)
         self.running.add(sequence)
-        sequence.state = State.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
-        self.upcoming.announce(sequence)
+        self.in_flight_prefixes.register(sequence)
         for listener in self.listeners:
             listener.admitted(sequence, tokens=tokens)
         return count
 
-    def _checkpoints(self, sequence: Sequence, hit: Hit | None) -> list[tuple[int, CheckpointKind]]:
+    def _checkpoints(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
         """Where the client may come back to, beyond the hit: end of the system part, last two turns, end of the prompt."""
         unit = self.cache.block_size
         turns = sequence.request.turn_boundaries
         places = {turns[0] // unit: CheckpointKind.SYSTEM} if turns else {}
         places |= {end // unit: CheckpointKind.TURN for end in turns[1:][-2:]}
         places[(len(sequence.token_ids) - 1) // unit] = CheckpointKind.PROMPT
-        begin = hit.num_units if hit else 0
+        begin = hit.num_hash_blocks if hit else 0
         return sorted((units, kind) for units, kind in places.items() if units > begin)
 
-    def _find_hit(self, sequence: Sequence) -> Hit | None:
+    def _find_hit(self, sequence: Sequence) -> PrefixHit | None:
         """None where the sequence reads no cache."""
         if not self.cache.enable_prefix_caching:
             return None
@@ -226,12 +226,12 @@ class Placement:
             count //= 2
         return count
 
-    def _count_outcome(self, sequence: Sequence, hit: Hit | None, version: int) -> Mapping[str, int]:
+    def _count_outcome(self, sequence: Sequence, hit: PrefixHit | None, version: int) -> Mapping[str, int]:
         """Tokens by outcome: those of the prompt, counted once, or what an earlier admission had computed already."""
         if sequence.admitted:
             if hit is None:
                 return {}
-            return {"hit": hit.start, "repaired": hit.num_units * self.cache.block_size - hit.start}
+            return {"hit": hit.start, "repaired": hit.num_hash_blocks * self.cache.block_size - hit.start}
         sequence.admitted = True
         sequence.index_version = version
         num_prompt = sequence.num_prompt_tokens
@@ -248,7 +248,7 @@ class Placement:
         for listener in self.listeners:
             listener.preempted(sequence, mode="recompute")
         self.running.remove(sequence)
-        self._rejoin(self.upcoming.left(sequence))
+        self._rejoin(self.in_flight_prefixes.stopped_running(sequence))
         self._release(sequence, CheckpointKind.PREEMPTED)
         sequence.leave()
         self.waiting.add(sequence)

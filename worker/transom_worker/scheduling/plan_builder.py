@@ -58,7 +58,7 @@ class PlanBuilder:
             self._add_deltas(sequence.seq_id, blocks)
         if start < sequence.decode_from:
             self._work.row_before_decode(sequence, blocks, start, end)
-        if start < blocks.replay_until:
+        if start < blocks.repair_until:
             self._replays.append((len(self.rows), blocks))
         if samples:
             sequence.sampled_step, sequence.sampled_row = self.plan.step_id, len(self.rows)
@@ -96,10 +96,10 @@ class PlanBuilder:
         the rest is not there below the replay's start."""
         start = self.plan.start[row]
         for group, retention in enumerate(self._retentions):
-            cached = blocks.replay_until
+            cached = blocks.repair_until
             if not retention.keeps_everything:
-                cached = min(cached, retention.num_pinned * retention.block_size)
-                self.plan.attend_from[group][row] = blocks.replay_from
+                cached = min(cached, retention.num_sink_blocks * retention.block_size)
+                self.plan.attend_from[group][row] = blocks.repair_from
             self.plan.write_from[group][row] = max(start, cached)
 
     def _add_moves(self) -> None:

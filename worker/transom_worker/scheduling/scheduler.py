@@ -14,12 +14,12 @@ from transom_worker.kvcache.hashing import chain_root
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.scheduling.admission import Placement
+from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.queue import virtual_arrival_s
 from transom_worker.scheduling.request_validation import check_supported, length_limit
-from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner
 from transom_worker.scheduling.work_counts import WorkCounts
@@ -55,8 +55,8 @@ class Scheduler:
             clock=clock,
         )
         self.work = WorkCounts()
-        self._placement = Placement(self.cache, self.work)
-        self._planner = StepPlanner(config, layout, self._placement, self.work)
+        self.admission = AdmissionControl(self.cache, self.work)
+        self._planner = StepPlanner(config, layout, self.admission, self.work)
         self._by_request: dict[str, Sequence] = {}
         self._in_flight: deque[PlannedStep] = deque()
         self._num_arrived = 0
@@ -69,12 +69,12 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._placement.running)
+        return len(self.admission.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue, preempted ones with them, and those that wait for what others compute."""
-        return self._placement.num_waiting
+        return self.admission.num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -100,22 +100,22 @@ class Scheduler:
     def waiting_tokens(self) -> int:
         """Tokens to compute before every request has its next one; what the cache will spare those that wait is not known yet,
         unless they follow others."""
-        waiting = sum(sequence.owed or len(sequence.token_ids) for sequence in self._placement.all_waiting)
-        return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self._placement.running)
+        waiting = sum(sequence.reserved_tokens or len(sequence.token_ids) for sequence in self.admission.all_waiting)
+        return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self.admission.running)
 
     def listen(self, listener: SchedulerListener) -> None:
         """Tell this one as well, from now on, what becomes of requests."""
-        self._placement.listeners.append(listener)
+        self.admission.listeners.append(listener)
 
-    def holders(self) -> list[Sequence]:
+    def sequences_with_blocks(self) -> list[Sequence]:
         """All sequences that hold blocks: those that run, and those that have ended while a step in flight computes them."""
         ended = {
             sequence.seq_id: sequence
             for step in self._in_flight
             for sequence in step.rows
-            if sequence.state is State.DONE and sequence.blocks is not None
+            if sequence.status is SequenceStatus.FINISHED and sequence.blocks is not None
         }
-        return [*self._placement.running, *ended.values()]
+        return [*self.admission.running, *ended.values()]
 
     def stats(self) -> CacheStats:
         """The cache's state."""
@@ -136,7 +136,7 @@ class Scheduler:
         limit = length_limit(request, self.cache, max_model_len=self.max_model_len)
         if request.request_id in self._by_request:
             raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
-        ahead = self.num_waiting + len(self._placement.running) - self.config.max_num_seqs
+        ahead = self.num_waiting + len(self.admission.running) - self.config.max_num_seqs
         if ahead >= self.config.max_waiting:
             raise Overloaded(
                 f"{self.num_waiting} requests are waiting and the limit is {self.config.max_waiting}; try again later."
@@ -151,16 +151,16 @@ class Scheduler:
             token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
         )
         self._by_request[request.request_id] = sequence
-        self._placement.enqueue(sequence)
-        for listener in self._placement.listeners:
-            listener.queued(sequence, num_ahead=self._placement.num_before(sequence))
+        self.admission.enqueue(sequence)
+        for listener in self.admission.listeners:
+            listener.queued(sequence, num_ahead=self.admission.num_before(sequence))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, wherever it stands; whether there was one. Blocks of a step in flight go when it has answered."""
         sequence = self._by_request.pop(request_id, None)
         if sequence is None:
             return False
-        self._placement.drop(sequence)
+        self.admission.drop(sequence)
         return True
 
     def finish(self, request_id: str) -> None:
@@ -191,23 +191,23 @@ class Scheduler:
         for row, (sequence, start, count, samples) in enumerate(rows):
             processed = start + count
             sequence.num_in_flight -= 1
-            if sequence.state is State.DONE:  # it may have computed a token whose id was discarded
+            if sequence.status is SequenceStatus.FINISHED:  # it may have computed a token whose id was discarded
                 processed = min(processed, len(sequence.token_ids))
             blocks = sequence.blocks
             assert blocks is not None
             if processed >= blocks.next_event:
                 self.cache.advance(blocks, sequence.token_ids, processed)
-                self._placement.published(sequence)
+                self.admission.published(sequence)
             else:
                 blocks.processed = processed
-            if sequence.state is not State.DONE:
+            if sequence.status is not SequenceStatus.FINISHED:
                 if result.prompt_logprobs and row in result.prompt_logprobs:
                     sequence.take_prompt_logprobs(result.prompt_logprobs[row])
                 if samples:
                     logprobs = result.logprobs[sample] if result.logprobs else None
                     outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs))
-            if sequence.state is not State.RUNNING and not sequence.num_in_flight:
-                self._placement.settle(sequence)
+            if sequence.status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
+                self.admission.settle(sequence)
             sample += samples
         return outputs
 
@@ -217,26 +217,26 @@ class Scheduler:
         moved = any(step.plan.copy_group for step in self._in_flight)
         while self._in_flight:
             step = self._in_flight.popleft()
-            self._placement.finished_ids += step.plan.finished  # ranks may not have seen them
+            self.admission.finished_ids += step.plan.finished  # ranks may not have seen them
             for sequence in step.rows:
                 sequence.num_in_flight -= 1
                 if sequence.num_in_flight:
                     continue
-                was_done = sequence.state is State.DONE
-                if sequence.state is not State.RUNNING:
-                    self._placement.settle(sequence)
+                was_done = sequence.status is SequenceStatus.FINISHED
+                if sequence.status is not SequenceStatus.RUNNING:
+                    self.admission.settle(sequence)
                 if not was_done:
                     self.abort(sequence.request.request_id)
                     failed.append(sequence.request.request_id)
         if moved:  # nobody knows which of the blocks that were to be copied hold their contents
-            self._placement.start_over()
+            self.admission.preempt_all()
         return failed
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """The ranks are new ones: drop every request, plan and block. What ranks were to be told is of no use any more."""
         self.fail_in_flight()
         for request_id in list(self._by_request):
             self.abort(request_id)
-        self.cache.drop_cached()
+        self.cache.evict_all()
         self.cache.take_copies()
-        self._placement.finished_ids = []
+        self.admission.finished_ids = []

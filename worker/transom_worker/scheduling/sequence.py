@@ -12,13 +12,13 @@ from transom_worker.scheduling.outputs import SequenceOutput
 OrderKey = tuple[float, int]  # (virtual arrival, counter): smaller runs first
 
 
-class State(Enum):
-    """Where a sequence stands. LEAVING ones are preempted when their step in flight has answered."""
+class SequenceStatus(Enum):
+    """Where a sequence stands. PREEMPTING ones are preempted when their step in flight has answered."""
 
     WAITING = auto()
     RUNNING = auto()
-    LEAVING = auto()
-    DONE = auto()
+    PREEMPTING = auto()
+    FINISHED = auto()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class Sequence:
     root: bytes
     token_ids: list[int]  # prompt, then output as received
     chain: list[bytes] = field(default_factory=list)
-    state: State = State.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     seq_id: int = -1  # a fresh one at each admission
     blocks: SequenceBlocks | None = None
     scheduled: int = 0
@@ -52,7 +52,7 @@ class Sequence:
     has_output: bool = False
     began_at: int = 0  # tokens that the last admission found
     lost_until: int = 0  # below it everything was there before a preemption
-    owed: int = 0  # tokens that those behind it leave it, since it followed another: until it is tried again
+    reserved_tokens: int = 0  # tokens that those behind it leave it, since it followed another: until it is tried again
     decode_from: int = 0  # from this position on nothing is computed but what was sampled here
 
     @property
@@ -68,12 +68,12 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt rows' log-probabilities are still owed; such a sequence reads no cache."""
+        """Whether prompt rows' log-probabilities are still reserved_tokens; such a sequence reads no cache."""
         return self.request.params.prompt_logprobs is not None and not self.has_output
 
     def leave(self) -> None:
         """Forget everything that was computed (its blocks are the caller's business)."""
-        self.state = State.WAITING
+        self.status = SequenceStatus.WAITING
         self.blocks = None
         self.scheduled = self.rank_known = 0
         self.prompt_logprobs = None

@@ -48,7 +48,7 @@ class NewSequence:
 class StepPlan:
     """One step for every rank.
 
-    Block tables. A sequence's table for a group is its pinned blocks (the group's `num_pinned_blocks` first logical blocks,
+    Block tables. A sequence's table for a group is its pinned blocks (the group's `num_sink_blocks` first logical blocks,
     for sink tokens; usually none) followed by a run of consecutive logical blocks. Delta `d` on (`delta_seq`, `delta_group`)
     first drops `delta_dropped` blocks from the front of the run, then appends
     `delta_blocks[delta_offset[d] : delta_offset[d + 1]]` at the table's end; after it the run starts at logical block

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.scheduling.admission import Placement
+from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.plan_builder import PlanBuilder
-from transom_worker.scheduling.sequence import Sequence, State
+from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.step_budget import StepBudget, longest_chunk
 from transom_worker.scheduling.work_counts import WorkCounts
@@ -25,18 +25,20 @@ class PlannedStep:
 
 
 class StepPlanner:
-    """Makes the plans, each with the next step id, and has `placement` make room for them."""
+    """Makes the plans, each with the next step id, and has `admission` make room for them."""
 
-    def __init__(self, config: SchedulerConfig, layout: ArenaLayout, placement: Placement, work: WorkCounts) -> None:
+    def __init__(
+        self, config: SchedulerConfig, layout: ArenaLayout, admission: AdmissionControl, work: WorkCounts
+    ) -> None:
         self._config = config
-        self._placement = placement
+        self._admission = admission
         self._work = work
-        self._longest_chunk = longest_chunk(layout, placement.cache.block_size)
+        self._longest_chunk = longest_chunk(layout, admission.cache.block_size)
         self._next_step = 0
 
     def plan(self, *, steps_in_flight: int) -> PlannedStep | None:
         """The next step, while so many have not answered; None if nothing can be computed now."""
-        cache = self._placement.cache
+        cache = self._admission.cache
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         budget = StepBudget(
             self._config.max_num_batched_tokens, block_size=cache.block_size, longest=self._longest_chunk
@@ -46,8 +48,8 @@ class StepPlanner:
             self._add_waiting(builder, budget)
         if not builder.rows:
             return None
-        plan = builder.finish(self._placement.finished_ids, cache.take_copies())
-        self._placement.finished_ids = []
+        plan = builder.finish(self._admission.finished_ids, cache.take_copies())
+        self._admission.finished_ids = []
         self._next_step += 1
         self._work.planned(
             num_rows=len(builder.rows), num_tokens=self._config.max_num_batched_tokens - budget.num_tokens
@@ -57,22 +59,24 @@ class StepPlanner:
     def _add_running(self, builder: PlanBuilder, budget: StepBudget, *, steps_in_flight: int) -> bool:
         """Rows for running sequences, the first in order first; whether one was preempted."""
         before = self._work.num_preemptions
-        num_after = len(self._placement.running)
-        for sequence in list(self._placement.running):
+        num_after = len(self._admission.running)
+        for sequence in list(self._admission.running):
             num_after -= 1
             if budget.num_tokens <= 0:
                 break
             ready = sequence.num_ready
-            if sequence.state is not State.RUNNING or ready <= 0:
+            if sequence.status is not SequenceStatus.RUNNING or ready <= 0:
                 continue
             # a long prompt leaves a token for each sequence behind it, so that their answers flow on
-            count = 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._owed_before(sequence)))
+            count = (
+                1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._reserved_before(sequence)))
+            )
             if count > 1 or sequence.num_in_flight:
                 count = budget.fit(sequence, count)
             blocks = sequence.blocks
             assert blocks is not None
             if count and sequence.scheduled + count > blocks.capacity_tokens:
-                count = self._placement.make_room(sequence, count, steps_in_flight=steps_in_flight)
+                count = self._admission.make_room(sequence, count, steps_in_flight=steps_in_flight)
             if not count:
                 continue
             if count > 1 or sequence.num_in_flight:
@@ -82,16 +86,16 @@ class StepPlanner:
             builder.add_row(sequence, blocks, count)
         return self._work.num_preemptions > before
 
-    def _owed_before(self, sequence: Sequence) -> int:
-        num_seats = self._config.max_num_seqs - self._placement.num_seats_taken
-        return self._placement.owed_before(sequence, num_seats=num_seats)
+    def _reserved_before(self, sequence: Sequence) -> int:
+        num_free_slots = self._config.max_num_seqs - self._admission.num_running_slots_used
+        return self._admission.reserved_before(sequence, num_free_slots=num_free_slots)
 
     def _add_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
         """Rows for waiting sequences that are let in, while the next in order is, or steps aside."""
-        placement = self._placement
+        admission = self._admission
         num_aside = 0
-        while placement.waiting and budget.for_new and placement.num_seats_taken < self._config.max_num_seqs:
-            admitted = placement.admit_next(budget.for_new)
+        while admission.waiting and budget.for_new and admission.num_running_slots_used < self._config.max_num_seqs:
+            admitted = admission.admit_next(budget.for_new)
             if admitted is None:
                 return
             sequence, count = admitted

@@ -42,12 +42,12 @@ class WorkCounts:
     def admitted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
         """A sequence goes on from a hit: from where on is it decoding?"""
         sequence.began_at = blocks.processed
-        sequence.decode_from = max(sequence.num_known_at_first, sequence.lost_until, blocks.replay_until)
+        sequence.decode_from = max(sequence.num_known_at_first, sequence.lost_until, blocks.repair_until)
 
     def row_before_decode(self, sequence: Sequence, blocks: SequenceBlocks, start: int, end: int) -> None:
         """A row of a plan begins below `decode_from`."""
         self.prefill_rows += 1
-        at = min(end, max(start, blocks.replay_until))
+        at = min(end, max(start, blocks.repair_until))
         self.repair_tokens += at - start
         known = min(end, max(at, sequence.lost_until))
         self.recompute_tokens += known - at
@@ -57,4 +57,4 @@ class WorkCounts:
         """A sequence goes back to the queue."""
         self.num_preemptions += 1
         self.preempted_tokens += blocks.processed - sequence.began_at
-        sequence.lost_until = max(sequence.lost_until, blocks.processed, blocks.replay_until)
+        sequence.lost_until = max(sequence.lost_until, blocks.processed, blocks.repair_until)

@@ -56,7 +56,7 @@ class Footprint:
         for retention, block_bytes in self.sliding:
             num_blocks = -(-num_tokens // retention.block_size)
             run = num_blocks - min(num_blocks, retention.first_live_block(num_tokens))
-            total += (run + min(retention.num_pinned, num_blocks)) * block_bytes
+            total += (run + min(retention.num_sink_blocks, num_blocks)) * block_bytes
         return total
 
     def usable(self, num_tokens: int, num_prompt_tokens: int) -> int:

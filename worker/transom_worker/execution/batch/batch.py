@@ -57,7 +57,7 @@ class BatchBuilder:
     def _paged_batch(self, group: GroupArrays, bounds: tuple[torch.Tensor, torch.Tensor]) -> PagedBatch:
         return PagedBatch(
             block_size=group.block_size,
-            num_pinned_blocks=group.num_pinned_blocks,
+            num_sink_blocks=group.num_sink_blocks,
             block_table=self._tensor(group.block_table),
             first_block=self._tensor(group.first_block.astype(np.int32)),
             attend_from=self._tensor(np.array(group.attend_from_host, dtype=np.int32)),

@@ -36,7 +36,7 @@ class GroupArrays:
     """One group's side of a step: a `PagedBatch` on the host, whose programs can be planned."""
 
     block_size: int
-    num_pinned_blocks: int
+    num_sink_blocks: int
     block_table: NDArray[np.int32]  # [B, N]
     first_block: Ints  # [B]
     attend_from_host: list[int]  # [B]
@@ -110,7 +110,7 @@ def _group_arrays(
     places = _places(tables, group.rows_per_block, block_table, first_block, spans)
     return GroupArrays(
         block_size=group.rows_per_block,
-        num_pinned_blocks=tables.num_pinned,
+        num_sink_blocks=tables.num_sink_blocks,
         block_table=block_table,
         first_block=first_block,
         attend_from_host=attend_from,

@@ -106,7 +106,7 @@ class DecodeSizes:
         if not spec.keeps_everything:  # at most what is read, a step's new tokens, and the blocks at both ends
             kept = (spec.window or spec.chunk) + self._most_new
             columns = min(columns, -(-kept // spec.block_size) + 2)
-        return columns + spec.num_pinned_blocks
+        return columns + spec.num_sink_blocks
 
     def _reaches_all(self, level: int) -> bool:
         """Whether no step that graphs are for takes more than this level has."""

@@ -147,9 +147,9 @@ class _NoiseSteps:
         shared = own[num_seqs:] or own
         live = spec.live(start)
         last = start // spec.block_size
-        first = max(live[-1][0] // spec.block_size if live else last, spec.num_pinned_blocks)
-        num_pinned = min(spec.num_pinned_blocks, last + 1)
-        num_blocks = num_pinned + max(0, last - first + 1)
+        first = max(live[-1][0] // spec.block_size if live else last, spec.num_sink_blocks)
+        num_sink_blocks = min(spec.num_sink_blocks, last + 1)
+        num_blocks = num_sink_blocks + max(0, last - first + 1)
         chosen = random.choice(np.array(shared), num_blocks).tolist()
         chosen[-1] = own[seq_id % len(own)]
         tables.apply(store[seq_id].row, dropped=0, first_block=first, blocks=chosen)

@@ -116,7 +116,7 @@ class StaticBatch:
         group, on = self._builder.layout.groups[index], self._device
         return PagedBatch(
             block_size=group.rows_per_block,
-            num_pinned_blocks=group.spec.num_pinned_blocks,
+            num_sink_blocks=group.spec.num_sink_blocks,
             block_table=on[f"block_table {index}"],
             first_block=on[f"first_block {index}"],
             attend_from=on[f"attend_from {index}"],

@@ -91,12 +91,12 @@ def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
         "transom_kv_checkpoints",
         "Checkpoints in the prefix cache, places that a request can go on from, by why they were placed.",
         ("kind",),
-        [((kind,), count) for kind, count in with_zeros(CHECKPOINT_KINDS, stats.standing).items()],
+        [((kind,), count) for kind, count in with_zeros(CHECKPOINT_KINDS, stats.current).items()],
     )
     changes = (
         ("placed", stats.placed),
-        ("given_up", stats.given_up),
-        ("windows_given_up", stats.windows_given_up),
+        ("given_up", stats.evicted),
+        ("windows_given_up", stats.windows_evicted),
         ("hit", stats.hit),
     )
     yield own.counters(
@@ -131,7 +131,7 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "transom_kv_held_blocks",
         "Cached blocks that a checkpoint keeps, by group; the other cached blocks are left behind and go first.",
         ("group",),
-        [((group.name,), group.held_blocks) for group in groups],
+        [((group.name,), group.pinned_blocks) for group in groups],
     )
     yield own.gauges(
         "transom_kv_utilization_ratio",
@@ -152,7 +152,7 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 
 
 def _states(group: GroupStats) -> tuple[tuple[str, int], ...]:
-    return (("active", group.active_blocks), ("cached", group.cached_blocks), ("empty", group.empty_blocks))
+    return (("active", group.active_blocks), ("cached", group.cached_blocks), ("empty", group.free_blocks))
 
 
 def _times(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Hit search against brute force, and prompt outcomes that always add up."""
+"""PrefixHit search against brute force, and prompt outcomes that always add up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from cache_model import MIXES, cheapest_hit, slow_hit, spec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from repair_model import COMPRESSED, RULES, Layout, make_groups
+from window_repair_model import COMPRESSED, RULES, Layout, make_groups
 
 from how_many import num_examples
 from transom_worker.kvcache import prefix_outcome
@@ -32,9 +32,9 @@ def test_hit_search_equals_brute_force(mix: tuple[str, ...], data: st.DataObject
     specs = [spec(name, block_size=block_size) for name in mix]
     found = [data.draw(presence()) for _ in specs]
     hit = find_hit([Retention(s) for s in specs], found, DIGESTS, limit, window_repair=False)
-    assert hit.num_units == slow_hit(specs, found, DIGESTS, limit)
-    assert hit.start == hit.num_units * block_size
-    assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
+    assert hit.num_hash_blocks == slow_hit(specs, found, DIGESTS, limit)
+    assert hit.start == hit.num_hash_blocks * block_size
+    assert hit.num_hash_blocks <= hit.full_groups_reach <= hit.limit <= UNITS
 
 
 @settings(max_examples=num_examples(daily=200, exhaustive=600), deadline=None)
@@ -49,8 +49,8 @@ def test_repairs_are_taken_where_they_are_cheapest(layout: Layout, data: st.Data
     assume(any(group.block_size == unit for group in specs))
     found = [data.draw(presence()) for _ in specs]
     hit = find_hit([Retention(s) for s in specs], found, DIGESTS, limit, window_repair=True)
-    assert (hit.num_units, hit.start) == cheapest_hit(specs, found, DIGESTS, limit, unit=unit, window_repair=True)
-    assert hit.num_units <= hit.full_reach <= hit.limit <= UNITS
+    assert (hit.num_hash_blocks, hit.start) == cheapest_hit(specs, found, DIGESTS, limit, unit=unit, window_repair=True)
+    assert hit.num_hash_blocks <= hit.full_groups_reach <= hit.limit <= UNITS
 
 
 def test_a_repair_is_chosen_by_what_it_saves() -> None:
@@ -68,7 +68,7 @@ def test_a_repair_is_chosen_by_what_it_saves() -> None:
         retentions = [Retention(s) for s in make_groups(layout, block_size=4)]
         found = [everything, set(DIGESTS[:window_until])]
         hit = find_hit(retentions, found, DIGESTS, reach, window_repair=True)
-        assert (hit.num_units, hit.start) == expected
+        assert (hit.num_hash_blocks, hit.start) == expected
 
 
 def test_sink_blocks_must_be_there_for_a_repair() -> None:
@@ -76,7 +76,7 @@ def test_sink_blocks_must_be_there_for_a_repair() -> None:
     retentions = [Retention(s) for s in make_groups(layout, block_size=4)]
     for pinned, expected in (({0, 1}, (20, 72)), ({0}, (1, 4)), (set(), (0, 0))):
         hit = find_hit(retentions, [set(DIGESTS), {DIGESTS[i] for i in pinned}], DIGESTS, 20, window_repair=True)
-        assert (hit.num_units, hit.start, hit.full_reach) == (*expected, 20)
+        assert (hit.num_hash_blocks, hit.start, hit.full_groups_reach) == (*expected, 20)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_blocks_that_a_window_hit_needs(window: int, block_size: int, need: int)
     digests = [i.to_bytes(2, "big") for i in range(300)]
     for present, expected in ((need, 200), (need - 1, 0)):
         found = set(digests[200 - present : 200])
-        assert find_hit([Retention(group)], [found], digests, 300, window_repair=False).num_units == expected
+        assert find_hit([Retention(group)], [found], digests, 300, window_repair=False).num_hash_blocks == expected
 
 
 def test_at_least_one_token_is_computed() -> None:

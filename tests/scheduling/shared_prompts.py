@@ -13,7 +13,7 @@ PROMPT = range(40)
 
 
 def make_driver(*mix: str, num_pages: int = 200, **config: object) -> Driver:
-    settings: dict[str, object] = dict(least_shared_tokens=1, max_num_batched_tokens=64) | config
+    settings: dict[str, object] = dict(min_shared_tokens=1, max_num_batched_tokens=64) | config
     return Driver(layout(mix or ("full", "window"), num_pages=num_pages), **settings)  # type: ignore[arg-type]
 
 
@@ -25,7 +25,7 @@ def planned(driver: Driver) -> dict[str, tuple[int, int]]:
 
 
 def rows(driver: Driver, plan: StepPlan) -> dict[str, tuple[int, int]]:
-    names = {sequence.seq_id: sequence.request.request_id for sequence in driver.scheduler._placement.running}
+    names = {sequence.seq_id: sequence.request.request_id for sequence in driver.scheduler.admission.running}
     return {
         names[seq_id]: (start, count) for seq_id, start, count in zip(plan.seq_ids, plan.start, plan.count, strict=True)
     }
@@ -38,4 +38,4 @@ def cached(driver: Driver) -> dict[str, int]:
 
 
 def num_following(driver: Driver) -> int:
-    return len(driver.scheduler._placement.upcoming.following)
+    return len(driver.scheduler.admission.in_flight_prefixes.waiters)

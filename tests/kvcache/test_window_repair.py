@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repair_model import FULL, RULES, Layout, chunk, inexact_live, make_groups, sinks, state, window
+from window_repair_model import FULL, RULES, Layout, chunk, inexact_live, make_groups, sinks, state, window
 
 from transom_worker.kvcache.groups import GroupKind
 from transom_worker.kvcache.window_repair import repair_start

@@ -17,7 +17,7 @@ from transom_worker.kvcache.compaction import BlockCopy
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.prefix_search import Hit, find_hit, hit_limit
+from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.tree import CheckpointKind
 
@@ -90,7 +90,7 @@ class CacheLife:
         self._remember(chain, tags)
         hit = self._find(chain, len(token_ids)) if reads_cache and self.cache.enable_prefix_caching else None
         blocks = self.cache.begin(chain, ROOT, hit=hit)
-        tables = [RankTable(spec.num_pinned_blocks) for spec in self.specs]
+        tables = [RankTable(spec.num_sink_blocks) for spec in self.specs]
         life = Life(token_ids, tags, blocks, tables, scheduled=blocks.processed)
         self.lives.append(life)
         if not self._extend(life, 1):
@@ -99,19 +99,19 @@ class CacheLife:
             return False
         self.num_prompt_tokens += len(token_ids)
         self.cache.outcomes.count(hit, chain, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids))
-        after_hit = hit.num_units if hit else 0
+        after_hit = hit.num_hash_blocks if hit else 0
         self.cache.plan_checkpoints(blocks, [(units, kind) for units, kind in boundaries if units > after_hit])
-        self.num_repairs += blocks.replay_until > 0
+        self.num_repairs += blocks.repair_until > 0
         self._check()
         return True
 
-    def plan_fork(self, index: int, units_ahead: int) -> None:
+    def plan_fork_checkpoint(self, index: int, units_ahead: int) -> None:
         """Another waits for a sequence up to a boundary that it has not processed."""
         if self.lives:
             life = self.lives[index % len(self.lives)]
             units = max(life.blocks.processed // BLOCK, life.blocks.num_published - 1) + 1 + units_ahead
             if units <= len(life.token_ids) // BLOCK:
-                self.cache.plan_fork(life.blocks, units)
+                self.cache.plan_fork_checkpoint(life.blocks, units)
 
     def plan(self, wanted: Sequence[tuple[int, int]]) -> None:
         """A step over (index of a life, tokens): each gets what it has room for."""
@@ -125,7 +125,7 @@ class CacheLife:
         step = Step(self.cache.take_copies())
         for life, count in rows:
             self._tell_moves(life)
-            tables = [_by_logical(table.pinned, table.run, table.first_block) for table in life.tables]
+            tables = [_by_logical(table.sink_blocks, table.run, table.first_block) for table in life.tables]
             step.rows.append(Row(life, life.scheduled, life.scheduled + count, tables))
             life.scheduled += count
             life.num_in_flight += 1
@@ -176,8 +176,8 @@ class CacheLife:
         if life is not None:
             self.begin(life.token_ids)
 
-    def drop_cached(self) -> None:
-        self.cache.drop_cached()
+    def evict_all(self) -> None:
+        self.cache.evict_all()
         assert all(group.cached_blocks == 0 for group in self.cache.stats().groups)
         self._check()
 
@@ -189,19 +189,19 @@ class CacheLife:
             self.release(0, CheckpointKind.GENERATION)
         stats = self.cache.stats()
         assert all(group.active_blocks == 0 for group in stats.groups)
-        self.drop_cached()
+        self.evict_all()
         stats = self.cache.stats()
         assert stats.free_pages == stats.num_pages
-        assert not any(stats.checkpoints.standing.values())
+        assert not any(stats.checkpoints.current.values())
         assert stats.fragmentation == 0.0
 
     # The model
 
-    def _find(self, chain: list[bytes], num_tokens: int) -> Hit:
+    def _find(self, chain: list[bytes], num_tokens: int) -> PrefixHit:
         hit = self.cache.find(chain, num_tokens)
         limit, repair = hit_limit(num_tokens, BLOCK), self.cache.window_repair
         expected = cheapest_hit(self.specs, self.mirror.groups, chain, limit, unit=BLOCK, window_repair=repair)
-        assert (hit.num_units, hit.start) == expected
+        assert (hit.num_hash_blocks, hit.start) == expected
         assert hit == find_hit(self.cache.retentions, self.mirror.groups, chain, limit, window_repair=repair)
         return hit
 
@@ -211,7 +211,7 @@ class CacheLife:
             max(0, -(-end // spec.block_size) - table.end_block)
             for spec, table in zip(self.specs, life.blocks.tables, strict=True)
         ]
-        before = [(list(table.pinned), list(table.run)) for table in life.blocks.tables]
+        before = [(list(table.sink_blocks), list(table.run)) for table in life.blocks.tables]
         packed = sum(
             -(-(pool.num_active + need) // per_page)
             for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.blocks_per_page, strict=True)
@@ -222,7 +222,7 @@ class CacheLife:
         )  # neither refused while moving blocks would help, nor out of thin air
         if not done:
             self.num_refused += 1
-            assert before == [(table.pinned, table.run) for table in life.blocks.tables]
+            assert before == [(table.sink_blocks, table.run) for table in life.blocks.tables]
         return done
 
     def _tell_deltas(self, life: Life) -> None:
@@ -233,11 +233,11 @@ class CacheLife:
         for theirs, ours in zip(life.tables, life.blocks.tables, strict=True):
             for logical, block in ours.take_moves():
                 theirs.move(logical, block)
-            assert (theirs.pinned, theirs.run) == (ours.pinned, ours.run)
+            assert (theirs.sink_blocks, theirs.run) == (ours.sink_blocks, ours.run)
             assert not ours.run or theirs.first_block == ours.first_block
 
     def _compute(self, row: Row) -> None:
-        life, until = row.life, row.life.blocks.replay_until
+        life, until = row.life, row.life.blocks.repair_until
         for query in range(row.start, row.end):
             content = (query, life.tags[query])
             for group, (spec, table) in enumerate(zip(self.specs, row.tables, strict=True)):
@@ -247,7 +247,7 @@ class CacheLife:
                     if query >= until and (query + 1) % spec.ratio == 0:
                         for position in range(query + 1 - spec.ratio, query + 1):
                             self._write(group, spec, table, (position, life.tags[position]))
-                elif query >= until or not (spec.keeps_everything or query // spec.block_size < spec.num_pinned_blocks):
+                elif query >= until or not (spec.keeps_everything or query // spec.block_size < spec.num_sink_blocks):
                     right = query >= min(until, self.cache.retentions[group].first_live_block(until) * spec.block_size)
                     self._write(group, spec, table, content if right else (query, WRONG))
 

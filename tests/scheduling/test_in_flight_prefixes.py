@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scheduler_driver import Driver, request
-from together import MIXES, STEPS, cached, make_driver, num_following, planned
+from shared_prompts import MIXES, STEPS, cached, make_driver, num_following, planned
 
 
 def led(*mix: str, steps_in_flight: int = 1) -> Driver:
@@ -63,7 +63,7 @@ def test_a_follower_that_ends_leaves_no_trace() -> None:
     driver.abort("b")
     driver.check()
     assert num_following(driver) == 1
-    driver.scheduler.start_over()
+    driver.scheduler.reset()
     assert not driver.scheduler.has_work
     assert driver.scheduler.num_waiting == 0
 
@@ -72,11 +72,11 @@ def test_a_follower_that_ends_leaves_no_trace() -> None:
 def test_a_preempted_leader_is_followed_again_when_it_goes_on(all_of_them: bool) -> None:
     driver = led()
     driver.receive()
-    placement = driver.scheduler._placement
+    admission = driver.scheduler.admission
     if all_of_them:
-        placement.start_over()
+        admission.preempt_all()
     else:
-        placement._preempt(placement.running.first)
+        admission._preempt(admission.running.first)
     assert num_following(driver) == 0
     driver.check()
     start = 0 if all_of_them else 16
@@ -92,10 +92,10 @@ def test_nobody_waits_for_one_that_is_about_to_be_preempted(monkeypatch: pytest.
         driver.add(request(name, prompt, 3))
     assert planned(driver) == {"old": (0, 5), "a": (0, 16)}
     assert num_following(driver) == 1
-    placement = driver.scheduler._placement
+    admission = driver.scheduler.admission
     with monkeypatch.context() as patch:
         patch.setattr(driver.scheduler.cache, "extend", lambda *_, **__: False)
-        assert placement.make_room(placement.running.first, 1, steps_in_flight=1) == 0
+        assert admission.make_room(admission.running.first, 1, steps_in_flight=1) == 0
     assert num_following(driver) == 0
     driver.check()
     assert cached(driver) == {"old": 0, "a": 0, "b": 56}
@@ -104,11 +104,11 @@ def test_nobody_waits_for_one_that_is_about_to_be_preempted(monkeypatch: pytest.
 def test_who_did_not_fit_before_it_waited_is_tried_when_it_need_not_wait() -> None:
     """Nothing has come free by what is published."""
     driver = led()
-    placement = driver.scheduler._placement
-    placement._blocked, placement._blocked_at = driver.scheduler._by_request["b"], driver.scheduler.cache.num_releases
+    admission = driver.scheduler.admission
+    admission._blocked, admission._blocked_at = driver.scheduler._by_request["b"], driver.scheduler.cache.num_releases
     driver.receive()
     driver.schedule()
     driver.receive()
-    assert placement.waiting.first.request.request_id == "b"
+    assert admission.waiting.first.request.request_id == "b"
     assert "b" in planned(driver)
     driver.run()

@@ -56,7 +56,7 @@ def read_by(spec: GroupSpec, query: int) -> set[int]:
 
 def cached(spec: GroupSpec, n: int) -> int:
     """Positions below this one are in the group's pinned blocks."""
-    return min(n, spec.num_pinned_blocks * spec.block_size)
+    return min(n, spec.num_sink_blocks * spec.block_size)
 
 
 def inexact_live(specs: list[GroupSpec], n: int, s: int) -> bool:
