@@ -61,7 +61,7 @@ async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]
     router.start()
     try:
         num_open = sum(worker.can_open for worker in workers)
-        await until(lambda: sum(link.is_open for link in router.links.values()) == num_open)
+        await until(lambda: sum(connection.is_open for connection in router.connections.values()) == num_open)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             yield Api(workers, directory, router, client)
     finally:

@@ -92,7 +92,7 @@ class StubWorker:
     poison: int | None = None
     poison_at: int = 0
     worker: str = "w0"
-    life: list[dict[str, Any]] = field(default_factory=list)  # what it tells of requests
+    timeline: list[dict[str, Any]] = field(default_factory=list)  # what it tells of requests
     num_resyncs: int = 0
     num_failed_submits: int = 0
     num_silent: int = 0  # attempts that have brought `max_events`
@@ -160,7 +160,7 @@ class StubWorker:
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         if self.is_dead:
             raise ConnectionError("no worker")
-        return [step for step in self.life if step["request_id"].startswith(request_id)]
+        return [step for step in self.timeline if step["request_id"].startswith(request_id)]
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
         if self.metrics is None:

@@ -22,7 +22,7 @@ from transom_worker.errors import Overloaded, StepFailed
 MARK = "zebra4711"
 
 
-async def life_of(api: Api, request_id: str, **headers: str) -> dict[str, Any]:
+async def timeline_of(api: Api, request_id: str, **headers: str) -> dict[str, Any]:
     response = await api.client.get(f"/debug/requests/{request_id}", headers=headers)
     assert response.status_code == 200, response.text
     return response.json()
@@ -32,12 +32,12 @@ async def lines_of(api: Api, query: str = "", **headers: str) -> list[dict[str, 
     return (await api.client.get(f"/debug/requests{query}", headers=headers)).json()["requests"]
 
 
-def kinds(life: dict[str, Any]) -> list[str]:
-    return [step["what"] for step in life["steps"]]
+def kinds(timeline: dict[str, Any]) -> list[str]:
+    return [step["what"] for step in timeline["steps"]]
 
 
-def the(life: dict[str, Any], what: str) -> dict[str, Any]:
-    [step] = [step for step in life["steps"] if step["what"] == what]
+def the(timeline: dict[str, Any], what: str) -> dict[str, Any]:
+    [step] = [step for step in timeline["steps"] if step["what"] == what]
     return step
 
 
@@ -48,21 +48,21 @@ async def test_a_life_from_arrival_to_the_end(api: Api) -> None:
     response = await api.complete(max_tokens=4)
     request_id = response.json()["id"]
     assert response.headers["x-request-id"] == request_id
-    life = await life_of(api, request_id)
-    assert sorted(kinds(life), key=USUAL.index) == USUAL
-    assert the(life, "arrived").items() >= {"endpoint": "/v1/completions", "prompt_tokens": 2, "choices": 1}.items()
+    timeline = await timeline_of(api, request_id)
+    assert sorted(kinds(timeline), key=USUAL.index) == USUAL
+    assert the(timeline, "arrived").items() >= {"endpoint": "/v1/completions", "prompt_tokens": 2, "choices": 1}.items()
     assert (
-        the(life, "placed").items()
+        the(timeline, "placed").items()
         >= {"worker": "w0", "policy": "kv", "reason": "only_one", "predicted_hit_tokens": 0}.items()
     )
-    assert the(life, "first_token")["hit_tokens"] == 3
-    assert the(life, "finished").items() >= {"reason": "length", "output_tokens": 4}.items()
-    assert life["state"] == "finished"
-    assert (life["workers"], life["resumes"], life["hit_tokens"]) == (["w0"], 0, 3)
-    after = [step["after_s"] for step in life["steps"]]
+    assert the(timeline, "first_token")["hit_tokens"] == 3
+    assert the(timeline, "finished").items() >= {"reason": "length", "output_tokens": 4}.items()
+    assert timeline["state"] == "finished"
+    assert (timeline["workers"], timeline["resumes"], timeline["hit_tokens"]) == (["w0"], 0, 3)
+    after = [step["after_s"] for step in timeline["steps"]]
     assert after == sorted(after)
     assert after[0] == 0
-    assert life["worker_parts"] == {"w0": "forgotten"}
+    assert timeline["worker_parts"] == {"w0": "forgotten"}
 
 
 async def test_an_id_that_the_request_came_with_names_it_too(api: Api) -> None:
@@ -70,47 +70,47 @@ async def test_an_id_that_the_request_came_with_names_it_too(api: Api) -> None:
     headers = {"x-request-id": "my-own-1"}
     response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
     assert "x-request-id" not in response.headers
-    life = await life_of(api, "my-own-1")
-    assert (life["id"], life["x_request_id"]) == (response.json()["id"], "my-own-1")
+    timeline = await timeline_of(api, "my-own-1")
+    assert (timeline["id"], timeline["x_request_id"]) == (response.json()["id"], "my-own-1")
     slashed = {"x-request-id": "job/7/a"}
     response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=slashed)
     for path in ("job/7/a", "job%2F7%2Fa"):
-        assert (await life_of(api, path))["id"] == response.json()["id"]
+        assert (await timeline_of(api, path))["id"] == response.json()["id"]
     await api.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x" * 1000})
     assert [line["x_request_id"] for line in await lines_of(api)] == ["x" * 128, "job/7/a", "my-own-1"]
 
 
 async def test_choices_are_told_apart(api: Api) -> None:
-    life = await life_of(api, (await api.complete(n=3)).json()["id"])
-    assert [step["choice"] for step in life["steps"] if step["what"] == "finished"] == [0, 1, 2]
-    assert (life["choices"], life["prompt_tokens"], life["output_tokens"]) == (3, 2, 9)
+    timeline = await timeline_of(api, (await api.complete(n=3)).json()["id"])
+    assert [step["choice"] for step in timeline["steps"] if step["what"] == "finished"] == [0, 1, 2]
+    assert (timeline["choices"], timeline["prompt_tokens"], timeline["output_tokens"]) == (3, 2, 9)
 
 
 async def test_workers_steps_have_the_routers_number_of_their_choice(api: Api) -> None:
     """Over all prompts: a request with two prompts and three choices of each has the choices 0 to 5."""
     request_id = (await api.complete(prompt=["a", "b"], n=3)).json()["id"]
-    own = await life_of(api, request_id)
+    own = await timeline_of(api, request_id)
     assert (own["prompts"], own["choices"]) == (2, 6)
     for place in ("0-0", "0-2", "1-0", "1-2+1"):
         one = {"worker": "w0", "request_id": f"{request_id}-{place}", "what": "queued"}
-        api.worker.life.append({"at_s": own["arrival_s"] + len(api.worker.life), **one})
-    steps = (await life_of(api, request_id))["steps"]
+        api.worker.timeline.append({"at_s": own["arrival_s"] + len(api.worker.timeline), **one})
+    steps = (await timeline_of(api, request_id))["steps"]
     assert [step["choice"] for step in steps if step["what"] == "queued"] == [0, 2, 3, 5]
     assert {step["choice"] for step in steps if step["what"] == "placed"} == set(range(6))
 
 
 async def test_what_workers_tell_is_sorted_in(api: Api) -> None:
     request_id = (await api.complete()).json()["id"]
-    own = await life_of(api, request_id)
+    own = await timeline_of(api, request_id)
     arrival_s = own["arrival_s"]
     for what, after_s in (("queued", 0.5), ("admitted", 0.75), ("first_token", 1.75), ("finished", 3.75)):
         step = {"at_s": arrival_s + after_s, "worker": "w0", "request_id": f"{request_id}-0-0", "what": what}
-        api.worker.life.append(step)
-    life = await life_of(api, request_id)
-    assert kinds(life)[-4:] == ["queued", "admitted", "first_token", "finished"]
-    assert not any("choice" in step for step in life["steps"]), "there is only one"
-    assert life["worker_parts"] == {"w0": "told"}
-    assert life["times"] == pytest.approx({"queue_s": 0.25, "prefill_s": 1.0, "decode_s": 2.0})
+        api.worker.timeline.append(step)
+    timeline = await timeline_of(api, request_id)
+    assert kinds(timeline)[-4:] == ["queued", "admitted", "first_token", "finished"]
+    assert not any("choice" in step for step in timeline["steps"]), "there is only one"
+    assert timeline["worker_parts"] == {"w0": "told"}
+    assert timeline["times"] == pytest.approx({"queue_s": 0.25, "prefill_s": 1.0, "decode_s": 2.0})
 
 
 def test_times_are_those_of_the_slowest_choice_over_its_attempts() -> None:
@@ -140,15 +140,15 @@ async def test_a_worker_that_dies_in_mid_stream() -> None:
         first.kill()
         await call.ended()
         [line] = await lines_of(api)
-        life = await life_of(api, line["id"])
-    placed = [step for step in life["steps"] if step["what"] == "placed"]
-    assert [step["worker"] for step in placed] == [first.worker, second.worker] == life["workers"]
-    lost = the(life, "lost")
+        timeline = await timeline_of(api, line["id"])
+    placed = [step for step in timeline["steps"] if step["what"] == "placed"]
+    assert [step["worker"] for step in placed] == [first.worker, second.worker] == timeline["workers"]
+    lost = the(timeline, "lost")
     assert lost.items() >= {"worker": first.worker, "cause": "lost", "tokens_so_far": 3}.items()
     assert placed[1]["resumed_tokens"] == 3
-    assert life["resumes"] == 1
-    assert the(life, "finished")["output_tokens"] == 6
-    assert life["worker_parts"][first.worker] in ("gone", "no answer")
+    assert timeline["resumes"] == 1
+    assert the(timeline, "finished")["output_tokens"] == 6
+    assert timeline["worker_parts"][first.worker] in ("gone", "no answer")
 
 
 async def test_a_client_that_leaves(api: Api) -> None:
@@ -157,42 +157,42 @@ async def test_a_client_that_leaves(api: Api) -> None:
     await api.worker.until(lambda: api.worker.num_running)
     await call.begun()
     [line] = await lines_of(api, "?state=running")
-    assert (await life_of(api, line["id"]))["state"] == "running"
+    assert (await timeline_of(api, line["id"]))["state"] == "running"
     await call.leave()
     assert await lines_of(api, "?state=running") == []
-    life = await life_of(api, line["id"])
-    assert life["state"] == "client left"
-    assert kinds(life)[-2:] == ["client_left", "ended"]
+    timeline = await timeline_of(api, line["id"])
+    assert timeline["state"] == "client left"
+    assert kinds(timeline)[-2:] == ["client_left", "ended"]
 
 
 async def test_a_refusal_names_its_kind_and_its_id() -> None:
     async with running_api(StubWorker(admission_error=ErrorInfo.of(Overloaded(f"full of {MARK}")))) as api:
         response = await api.complete()
         assert response.status_code == 503
-        life = await life_of(api, response.headers["x-request-id"])
-    assert the(life, "turned_away").items() >= {"worker": "w0", "error": "Overloaded"}.items()
-    assert the(life, "failed")["error"] == life["error"] == "Overloaded"
-    assert life["state"] == "failed"
-    assert MARK not in json.dumps(life)
+        timeline = await timeline_of(api, response.headers["x-request-id"])
+    assert the(timeline, "turned_away").items() >= {"worker": "w0", "error": "Overloaded"}.items()
+    assert the(timeline, "failed")["error"] == timeline["error"] == "Overloaded"
+    assert timeline["state"] == "failed"
+    assert MARK not in json.dumps(timeline)
 
 
 async def test_an_error_in_mid_answer() -> None:
     async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK)))) as api:
         response = await api.complete(stream=True)
-        life = await life_of(api, response.headers["x-request-id"])
-    assert the(life, "failed").items() >= {"error": "StepFailed", "tokens_so_far": 1}.items()
-    assert MARK not in json.dumps(life)
+        timeline = await timeline_of(api, response.headers["x-request-id"])
+    assert the(timeline, "failed").items() >= {"error": "StepFailed", "tokens_so_far": 1}.items()
+    assert MARK not in json.dumps(timeline)
 
 
 async def test_no_worker_is_there(api: Api) -> None:
     await api.complete()
     api.worker.kill()
-    await until(lambda: not api.router.links["w0"].is_open)
+    await until(lambda: not api.router.connections["w0"].is_open)
     response = await api.complete()
     assert response.status_code == 503
-    life = await life_of(api, response.headers["x-request-id"])
-    assert the(life, "waits")["reason"] == "no worker"
-    assert the(life, "failed")["error"] == "WorkerLost"
+    timeline = await timeline_of(api, response.headers["x-request-id"])
+    assert the(timeline, "waits")["reason"] == "no worker"
+    assert the(timeline, "failed")["error"] == "WorkerLost"
 
 
 async def test_lists_have_the_newest_first_and_are_filtered(api: Api) -> None:
@@ -226,12 +226,12 @@ async def test_clients_see_their_own_requests_only() -> None:
         for headers in (yours, mine):  # both choose the same id
             chosen = {**headers, "x-request-id": "same"}
             own_id = (await api.client.post("/v1/completions", json={"prompt": "a"}, headers=chosen)).json()["id"]
-            assert (await life_of(api, "same", **headers))["id"] == own_id
+            assert (await timeline_of(api, "same", **headers))["id"] == own_id
         for path in ("/debug/requests", f"/debug/requests/{request_id}"):
             assert (await api.client.get(path)).status_code == 401
         assert len(await lines_of(api, **yours)) == 1
         *_, line = await lines_of(api, **mine)
-        told = json.dumps([line, await life_of(api, request_id, **mine)])
+        told = json.dumps([line, await timeline_of(api, request_id, **mine)])
     assert "mine" not in told
     assert MARK not in told
     assert "client" not in line
@@ -254,31 +254,31 @@ async def test_any_router_knows_what_another_one_served() -> None:
         asked.router.peers = Peers(api.router)
         request_id = (await api.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
         own_id = (await asked.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
-        assert (await life_of(asked, request_id, **mine))["id"] == request_id
+        assert (await timeline_of(asked, request_id, **mine))["id"] == request_id
         assert (await asked.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
         assert [line["id"] for line in await lines_of(asked, **mine)] == [own_id, request_id]
         assert await lines_of(asked, **yours) == []
 
 
 async def test_lives_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.router.lives._lives, "_max_timelines", 5)
+    monkeypatch.setattr(api.router.timelines._timelines, "_max_timelines", 5)
     ids = [(await api.complete(max_tokens=1)).json()["id"] for _ in range(9)]
     assert [line["id"] for line in await lines_of(api)] == ids[:3:-1]
     assert (await api.client.get(f"/debug/requests/{ids[0]}")).status_code == 404
-    life = await life_of(api, (await api.complete(n=100, max_tokens=1)).json()["id"])
-    assert len(life["steps"]) <= 200
-    assert the(life, "summed_up")["steps"] > 1
+    timeline = await timeline_of(api, (await api.complete(n=100, max_tokens=1)).json()["id"])
+    assert len(timeline["steps"]) <= 200
+    assert the(timeline, "summed_up")["steps"] > 1
 
 
 def test_through_a_real_engine(tiny_model: Path) -> None:
     with engine_server(tiny_model, kv_cache_memory_bytes="8MiB", num_threads=1, block_size=8) as server:
         body = {"prompt": list(range(10, 40)), "max_tokens": 5, "ignore_eos": True, "temperature": 0}
         with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client:
-            lives = []
+            timelines = []
             for _ in range(2):
                 request_id = client.post("/v1/completions", json=body).json()["id"]
-                lives.append(client.get(f"/debug/requests/{request_id}").json())
-    first, second = lives
+                timelines.append(client.get(f"/debug/requests/{request_id}").json())
+    first, second = timelines
     assert [step["what"] for step in first["steps"] if step.get("request_id")] == [
         "queued",
         "admitted",

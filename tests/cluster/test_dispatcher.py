@@ -16,8 +16,8 @@ from stub_worker import StubWorker
 from conftest import http_server, make_router, running_api, until
 from transom_cluster.http.api import build_api
 from transom_cluster.router import worker_connection
-from transom_cluster.router.in_flight_requests import Flight, RequestsInFlight
-from transom_cluster.router.output_stream import MAX_BUFFERED, Answer
+from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests
+from transom_cluster.router.output_stream import MAX_BUFFERED, OutputStream
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import OutputEvent, Request, SamplingParams
 from transom_worker.errors import WorkerLost
@@ -42,22 +42,22 @@ def event(start: int, stop: int, *, last: bool = False, request_id: str = "r") -
 
 
 class Listener:
-    """Notes what a link or its requests in flight tell."""
+    """Notes what a connection or its requests in flight tell."""
 
     def __init__(self):
         self.events = []
 
-    def advanced(self, flight, event):
+    def advanced(self, one_request, event):
         self.events.append(event)
 
 
-def flying(*requests: Request) -> tuple[RequestsInFlight, Answer]:
-    in_flight, answer = RequestsInFlight(Listener()), Answer(requests)
+def in_flight_with(*requests: Request) -> tuple[InFlightRequests, OutputStream]:
+    in_flight, output = InFlightRequests(Listener()), OutputStream(requests)
     for index, one in enumerate(requests):
-        flight = Flight(answer, index, one)
-        flight.begin_attempt()
-        in_flight.add(flight)
-    return in_flight, answer
+        one_request = InFlightRequest(output, index, one)
+        one_request.begin_attempt()
+        in_flight.add(one_request)
+    return in_flight, output
 
 
 positions = st.integers(0, len(TEXT) - 1)
@@ -66,28 +66,28 @@ positions = st.integers(0, len(TEXT) - 1)
 @given(st.lists(st.tuples(positions, positions)))
 def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
     """A resumed stream may repeat any part of what came before."""
-    in_flight, answer = flying(request())
+    in_flight, output = in_flight_with(request())
     end = 0
     for start, stop in [*map(sorted, ranges), (0, len(TEXT))]:
         start = min(start, end)
         end = max(end, stop)
         in_flight.dispatch([event(start, stop, last=stop == len(TEXT))])
-    events = [e for _, e in asyncio.run(answer.next())]
+    events = [e for _, e in asyncio.run(output.next())]
     assert "".join(e.text for e in events) == TEXT
     assert [t for e in events for t in e.token_ids] == list(range(len(TEXT)))
-    assert answer.num_unfinished == 0
+    assert output.num_unfinished == 0
     assert len(in_flight) == 0
 
 
 def test_a_resumed_request_goes_on_from_its_position():
-    in_flight, answer = flying(request(resumed_output_ids=(0, 1, 2)))
+    in_flight, output = in_flight_with(request(resumed_output_ids=(0, 1, 2)))
     in_flight.dispatch([event(3, 5)])
-    ((index, got),) = asyncio.run(answer.next())
+    ((index, got),) = asyncio.run(output.next())
     assert (index, got.token_ids, got.text) == (0, (3, 4), TEXT[3:5])
 
 
 def test_a_request_of_which_output_is_missing_is_handed_back():
-    in_flight, _ = flying(request())
+    in_flight, _ = in_flight_with(request())
     lost, (torn,), failed = in_flight.dispatch([event(0, 2), event(4, 5)])
     assert lost == failed == []
     assert torn.token_ids == [0, 1]
@@ -97,16 +97,16 @@ def test_a_request_of_which_output_is_missing_is_handed_back():
 
 async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     worker = StubWorker(max_events=0)
-    flight = Flight(Answer([request()]), 0, request())
-    old = flight.begin_attempt()
-    flight.begin_attempt()
-    await worker_connection.WorkerLink("w0", worker, "r0", Listener()).submit([(flight, old)])
-    assert not flight.is_sent
+    one_request = InFlightRequest(OutputStream([request()]), 0, request())
+    old = one_request.begin_attempt()
+    one_request.begin_attempt()
+    await worker_connection.WorkerConnection("w0", worker, "r0", Listener()).submit([(one_request, old)])
+    assert not one_request.is_sent
     worker._cancel_all()
 
 
 def test_a_slow_reader_gets_everything_and_few_events():
-    in_flight, answer = flying(request("a"), request("b"))
+    in_flight, output = in_flight_with(request("a"), request("b"))
     count = 3 * MAX_BUFFERED
     for i in range(count):
         in_flight.dispatch(
@@ -115,13 +115,13 @@ def test_a_slow_reader_gets_everything_and_few_events():
             )
             for one in ("a", "b")
         )
-    got = asyncio.run(answer.next())
+    got = asyncio.run(output.next())
     assert len(got) <= MAX_BUFFERED + 2
     for index in (0, 1):
         assert sum(len(e.token_ids) for i, e in got if i == index) == count
         assert "".join(e.text for i, e in got if i == index) == TEXT[0] * count
         assert [e.finish_reason for i, e in got if i == index][-1] == "stop"
-    assert answer.num_unfinished == 0
+    assert output.num_unfinished == 0
 
 
 NO_FAILOVER = {"failover": FailoverConfig(max_resumes=0, wait_s=0.05)}
@@ -182,7 +182,7 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
         worker.die()
         async with asyncio.timeout(120):
             assert (await waiting).status_code == 503
-        await until(lambda: not api.router._room._tasks._tasks)  # nobody waits for the worker's answer any more
+        await until(lambda: not api.router._queue._tasks._tasks)  # nobody waits for the worker's answer any more
 
 
 async def test_a_submission_that_fails_is_503(monkeypatch):
@@ -199,13 +199,13 @@ async def test_stopping_the_router_ends_what_runs():
     router = make_router(StubWorker(max_events=1))
     router.start()
     await until(lambda: router.is_ready)
-    async with router.answer([request()]) as answer:
+    async with router.generate([request()]) as output:
         await router.stop()
-        while answer.num_unfinished:
-            *_, (_, last) = await answer.next()
+        while output.num_unfinished:
+            *_, (_, last) = await output.next()
     assert last.error.kind == "WorkerLost"
     with pytest.raises(WorkerLost):
-        async with router.answer([request("s")]):
+        async with router.generate([request("s")]):
             pass
 
 
@@ -282,8 +282,8 @@ def test_a_server_without_keys_or_limits_starts_and_ends():
 
 def test_text_that_trails_its_tokens_is_kept():
     """The detokeniser holds back text that may become part of a stop string or of a character."""
-    in_flight, answer = flying(request())
+    in_flight, output = in_flight_with(request())
     held = replace(event(0, 2), text="t")
     rest = replace(event(2, 3), text="he", text_offset=1)
     in_flight.dispatch([held, rest, rest])
-    assert "".join(e.text for _, e in asyncio.run(answer.next())) == "the"
+    assert "".join(e.text for _, e in asyncio.run(output.next())) == "the"

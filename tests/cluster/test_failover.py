@@ -231,7 +231,7 @@ async def test_two_workers_that_die_together_make_no_poison() -> None:
         (second,) = [worker for worker in api.workers if worker is not first]
         second.is_dead, second.can_open = True, False
         first.kill()
-        await until(lambda: api.router.links[second.worker].in_flight.request_ids)
+        await until(lambda: api.router.connections[second.worker].in_flight.request_ids)
         for _ in range(20):
             await asyncio.sleep(0)
         second.kill()

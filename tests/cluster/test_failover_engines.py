@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Mortal:
-    """A worker that is gone once the router has read `num_messages` with events; None: it lives."""
+    """A worker that is gone once the router has read `num_messages` with events; None: it stays."""
 
     def __init__(self, replica: WorkerReplica) -> None:
         self._replica = replica
@@ -126,7 +126,7 @@ async def routed(tiny_model: Path, *workers: Mortal) -> AsyncIterator[Router]:
         drain_s=0.0,
     )
     router.start()
-    await until(lambda: sum(link.is_open for link in router.links.values()) == len(workers))
+    await until(lambda: sum(connection.is_open for connection in router.connections.values()) == len(workers))
     try:
         yield router
     finally:
@@ -135,9 +135,9 @@ async def routed(tiny_model: Path, *workers: Mortal) -> AsyncIterator[Router]:
 
 async def answers_of(router: Router, requests: list[Request]) -> list[Whole]:
     wholes = [Whole() for _ in requests]
-    async with router.answer(requests) as answer:
-        while answer.num_unfinished:
-            for index, event in await answer.next():
+    async with router.generate(requests) as output:
+        while output.num_unfinished:
+            for index, event in await output.next():
                 whole = wholes[index]
                 assert event.error is None
                 assert event.position == len(whole.token_ids)
@@ -205,7 +205,7 @@ async def test_texts_are_those_of_an_undisturbed_run(
         assert one.usage.num_output_tokens == whole.usage.num_output_tokens
     assert expected[0].ends[0][0] == "stop"
     for replica in replicas:
-        await until(lambda replica=replica: not replica.engine._answers)
+        await until(lambda replica=replica: not replica.engine._running)
         assert sum(group.active_blocks for group in replica.engine.stats().groups) == 0
 
 

@@ -132,9 +132,9 @@ class Cluster(RuleBasedStateMachine):
         requests = [one_request(f"{name}-{i}", max_tokens, i) for i in range(num_choices)]
         texts, is_done = [""] * num_choices, [False] * num_choices
         try:
-            async with self.router.answer(requests) as answer:
-                while answer.num_unfinished:
-                    for index, event in await answer.next():
+            async with self.router.generate(requests) as output:
+                while output.num_unfinished:
+                    for index, event in await output.next():
                         assert event.error is None
                         assert not is_done[index]
                         assert event.position == event.text_offset == len(texts[index])
@@ -188,11 +188,11 @@ class Cluster(RuleBasedStateMachine):
 
     @invariant()
     def no_request_is_at_two_workers(self) -> None:
-        ids = [one for link in self.router.links.values() for one in link.in_flight.request_ids]
+        ids = [one for connection in self.router.connections.values() for one in connection.in_flight.request_ids]
         assert len({one.split("+")[0] for one in ids}) == len(ids)
 
     def linked(self) -> list[StubWorker]:
-        return [worker for worker in self.alive() if worker.worker in self.router.links]
+        return [worker for worker in self.alive() if worker.worker in self.router.connections]
 
     def teardown(self) -> None:
         async def finish() -> None:

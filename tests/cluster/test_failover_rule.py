@@ -186,12 +186,12 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
         await until(lambda: second.num_silent == 1 and second.is_read and api.router.num_waiting == 1)
         api.directory.add(third)
         await until(lambda: third.num_silent == 1 and third.is_read)
-        assert api.router._room._willing._examined.keys() == {"w1", "w2"}
+        assert api.router._queue._willing._examined.keys() == {"w1", "w2"}
         third.go()
         assert (await poison).status_code == 500
         begun = second.submitted[0]
         second.push(second._event(begun, len(begun.resumed_output_ids) + 1, is_last=False))
-        await until(lambda: not api.router._room._willing._examined)  # long before its eighth token
+        await until(lambda: not api.router._queue._willing._examined)  # long before its eighth token
         second.kill()
         last.go()
         api.directory.add(last)

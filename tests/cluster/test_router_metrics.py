@@ -55,8 +55,8 @@ async def test_in_flight_requests_by_worker() -> None:
     async with running_api(StubWorker(max_events=1)) as api:
         assert value(api.router, "in_flight_requests", worker="w0") == 0
         request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=9), seed=0)
-        async with api.router.answer([request]) as answer:
-            await answer.next()
+        async with api.router.generate([request]) as output:
+            await output.next()
             assert value(api.router, "in_flight_requests", worker="w0") == 1
         assert value(api.router, "in_flight_requests", worker="w0") == 0
 
@@ -69,7 +69,7 @@ async def test_workers_join_and_are_lost_or_drained() -> None:
         await until(lambda: changes(api)[0] == 3)
         assert changes(api) == [3, 1, 0]
         api.directory.remove(api.worker)
-        await until(lambda: "w0" not in api.router.links)
+        await until(lambda: "w0" not in api.router.connections)
         assert changes(api) == [3, 1, 1]
         assert 'worker="w0"' not in api.router.metrics_text(False)
         assert 'worker="w1"' in api.router.metrics_text(False)
@@ -83,10 +83,10 @@ async def test_a_crash_is_a_loss_whatever_the_router_hears_of_first(stream_break
             api.worker.die()
             await until(lambda: changes(api) == [2, 1, 0])
         api.directory.remove(api.worker)
-        await until(lambda: api.router.links["w0"].is_draining)
+        await until(lambda: api.router.connections["w0"].is_draining)
         if stream_breaks == "at last":
             api.worker.die()
-        await until(lambda: "w0" not in api.router.links)
+        await until(lambda: "w0" not in api.router.connections)
         assert changes(api) == [2, 1, 0]
         assert value(api.router, "drains_total", outcome="finished") == 0
 
@@ -97,14 +97,14 @@ async def test_a_worker_that_answers_nobody_when_it_leaves_is_lost(monkeypatch: 
         monkeypatch.setattr(worker_pool, "LAST_WORD_S", 0.01)
         monkeypatch.setattr(api.worker, "info", asyncio.Event().wait)
         api.directory.remove(api.worker)
-        await until(lambda: "w0" not in api.router.links)
+        await until(lambda: "w0" not in api.router.connections)
         assert changes(api) == [2, 1, 0]
 
 
 async def test_a_worker_that_leaves_as_it_should_has_drained() -> None:
     async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
         api.directory.remove(api.worker)
-        await until(lambda: "w0" not in api.router.links)
+        await until(lambda: "w0" not in api.router.connections)
         assert changes(api) == [2, 0, 1]
         assert value(api.router, "drains_total", outcome="finished") == 1
 
@@ -124,7 +124,7 @@ async def test_desired_workers_follow_the_loads_and_the_line() -> None:
         directory.add(busy)
         await until(lambda: value(router, "workers", state="open") == 1)
         assert value(router, "desired_workers") == 3
-        router.links["w0"].load = replace(busy.load, num_running=0)
+        router.connections["w0"].load = replace(busy.load, num_running=0)
         assert value(router, "desired_workers") == 0
     finally:
         await router.stop()

@@ -170,7 +170,9 @@ async def two_engines(model: Path, dying: Mortal, other: Mortal) -> AsyncIterato
     tokenizer = Tokenizer.load(resolve_model(str(model)))
     router = Router(workers=Workers(dying, other), tokenizer=tokenizer, config=config, router_id="r", drain_s=0.0)
     router.start()
-    await until(lambda: all(link.is_open for link in router.links.values()) and len(router.links) == 2)
+    await until(
+        lambda: all(connection.is_open for connection in router.connections.values()) and len(router.connections) == 2
+    )
     transport = httpx.ASGITransport(app=build_api(router))
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -10,7 +10,7 @@ from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api, until
 from transom_cluster.router import request_queue, worker_connection, worker_pool
-from transom_cluster.routing.placer import Placed, Placer
+from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_worker.config import FailoverConfig, LimitsConfig
 from transom_worker.contract import ErrorInfo, Request, Usage, WorkerMessage
 from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
@@ -34,7 +34,7 @@ async def text(response: asyncio.Task) -> str:
 async def test_a_request_waits_for_the_first_worker() -> None:
     async with running_api(*workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
-        await until(lambda: not api.router.links)
+        await until(lambda: not api.router.connections)
         answer = asyncio.create_task(api.complete())
         await until(lambda: api.router.num_waiting == 1)
         assert sample(api, "transom_router_waiting_requests") == 1
@@ -65,7 +65,7 @@ async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.Mo
     monkeypatch.setattr(request_queue, "MAX_WAITING", 2)
     async with running_api(*workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
-        await until(lambda: not api.router.links)
+        await until(lambda: not api.router.connections)
         waiting = [asyncio.create_task(api.complete()) for _ in range(2)]
         await until(lambda: api.router.num_waiting == 2)
         refused = await api.complete(stream=True)
@@ -146,7 +146,7 @@ async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
         answer = asyncio.create_task(api.complete(max_tokens=5))
         await until(lambda: old.num_silent == 1)
         api.directory.remove(old)
-        await until(lambda: api.router.links["w0"].is_draining)
+        await until(lambda: api.router.connections["w0"].is_draining)
         assert (await api.client.get("/health")).status_code == 503
         assert sample(api, "transom_router_workers", state="draining") == 1
         new.go()
@@ -154,7 +154,7 @@ async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
         assert (await api.complete()).status_code == 200
         old.go()
         assert await text(answer) == "abcde"
-        await until(lambda: set(api.router.links) == {"w1"})
+        await until(lambda: set(api.router.connections) == {"w1"})
         assert (len(old.submitted), len(new.submitted)) == (1, 1)
         assert sample(api, "transom_router_drains_total", outcome="finished") == 1
         assert sample(api, "transom_router_failovers_total", outcome="resumed") == 0
@@ -169,7 +169,7 @@ async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
         new.go()
         api.directory.add(new)
         assert [await text(answer) for answer in answers] == ["abcde"] * 3
-        await until(lambda: set(api.router.links) == {"w1"})
+        await until(lambda: set(api.router.connections) == {"w1"})
         assert sorted(old.aborted) == sorted(request.request_id for request in old.submitted)
         assert old.num_running == 0
         assert sample(api, "transom_router_drains_total", outcome="moved") == 1
@@ -182,11 +182,11 @@ async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
         answer = asyncio.create_task(api.complete(max_tokens=5))
         await until(lambda: api.worker.num_silent == 1)
         api.directory.remove(api.worker)
-        await until(lambda: api.router.links["w0"].is_draining)
+        await until(lambda: api.router.connections["w0"].is_draining)
         api.worker.kill()
         assert (await answer).status_code == 503
         assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 1
-        await until(lambda: not api.router.links)
+        await until(lambda: not api.router.connections)
 
 
 async def test_a_worker_that_was_missing_for_a_moment_is_linked_again() -> None:
@@ -222,10 +222,10 @@ async def test_a_request_that_cannot_be_placed_fails_alone(
 ) -> None:
     async with running_api(*workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
-        await until(lambda: not api.router.links)
+        await until(lambda: not api.router.connections)
         place = Placer.place
 
-        def broken(self: Placer, request: Request, among: Collection[str]) -> Placed:
+        def broken(self: Placer, request: Request, among: Collection[str]) -> PlacementDecision:
             if request.prompt_token_ids == tuple(b"odd"):
                 raise KeyError(request.prompt_token_ids)
             return place(self, request, among)
@@ -253,7 +253,7 @@ async def test_an_event_that_cannot_be_handled_fails_its_request_alone(
         assert (await odd).status_code == 500
         assert await text(fine) == "abcdefghi"
         await until(lambda: api.worker.aborted)
-        assert api.worker.num_streams == 1  # the link is whole
+        assert api.worker.num_streams == 1  # the connection is whole
         assert api.router.num_in_flight == 0
         assert "KeyError" in caplog.text
 
@@ -288,7 +288,7 @@ async def test_a_worker_that_cannot_take_requests_is_left_alone_for_a_while() ->
         for _ in range(6):
             assert (await api.complete()).status_code == 200
         assert (len(starting.submitted), len(ready.submitted)) == (1, 6)
-        api.router._room._willing._rests_until_s["w0"] = 0.0  # a second later
+        api.router._queue._willing._rests_until_s["w0"] = 0.0  # a second later
         starting.admission_error = None
         for _ in range(2):
             assert (await api.complete()).status_code == 200
@@ -364,7 +364,7 @@ async def test_routes_tell_of_all_workers() -> None:
         assert index["workers"][0]["cache"] == ["full"]
         assert sample(api, "transom_router_workers", state="open") == 3
         api.workers[0].kill()
-        await until(lambda: not api.router.links["w0"].is_open)
+        await until(lambda: not api.router.connections["w0"].is_open)
         assert (await api.client.get("/health")).status_code == 200
         assert sample(api, "transom_router_workers", state="closed") == 1
         index = (await api.client.get("/")).json()

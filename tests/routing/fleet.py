@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transom_cluster.routing.index_mirror import PrefixMirror
-from transom_cluster.routing.placer import Placed, Placer
+from transom_cluster.routing.index_mirror import PrefixIndexMirror
+from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.events import KvUpdate
@@ -46,7 +46,7 @@ class Router:
 
     placer: Placer
     coming: dict[str, deque[WorkerMessage]]
-    placed: dict[str, Placed] = field(default_factory=dict)
+    placed: dict[str, PlacementDecision] = field(default_factory=dict)
     num_resyncs: int = 0
 
 
@@ -246,7 +246,7 @@ def run_by_run(updates: Sequence[KvUpdate]) -> Iterator[KvUpdate]:
         assert version == update.version
 
 
-def predict(mirror: PrefixMirror, item: Request) -> int:
+def predict(mirror: PrefixIndexMirror, item: Request) -> int:
     """Prompt tokens that a worker with this index would find cached."""
     if item.params.prompt_logprobs is not None:
         return 0

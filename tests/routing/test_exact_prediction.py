@@ -7,7 +7,7 @@ from fleet import Fleet, Worker, predict, run_by_run
 from scheduler_driver import Driver, layout, request
 
 from how_many import num_examples
-from transom_cluster.routing.index_mirror import PrefixMirror
+from transom_cluster.routing.index_mirror import PrefixIndexMirror
 from transom_worker.kvcache.events import KvUpdate
 
 HYBRIDS = (
@@ -21,7 +21,7 @@ NUM_REQUESTS = num_examples(daily=230, exhaustive=460)
 NUM_COMPARED = NUM_REQUESTS * 20 // 23  # at least, of each mix: some requests are aborted before their first token
 
 
-def differences(worker: Worker, mirror: PrefixMirror) -> list[int]:
+def differences(worker: Worker, mirror: PrefixIndexMirror) -> list[int]:
     """Predicted minus found, the mirror being led through the worker's history and stopped at each search."""
     assert mirror.apply(KvUpdate(after=0, version=0, runs=(), whole=True))
     steps = run_by_run(worker.updates)
@@ -47,7 +47,7 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
     for name, worker in fleet.workers.items():
         assert any(search.num_cached_tokens for search in worker.searches)
         assert any(run.action == "removed" for update in worker.updates for run in update.runs)
-        mirrors = [PrefixMirror(worker.cache.shape) for _ in range(2)]
+        mirrors = [PrefixIndexMirror(worker.cache.shape) for _ in range(2)]
         for mirror in mirrors:
             assert set(differences(worker, mirror)) == {0}
             assert mirror._groups == tuple(map(set, worker.cache.index.groups))

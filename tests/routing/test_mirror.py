@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from transom_cluster.routing.index_mirror import PrefixMirror
+from transom_cluster.routing.index_mirror import PrefixIndexMirror
 from transom_worker.kvcache import change_log
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
@@ -41,7 +41,7 @@ WHOLE = update(10, added(0, 0, 1, 2), added(1, 1, 2), whole=True)
 
 
 def test_it_searches_as_the_worker_does() -> None:
-    mirror = PrefixMirror(SHAPE)
+    mirror = PrefixIndexMirror(SHAPE)
     assert mirror.apply(WHOLE)
     assert (mirror.version, mirror.num_blocks) == (10, 5)
     assert mirror.find(CHAIN, 33).start == 12
@@ -54,13 +54,13 @@ def test_it_searches_as_the_worker_does() -> None:
 
 
 def test_updates_before_the_first_whole_index_say_nothing() -> None:
-    mirror = PrefixMirror(SHAPE)
+    mirror = PrefixIndexMirror(SHAPE)
     assert mirror.apply(update(7, added(0, 0, 1, 2), added(1, 1, 2)))
     assert (mirror.version, mirror.num_blocks) == (0, 0)
 
 
 def test_a_gap_is_told_once_and_forgets_everything_until_the_whole_index_comes() -> None:
-    mirror = PrefixMirror(SHAPE)
+    mirror = PrefixIndexMirror(SHAPE)
     mirror.apply(WHOLE)
     assert not mirror.apply(update(11, added(0, 4)))
     assert (mirror.version, mirror.num_blocks) == (0, 0)
@@ -78,7 +78,7 @@ def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int, monk
     rng = random.Random(seed)
     index: tuple[dict[bytes, int], ...] = ({}, {})
     log = ChangeLog(index)
-    mirrors = [PrefixMirror(SHAPE), PrefixMirror(SHAPE)]
+    mirrors = [PrefixIndexMirror(SHAPE), PrefixIndexMirror(SHAPE)]
     for mirror in mirrors:
         assert mirror.apply(log.whole())
     for _ in range(200):

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from transom_cluster.routing import prompt_hashes
-from transom_cluster.routing.placer import Placed, Placer
+from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
@@ -64,7 +64,7 @@ def others(count: int) -> list[tuple[int, ...]]:
 
 def test_a_request_goes_where_its_prompt_is_cached_and_is_told_what_will_be_found() -> None:
     made = placer(cached={"b": whole(PROMPT, version=7)})
-    assert made.place(request("r"), WORKERS) == Placed(
+    assert made.place(request("r"), WORKERS) == PlacementDecision(
         worker_id="b", reason="longest_hit", predicted_tokens=HIT, index_version=7
     )
     assert made.first_event("r", usage(HIT - 64)) == 64
@@ -213,7 +213,7 @@ def test_a_gap_asks_for_a_resync() -> None:
     families = RouterFamilies(model="m", router="front")
     made = placer(cached={"a": whole(PROMPT)}, observer=RoutingMetrics(families))
     assert not made.update("a", WorkerMessage(kv=KvUpdate(after=5, version=6, runs=())))
-    assert made.place(request("r"), ("a",)) == Placed(
+    assert made.place(request("r"), ("a",)) == PlacementDecision(
         worker_id="a", reason="only_one", predicted_tokens=0, index_version=0
     )
     assert made.update("a", WorkerMessage(kv=whole(PROMPT, version=6)))

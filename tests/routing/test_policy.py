@@ -105,10 +105,10 @@ def test_a_choice_says_why() -> None:
     assert choose("kv", [replace(hot, queue_tokens=9_000), cold], at_home) == (cold, "least_loaded")
     assert choose("kv", [cold, busy], at_home) == (cold, "least_loaded")
     assert choose("kv", [cold, replace(cold, worker_id="d"), busy], at_home).reason == "home"
-    assert choose("kv", [cold, replace(cold, worker_id="d"), busy], chance).reason == "lot"
+    assert choose("kv", [cold, replace(cold, worker_id="d"), busy], chance).reason == "random"
     for policy in ("least_tokens", "power_of_two"):
         assert choose(policy, [cold, busy], chance) == (cold, "least_loaded")
-        assert choose(policy, [hot, cold], chance).reason == "lot"
+        assert choose(policy, [hot, cold], chance).reason == "random"
     assert choose("round_robin", [hot, cold], chance) == (cold, "turn")
 
 

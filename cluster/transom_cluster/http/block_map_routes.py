@@ -61,7 +61,7 @@ def _add_data(api: FastAPI, router: Router) -> None:
         _check_worker(router, worker)
         try:
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                described = await router.links[worker].client.describe_block(group, block)
+                described = await router.connections[worker].client.describe_block(group, block)
         except Exception as error:
             raise WorkerLost(describe_error(error)) from error
         if "error" in described:
@@ -70,8 +70,8 @@ def _add_data(api: FastAPI, router: Router) -> None:
 
 
 def _check_worker(router: Router, worker: str) -> None:
-    if worker not in router.links:
-        there = ", ".join(sorted(router.links)) or "none"
+    if worker not in router.connections:
+        there = ", ".join(sorted(router.connections)) or "none"
         raise not_found(
             f"There is no worker {worker!r}; the workers are: {there}.", param="worker", code="worker_not_found"
         )

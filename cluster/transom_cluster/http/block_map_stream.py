@@ -60,14 +60,20 @@ class BlockStream(Response):
 
     def _follow_workers(self) -> None:
         """Begin with those that came, end with those that went, and tell the client."""
-        links = {worker: link for worker, link in self._router.links.items() if self._worker in (None, worker)}
-        for worker in self._feeds.keys() - links.keys():
+        connections = {
+            worker: connection
+            for worker, connection in self._router.connections.items()
+            if self._worker in (None, worker)
+        }
+        for worker in self._feeds.keys() - connections.keys():
             self._feeds.pop(worker).cancel()
-        for worker in links.keys() - self._feeds.keys():
-            feed = Feed(worker, links[worker].client, self._outbox, period_s=self._period_s)
+        for worker in connections.keys() - self._feeds.keys():
+            feed = Feed(worker, connections[worker].client, self._outbox, period_s=self._period_s)
             self._feeds[worker] = self._tasks.spawn(feed.run())
         model = self._router.config.served_model_name
-        present = [{"worker": worker, "model": model, "state": link.state} for worker, link in links.items()]
+        present = [
+            {"worker": worker, "model": model, "state": connection.state} for worker, connection in connections.items()
+        ]
         if present != self._told:
             self._told = present
             self._outbox.put(sse_json("workers", present))

@@ -13,10 +13,10 @@ from transom_cluster.http.client_disconnect import run_until_disconnect
 from transom_cluster.http.response_metrics import ResponseMetrics
 from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_from_info
 from transom_cluster.openai.writers import Writer, data_line
-from transom_cluster.router.output_stream import Answer
+from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_outcome import broke_off
-from transom_cluster.telemetry.request_timeline import RequestLife
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_worker.contract import OutputEvent, Request
 
@@ -42,10 +42,10 @@ class GenerationResponse(Response):
         writer: Writer,
         *,
         stream: bool,
-        life: RequestLife | None = None,
+        timeline: RequestTimeline | None = None,
     ) -> None:
         super().__init__()
-        self._life = life or RequestLife(requests)
+        self._timeline = timeline or RequestTimeline(requests)
         self._router = router
         self._requests = requests
         self._writer = writer
@@ -55,47 +55,47 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
         scope.setdefault("state", {})["request_id"] = self._requests[0].request_id  # for metrics of the whole request
-        await run_until_disconnect(self._run(scope, receive, send), receive, left=self._life.client_left)
+        await run_until_disconnect(self._run(scope, receive, send), receive, left=self._timeline.client_left)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._router.answer(self._requests, self._life) as answer:
+        async with self._router.generate(self._requests, self._timeline) as output:
             self._meter.begun()
             if self._stream:
-                await self._send_stream(answer, scope, send)
+                await self._send_stream(output, scope, send)
             else:
-                body = await self._collect(answer)
+                body = await self._collect(output)
                 await JSONResponse(body)(scope, receive, send)
 
-    async def _collect(self, answer: Answer) -> dict[str, Any]:
+    async def _collect(self, output: OutputStream) -> dict[str, Any]:
         """All events as one body; raises a choice's error."""
         events: list[list[OutputEvent]] = [[] for _ in self._requests]
         while True:
-            for index, event in await answer.next():
+            for index, event in await output.next():
                 if event.error is not None:
                     raise event.error.error()
                 events[index].append(self._shown(index, event))
-            if answer.num_unfinished == 0:
+            if output.num_unfinished == 0:
                 return self._writer.body(events)
 
-    async def _send_stream(self, answer: Answer, scope: Scope, send: Send) -> None:
-        first = await answer.next()
+    async def _send_stream(self, output: OutputStream, scope: Scope, send: Send) -> None:
+        first = await output.next()
         for _, event in first:
             if event.error is not None:
                 raise event.error.error()
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         self._router.metrics.open_streams.inc()
         try:
-            await self._send_chunks(answer, first, scope, send)
+            await self._send_chunks(output, first, scope, send)
         finally:
             self._router.metrics.open_streams.dec()
 
     async def _send_chunks(
-        self, answer: Answer, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
+        self, output: OutputStream, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
     ) -> None:
         """Everything that has come since the last send goes out as one message."""
         while True:
             text, error = self._chunks(events)
-            ended = error is not None or answer.num_unfinished == 0
+            ended = error is not None or output.num_unfinished == 0
             if error is not None:  # the status is long sent: it is said in the stream
                 text += data_line(error.body)
                 broke_off(scope, error)
@@ -105,7 +105,7 @@ class GenerationResponse(Response):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": not ended})
             if ended:
                 return
-            events = await answer.next()
+            events = await output.next()
 
     def _chunks(self, events: list[tuple[int, OutputEvent]]) -> tuple[str, WireError | None]:
         """Server-sent events, and the error that ends them."""

@@ -33,7 +33,7 @@ async def process_names(router: Router) -> Sequence[str]:
     """This router, the others that answer, and all workers: `router/ID`, `worker/ID`."""
     others = await router.peers.ask_others("process_name", timeout_s=SCRAPE_TIMEOUT_S)
     routers = [router.process_name(), *sorted(name for name in others if isinstance(name, str))]
-    return [*routers, *(f"worker/{worker_id}" for worker_id in router.links)]
+    return [*routers, *(f"worker/{worker_id}" for worker_id in router.connections)]
 
 
 async def process_page(router: Router, name: str, *, openmetrics: bool = False) -> str:
@@ -45,8 +45,8 @@ async def process_page(router: Router, name: str, *, openmetrics: bool = False) 
     kind, _, process_id = name.partition("/")
     if (page := router.process_page(name, openmetrics)) is not None:
         return page
-    if kind == "worker" and (link := router.links.get(process_id)) is not None:
-        page = await _page_of(link.client, openmetrics)
+    if kind == "worker" and (connection := router.connections.get(process_id)) is not None:
+        page = await _page_of(connection.client, openmetrics)
         if page is None:
             raise process_silent(name)
         return page

@@ -33,7 +33,7 @@ from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
 from transom_cluster.openai.writers import ResponseMetadata, Writer
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.request_timeline import RequestLife
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_cluster.telemetry.span_attributes import request_attributes
 from transom_cluster.telemetry.tracing import RequestTrace
 from transom_worker import contract
@@ -201,7 +201,7 @@ class OpenAiRoutes:
         trace: RequestTrace | None = getattr(request.state, "trace", None)
         if trace is not None:
             trace.describe(request_attributes(params, num_choices=len(requests), stream=stream))
-        life = RequestLife(
+        timeline = RequestTimeline(
             requests,
             endpoint=routed_path(request.scope),
             client=request.state.client,
@@ -209,8 +209,8 @@ class OpenAiRoutes:
             outer_id=request.state.outer_id,
             trace=trace,
         )
-        request.state.life = life
-        return GenerationResponse(self._router, requests, writer, stream=stream, life=life)
+        request.state.timeline = timeline
+        return GenerationResponse(self._router, requests, writer, stream=stream, timeline=timeline)
 
     def _echoed(
         self, texts: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int

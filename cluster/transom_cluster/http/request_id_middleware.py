@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transom_cluster.http.routed_path import routed_path
 from transom_cluster.openai.document import BODIES
 from transom_cluster.telemetry.request_outcome import CLIENT_LEFT
-from transom_cluster.telemetry.request_timeline import RequestLife
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_cluster.telemetry.span_attributes import response_attributes
 from transom_cluster.telemetry.tracing import RouterTracing
 from transom_worker.logs import about_request, following_requests
@@ -63,12 +63,12 @@ class RequestIdMiddleware:
             try:
                 await self._app(scope, receive, followed_send)
             finally:
-                life: RequestLife | None = state.get("life")
+                timeline: RequestTimeline | None = state.get("timeline")
                 if trace is not None:
-                    trace.describe(response_attributes(life))
-                    trace.end(status, life.error if life is not None else "", time.time())
+                    trace.describe(response_attributes(timeline))
+                    trace.end(status, timeline.error if timeline is not None else "", time.time())
                 if self._logs_access and (scope["method"] != "GET" or status >= FIRST_ERROR):
-                    _log(scope, status, time.perf_counter() - start_s, life)
+                    _log(scope, status, time.perf_counter() - start_s, timeline)
 
 
 def set_request_id(request: Request, answer_id: str) -> None:
@@ -78,7 +78,7 @@ def set_request_id(request: Request, answer_id: str) -> None:
     about_request(answer_id, "" if trace is None else trace.trace_id)
 
 
-def _log(scope: Scope, status: int, seconds: float, life: RequestLife | None) -> None:
+def _log(scope: Scope, status: int, seconds: float, timeline: RequestTimeline | None) -> None:
     """One line for an HTTP request. Its path is the route's: what a client makes up may quote a prompt."""
     path = routed_path(scope)
     path = getattr(scope.get("route"), "path", path if path in BODIES else "other")
@@ -87,9 +87,9 @@ def _log(scope: Scope, status: int, seconds: float, life: RequestLife | None) ->
     facts |= {
         name: state[key] for name, key in (("request_id", "answer_id"), ("x_request_id", "outer_id")) if state.get(key)
     }
-    if life is not None:
-        line = life.line()
+    if timeline is not None:
+        line = timeline.line()
         names = ("prompt_tokens", "hit_tokens", "output_tokens", "first_token_after_s", "workers", "resumes", "state")
         facts |= {name: line[name] for name in names}
-        facts |= {"finish_reasons": line["finish_reasons"]} | ({"error": life.error} if life.error else {})
+        facts |= {"finish_reasons": line["finish_reasons"]} | ({"error": timeline.error} if timeline.error else {})
     logger.info("%s %s %d", scope["method"], path, status, extra={"facts": facts})

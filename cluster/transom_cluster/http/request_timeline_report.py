@@ -1,4 +1,4 @@
-"""A request's whole life, put together from the router that served it and the workers that it was at."""
+"""A request's whole timeline, put together from the router that served it and the workers that it was at."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ async def _router_part(router: Router, request_id: str, client: str) -> dict[str
 
 async def _worker_part(router: Router, worker: str, answer_id: str) -> Steps | str:
     """A worker's steps, or why there are none."""
-    link = router.links.get(worker)
-    if link is None:
+    connection = router.connections.get(worker)
+    if connection is None:
         return "gone"
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
-            steps = await link.client.request_timeline(answer_id)
+            steps = await connection.client.request_timeline(answer_id)
     except Exception:  # whatever a call to a worker that is ill or gone raises
         return "no answer"
     return steps or "forgotten"

@@ -24,7 +24,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
         return {"requests": await recent_requests(router, request.state.client, state, limit)}
 
     @api.get("/debug/requests/{request_id:path}", summary="What happened to a request, step by step")
-    async def life(request: Request, request_id: str) -> dict[str, Any]:
+    async def timeline(request: Request, request_id: str) -> dict[str, Any]:
         found = await request_report(router, request_id, request.state.client)
         if found is None:
             raise _unknown(request_id)

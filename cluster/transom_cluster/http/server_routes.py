@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from transom_cluster import __version__
 from transom_cluster.router.router import Router
-from transom_cluster.router.worker_pool import describe_link
+from transom_cluster.router.worker_pool import describe_connection
 
 
 def add_routes(api: FastAPI, router: Router) -> None:
@@ -27,7 +27,7 @@ def _add_state(api: FastAPI, router: Router) -> None:
             "name": "transom",
             "version": __version__,
             "model": router.config.served_model_name,
-            "workers": [describe_link(link) for link in router.links.values()],
+            "workers": [describe_connection(connection) for connection in router.connections.values()],
             "paths": paths,
             "docs": "/docs",
         }

@@ -13,27 +13,27 @@ from typing import Protocol
 
 from transom_cluster.router.failover import LossRecord
 from transom_cluster.router.output_events import without_first
-from transom_cluster.router.output_stream import Answer, error_event
-from transom_cluster.routing.placer import Placed
+from transom_cluster.router.output_stream import OutputStream, error_event
+from transom_cluster.routing.placer import PlacementDecision
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
 from transom_worker.errors import WorkerLost
 
 DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
 
 
-class Flight:
+class InFlightRequest:
     """One request until its last event. Each attempt at a worker has an id of its own, so that an earlier one's events drop.
 
     `token_ids` is all output so far, `num_new_tokens` what of it the present attempt brought.
     """
 
-    def __init__(self, answer: Answer, index: int, request: Request) -> None:
-        self.answer = answer
+    def __init__(self, output: OutputStream, index: int, original: Request) -> None:
+        self.output = output
         self.index = index
-        self.request = request
-        self.life = answer.life
-        self.token_ids = list(request.resumed_output_ids)
-        self.attempt = request
+        self.original = original
+        self.timeline = output.timeline
+        self.token_ids = list(original.resumed_output_ids)
+        self.attempt = original
         self.is_sent = False  # the attempt is on its way to the worker, or there
         self.awaits_reply = False  # and the worker has not said that it took it
         self.num_new_tokens = 0
@@ -53,11 +53,11 @@ class Flight:
     @property
     def place_in_line(self) -> tuple[bool, int, float]:
         """Streams that somebody is reading come first, then lower priority numbers, then who came first."""
-        return not self.token_ids, self.request.priority, self.request.arrival_s
+        return not self.token_ids, self.original.priority, self.original.arrival_s
 
-    def watch_deadline(self, on_late: Callable[[Flight], None]) -> None:
+    def watch_deadline(self, on_late: Callable[[InFlightRequest], None]) -> None:
         """Call when the request's deadline has passed, if it has one and nobody watches it yet; it may have ended by then."""
-        deadline_s = self.request.deadline_s
+        deadline_s = self.original.deadline_s
         if self.timer is None and deadline_s is not None:
             delay_s = max(0.0, deadline_s - time.time()) + DEADLINE_GRACE_S
             self.timer = asyncio.get_running_loop().call_later(delay_s, on_late, self)
@@ -72,27 +72,27 @@ class Flight:
         self.has_begun = False
         return self.attempt
 
-    def go_to(self, placed: Placed, *, policy: str) -> None:
+    def go_to(self, placed: PlacementDecision, *, policy: str) -> None:
         """That worker gets the attempt."""
         self.worker_id = placed.worker_id
         num_resumed = len(self.attempt.resumed_output_ids)
-        trace_parent = self.life.placed(self.index, placed, policy=policy, num_resumed=num_resumed)
+        trace_parent = self.timeline.placed(self.index, placed, policy=policy, num_resumed=num_resumed)
         if trace_parent is not None:
             self.attempt = replace(self.attempt, trace_parent=trace_parent)
 
     def send(self) -> None:
         """From here on the worker may be computing the attempt."""
         self.is_sent = self.awaits_reply = True
-        self.life.sent(self.index, self.worker_id)
+        self.timeline.sent(self.index, self.worker_id)
 
     def admit(self) -> None:
         """A worker has taken the attempt."""
         if self.awaits_reply:
             self.awaits_reply = False
-            self.life.accepted(self.index, self.worker_id)
+            self.timeline.accepted(self.index, self.worker_id)
         if not self.is_admitted:
             self.is_admitted = True
-            self.answer.admit()
+            self.output.admit()
 
     def take(self, event: OutputEvent) -> bool:
         """Pass on what is new of an event; False: output in between is missing, and nothing was taken."""
@@ -105,26 +105,26 @@ class Flight:
         if fresh.usage is not None:
             fresh = self._with_usage(fresh, fresh.usage)
         if fresh.token_ids and not self.num_new_tokens:
-            self.life.began(self.index, self.worker_id, event.usage)
+            self.timeline.began(self.index, self.worker_id, event.usage)
         self.num_new_tokens += len(fresh.token_ids)
         self.token_ids += fresh.token_ids
         self._num_chars = num_chars + len(fresh.text)
         first = fresh.usage is not None or fresh.prompt_logprobs is not None
         if fresh.token_ids or fresh.text or fresh.finish_reason or first:
-            self.answer.put(self.index, fresh)
+            self.output.put(self.index, fresh)
         if fresh.finish_reason is not None:
             self.end()
             if fresh.error is not None:
-                self.life.failed(self.index, fresh.error.kind, len(self.token_ids))
+                self.timeline.failed(self.index, fresh.error.kind, len(self.token_ids))
             else:
-                self.life.finished(self.index, fresh.finish_reason, len(self.token_ids))
+                self.timeline.finished(self.index, fresh.finish_reason, len(self.token_ids))
         return True
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
         self.end()
-        self.life.failed(self.index, type(error).__name__, len(self.token_ids))
-        self.answer.fail(self.index, error_event(self.request.request_id, len(self.token_ids), error), error)
+        self.timeline.failed(self.index, type(error).__name__, len(self.token_ids))
+        self.output.fail(self.index, error_event(self.original.request_id, len(self.token_ids), error), error)
 
     def end(self) -> None:
         """Nothing more comes."""
@@ -133,12 +133,12 @@ class Flight:
             self.timer.cancel()
 
     def _resumed(self) -> Request:
-        request, params = self.request, self.request.params
+        original, params = self.original, self.original.params
         if self.token_ids and params.prompt_logprobs is not None:  # they came with the first token
             params = replace(params, prompt_logprobs=None)
         return replace(
-            request,
-            request_id=f"{request.request_id}+{self._num_attempts}",
+            original,
+            request_id=f"{original.request_id}+{self._num_attempts}",
             params=params,
             resumed_output_ids=tuple(self.token_ids),
         )
@@ -147,59 +147,59 @@ class Flight:
         """A resumed request may find its own prompt in a cache: what counts is what the first worker found."""
         if self._usage is None:
             self._usage = usage
-            if self.request.choice_index == 0:
-                self.life.hit(usage)
+            if self.original.choice_index == 0:
+                self.timeline.hit(usage)
         if usage.num_cached_tokens == self._usage.num_cached_tokens:
             return event
         return replace(event, usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
 
 
-class Progress(Protocol):
+class OutputListener(Protocol):
     """Who is told of every event that was taken."""
 
-    def advanced(self, flight: Flight, event: OutputEvent) -> None:
+    def advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
         """An event has come; it may be the last."""
 
 
-class RequestsInFlight:
+class InFlightRequests:
     """The attempts that one worker has, by request id."""
 
-    def __init__(self, listener: Progress) -> None:
+    def __init__(self, listener: OutputListener) -> None:
         self._listener = listener
-        self._flights: dict[str, Flight] = {}
+        self._requests: dict[str, InFlightRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._requests)
 
-    def add(self, flight: Flight) -> None:
-        """Expect events of a flight's attempt."""
-        self._flights[flight.attempt.request_id] = flight
+    def add(self, request: InFlightRequest) -> None:
+        """Expect events of a request's attempt."""
+        self._requests[request.attempt.request_id] = request
         self._empty.clear()
 
     @property
     def request_ids(self) -> list[str]:
         """Of all attempts."""
-        return list(self._flights)
+        return list(self._requests)
 
     def has(self, request_id: str) -> bool:
         """Whether events of this attempt are expected."""
-        return request_id in self._flights
+        return request_id in self._requests
 
-    def remove(self, request_id: str) -> Flight | None:
+    def remove(self, request_id: str) -> InFlightRequest | None:
         """Expect no more of an attempt; None where nothing was expected."""
-        flight = self._flights.pop(request_id, None)
-        if not self._flights:
+        request = self._requests.pop(request_id, None)
+        if not self._requests:
             self._empty.set()
-        return flight
+        return request
 
-    def take_all(self) -> list[Flight]:
+    def take_all(self) -> list[InFlightRequest]:
         """Expect nothing any more; returns what was expected."""
-        flights = list(self._flights.values())
-        self._flights.clear()
+        requests = list(self._requests.values())
+        self._requests.clear()
         self._empty.set()
-        return flights
+        return requests
 
     async def emptied(self) -> None:
         """Wait until nothing is expected."""
@@ -207,31 +207,31 @@ class RequestsInFlight:
 
     def dispatch(
         self, events: Iterable[OutputEvent]
-    ) -> tuple[list[Flight], list[Flight], list[tuple[Flight, Exception]]]:
+    ) -> tuple[list[InFlightRequest], list[InFlightRequest], list[tuple[InFlightRequest, Exception]]]:
         """Hand one step's events to their answers; those of unknown (withdrawn) attempts are dropped.
 
-        Returns flights that the worker has lost, flights of which output is missing, and flights whose event set off an exception;
-        none of them is expected any more.
+        Returns requests that the worker has lost, requests of which output is missing, and requests whose event raised an error.
+        None of them is expected any more.
         """
-        lost: list[Flight] = []
-        torn: list[Flight] = []
-        failed: list[tuple[Flight, Exception]] = []
+        lost: list[InFlightRequest] = []
+        torn: list[InFlightRequest] = []
+        failed: list[tuple[InFlightRequest, Exception]] = []
         for event in events:
-            flight = self._flights.get(event.request_id)
-            if flight is None:
+            request = self._requests.get(event.request_id)
+            if request is None:
                 continue
             try:
                 if event.error is not None and isinstance(event.error.error(), WorkerLost):
                     self.remove(event.request_id)
-                    lost.append(flight)
-                elif not flight.take(event):
+                    lost.append(request)
+                elif not request.take(event):
                     self.remove(event.request_id)
-                    torn.append(flight)
+                    torn.append(request)
                 else:
-                    if flight.has_ended:
+                    if request.has_ended:
                         self.remove(event.request_id)
-                    self._listener.advanced(flight, event)
-            except Exception as error:  # a bug, and this flight's alone
+                    self._listener.advanced(request, event)
+            except Exception as error:  # a bug, and this request's alone
                 self.remove(event.request_id)
-                failed.append((flight, error))
+                failed.append((request, error))
         return lost, torn, failed

@@ -6,22 +6,26 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from transom_cluster.openai.to_contract import ModelLimits
-from transom_cluster.router.worker_connection import WorkerLink
+from transom_cluster.router.worker_connection import WorkerConnection
 from transom_worker.errors import WorkerLost
 
 NO_WORKER = "No worker could take the request for {wait_s:.0f} s (starting, or being replaced); try again in a moment."
 
 
-class KnownLimits:
+class ModelLimitsTracker:
     """The least of all workers' limits at the time when the last one was opened; they stay known while there is none."""
 
     def __init__(self) -> None:
         self.now: ModelLimits | None = None
         self._are_known = asyncio.Event()
 
-    def update(self, links: Iterable[WorkerLink]) -> None:
-        """A worker's link was opened."""
-        known = [link.limits for link in links if link.takes_requests and link.limits is not None]
+    def update(self, connections: Iterable[WorkerConnection]) -> None:
+        """A worker's connection was opened."""
+        known = [
+            connection.limits
+            for connection in connections
+            if connection.takes_requests and connection.limits is not None
+        ]
         self.now = min(known, key=lambda limits: limits.max_model_len, default=self.now)
         if self.now is not None:
             self._are_known.set()

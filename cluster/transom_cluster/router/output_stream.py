@@ -6,22 +6,22 @@ import asyncio
 from collections.abc import Sequence
 
 from transom_cluster.router.output_events import joined
-from transom_cluster.telemetry.request_timeline import RequestLife
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_worker.contract import ErrorInfo, OutputEvent, Request
 
 MAX_BUFFERED = 512  # events of which a slow client's answer keeps each; more are joined, one a choice
 
 
-class Answer:
+class OutputStream:
     """The events of one HTTP request's choices, in order of arrival. `admitted` and `next` are for one reader.
 
     An HTTP request has one, whatever its number of prompts and choices, so that it wakes once per engine step.
     `num_unfinished` counts choices whose last event `next` has not returned yet.
     """
 
-    def __init__(self, requests: Sequence[Request], life: RequestLife | None = None) -> None:
+    def __init__(self, requests: Sequence[Request], timeline: RequestTimeline | None = None) -> None:
         self.requests = requests
-        self.life = life or RequestLife(requests)
+        self.timeline = timeline or RequestTimeline(requests)
         self.num_unfinished = len(requests)
         self._num_unadmitted = len(requests)
         self._refusal: Exception | None = None

@@ -1,4 +1,4 @@
-"""The router's core, independent of Ray and HTTP: a tokenizer, links to workers, and answers in flight."""
+"""The router's core, independent of Ray and HTTP: a tokenizer, connections to workers, and answers in flight."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zlib import crc32
 
 from transom_cluster.openai.errors import unknown_model
 from transom_cluster.openai.to_contract import ModelLimits
-from transom_cluster.router.in_flight_requests import Flight
-from transom_cluster.router.model_limits import KnownLimits
-from transom_cluster.router.output_stream import Answer
+from transom_cluster.router.in_flight_requests import InFlightRequest
+from transom_cluster.router.model_limits import ModelLimitsTracker
+from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.peers import NoPeers, RouterPeers
-from transom_cluster.router.request_queue import WaitingRoom
+from transom_cluster.router.request_queue import RequestQueue
 from transom_cluster.router.router_state import read_state
 from transom_cluster.router.worker_client import WorkerClient, WorkerDirectory
-from transom_cluster.router.worker_connection import WorkerLink
+from transom_cluster.router.worker_connection import WorkerConnection
 from transom_cluster.router.worker_pool import WorkerPool
 from transom_cluster.routing.placer import Placer
-from transom_cluster.telemetry.request_timeline import RequestLife, RequestLives
+from transom_cluster.telemetry.request_timeline import RequestTimeline, RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracing import RouterTracing
 from transom_worker.config import AutoscalingConfig, ServerConfig
@@ -60,38 +60,43 @@ class Router:
         self.router_id = router_id
         self.peers = peers or NoPeers()
         self.metrics = RouterMetrics(router_id, model=config.served_model_name)
-        self.links: dict[str, WorkerLink] = {}
+        self.connections: dict[str, WorkerConnection] = {}
         self.is_draining = False
         seed = crc32(router_id.encode())  # routers cast lots of their own
         placer = Placer(config.routing_policy, seed=seed, observer=self.metrics.routing)
         self._drain_s = drain_s
-        self._limits = KnownLimits()
+        self._limits = ModelLimitsTracker()
         self._wake_workers = workers.wake
-        self._room = WaitingRoom(
-            self.links, placer, config.failover, self.metrics, limits=self._limits, wake_workers=workers.wake
+        self._queue = RequestQueue(
+            self.connections, placer, config.failover, self.metrics, limits=self._limits, wake_workers=workers.wake
         )
         self._pool = WorkerPool(
-            workers, router_id, links=self.links, listener=self._room, metrics=self.metrics, drain_s=drain_s
+            workers,
+            router_id,
+            connections=self.connections,
+            listener=self._queue,
+            metrics=self.metrics,
+            drain_s=drain_s,
         )
-        self.lives = RequestLives(router_id)
+        self.timelines = RequestTimelines(router_id)
         self.tracing: RouterTracing | None = None
         if config.tracing is not None:
             self.tracing = RouterTracing(config.tracing, router_id, model=config.served_model_name)
-        self._answers: dict[Answer, list[Flight]] = {}
+        self._running: dict[OutputStream, list[InFlightRequest]] = {}
         self._idle = asyncio.Event()
-        self.metrics.watch(functools.partial(read_state, self.links, self._room, autoscaling))
+        self.metrics.watch(functools.partial(read_state, self.connections, self._queue, autoscaling))
 
     def metrics_text(self, openmetrics: bool) -> str:
         """This router's own page of metrics, in one of Prometheus' two formats."""
         return self.metrics.text(openmetrics=openmetrics)
 
     def request_timeline(self, request_id: str, client: str) -> dict[str, Any] | None:
-        """This router's part of the life of a client's request; None if it does not know it (any more)."""
-        return self.lives.life_of(request_id, client)
+        """This router's part of the timeline of a client's request; None if it does not know it (any more)."""
+        return self.timelines.find(request_id, client)
 
     def request_lines(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
         """A client's last requests here, in a line each."""
-        return self.lives.lines(client, state, limit)
+        return self.timelines.lines(client, state, limit)
 
     def process_name(self) -> str:
         """This router among all processes of the cluster."""
@@ -104,22 +109,22 @@ class Router:
     @property
     def clients(self) -> list[WorkerClient]:
         """All workers, for metrics."""
-        return [link.client for link in self.links.values()]
+        return [connection.client for connection in self.connections.values()]
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken: a worker's stream is open, and the router is not being stopped."""
-        return not self.is_draining and any(link.takes_requests for link in self.links.values())
+        return not self.is_draining and any(connection.takes_requests for connection in self.connections.values())
 
     @property
     def num_waiting(self) -> int:
         """Requests that no worker has."""
-        return len(self._room)
+        return len(self._queue)
 
     @property
     def num_in_flight(self) -> int:
         """Requests that workers have."""
-        return sum(len(link.in_flight) for link in self.links.values())
+        return sum(len(connection.in_flight) for connection in self.connections.values())
 
     @property
     def limits(self) -> ModelLimits:
@@ -165,22 +170,24 @@ class Router:
     async def stop(self) -> None:
         """Give running answers `drain_s`, end the others with an error, and disconnect."""
         self.begin_drain()
-        if self._answers:
+        if self._running:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), self._drain_s)
-        for flights in self._answers.values():
-            left = [flight for flight in flights if not flight.has_ended]
-            self._room.withdraw(left)
-            for flight in left:
-                flight.fail(WorkerLost(_STOPPING))
-        await self._room.stop()
+        for requests in self._running.values():
+            left = [request for request in requests if not request.has_ended]
+            self._queue.withdraw(left)
+            for request in left:
+                request.fail(WorkerLost(_STOPPING))
+        await self._queue.stop()
         await self._pool.stop()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
     @contextlib.asynccontextmanager
-    async def answer(self, requests: Sequence[Request], life: RequestLife | None = None) -> AsyncIterator[Answer]:
+    async def generate(
+        self, requests: Sequence[Request], timeline: RequestTimeline | None = None
+    ) -> AsyncIterator[OutputStream]:
         """Submit requests; on leaving, for whatever reason, what has not ended is aborted at once.
 
         Raises:
@@ -188,15 +195,17 @@ class Router:
         """
         if self.is_draining:
             raise WorkerLost(_STOPPING)
-        answer = Answer(requests, life)
-        flights = self._answers[answer] = [Flight(answer, index, request) for index, request in enumerate(requests)]
-        with self.lives.following(answer.life, flights):
+        output = OutputStream(requests, timeline)
+        in_flight = self._running[output] = [
+            InFlightRequest(output, index, request) for index, request in enumerate(requests)
+        ]
+        with self.timelines.following(output.timeline, in_flight):
             try:
-                self._room.enter(flights)
-                await answer.admitted()
-                yield answer
+                self._queue.enter(in_flight)
+                await output.admitted()
+                yield output
             finally:
-                self._room.withdraw(flights)
-                del self._answers[answer]
-                if not self._answers:
+                self._queue.withdraw(in_flight)
+                del self._running[output]
+                if not self._running:
                     self._idle.set()

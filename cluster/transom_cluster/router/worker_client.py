@@ -55,7 +55,7 @@ class WorkerDirectory(Protocol):
 
     def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
         """The present workers by id, at once and again at every change. One that is missing takes no new requests (it is gone, or
-        drains); its client works as long as it lives."""
+        drains); its client works as long as it timelines."""
 
     def wake(self) -> None:
         """A request waits and there is no worker: one is started where all were scaled away. Returns at once."""

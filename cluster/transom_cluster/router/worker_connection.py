@@ -1,7 +1,7 @@
-"""One worker's link: its long event stream, kept open, and the attempts that live on it.
+"""One worker's connection: its long event stream, kept open, and the attempts that live on it.
 
 When the stream breaks, everything on it is handed over as lost, and the stream is opened again, with growing pauses, until the
-link is closed.
+connection is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.failover import Cause
-from transom_cluster.router.in_flight_requests import Flight, Progress, RequestsInFlight
+from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests, OutputListener
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerLoad, WorkerMessage
@@ -28,43 +28,43 @@ LONGEST_PAUSE_S = 2.0
 SUBMIT_GRACE_S = 0.5  # a submission that fails is mostly the first sign of a stream that breaks
 
 T = TypeVar("T")
-Attempts = Sequence[tuple[Flight, Request]]
+Attempts = Sequence[tuple[InFlightRequest, Request]]
 
 
-class LinkBroken(Exception):
+class ConnectionBroken(Exception):
     """The stream broke while a worker was asked; what was on it has been handed over as lost."""
 
 
-class NoAnswer(Exception):
+class CallFailed(Exception):
     """A call to a worker failed."""
 
 
-class LinkListener(Progress, Protocol):
-    """Who is told what happens on a link."""
+class ConnectionListener(OutputListener, Protocol):
+    """Who is told what happens on a connection."""
 
-    def opened(self, link: WorkerLink) -> None:
-        """The link takes requests from now on."""
+    def opened(self, connection: WorkerConnection) -> None:
+        """The connection takes requests from now on."""
 
-    def told(self, link: WorkerLink, message: WorkerMessage) -> None:
+    def told(self, connection: WorkerConnection, message: WorkerMessage) -> None:
         """The worker says what changed of its index and load."""
 
-    def closed(self, link: WorkerLink) -> None:
+    def closed(self, connection: WorkerConnection) -> None:
         """The stream has ended. `lost` follows."""
 
-    def lost(self, link: WorkerLink, flights: list[Flight], cause: Cause) -> None:
+    def lost(self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause) -> None:
         """These cannot go on here."""
 
-    def failed(self, flight: Flight, error: Exception) -> None:
+    def failed(self, request: InFlightRequest, error: Exception) -> None:
         """Something went wrong with this one here: it ends, if it has not ended yet."""
 
 
-class WorkerLink:
+class WorkerConnection:
     """Keeps one worker's stream open and moves requests and events over it. Runs on one event loop."""
 
-    def __init__(self, worker_id: str, client: WorkerClient, router_id: str, listener: LinkListener) -> None:
+    def __init__(self, worker_id: str, client: WorkerClient, router_id: str, listener: ConnectionListener) -> None:
         self.worker_id = worker_id
         self.client = client
-        self.in_flight = RequestsInFlight(listener)
+        self.in_flight = InFlightRequests(listener)
         self.info: WorkerInfo | None = None  # the worker's last answer
         self.load: WorkerLoad | None = None  # what it said last
         self.is_open = False
@@ -73,7 +73,7 @@ class WorkerLink:
         self._router_id = router_id
         self._listener = listener
         self._tasks = BackgroundTasks()
-        self._calls: set[asyncio.Task[Any]] = set()  # that nobody can answer once the link is broken
+        self._calls: set[asyncio.Task[Any]] = set()  # that nobody can answer once the connection is broken
         self._submitting: set[str] = set()
         self._withdrawn: set[str] = set()  # while they were being submitted
         self._reader: asyncio.Task[None] | None = None
@@ -111,13 +111,13 @@ class WorkerLink:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await self.in_flight.emptied()
-        flights = self.in_flight.take_all()
-        if flights:
-            request_ids = [flight.attempt.request_id for flight in flights]
+        requests = self.in_flight.take_all()
+        if requests:
+            request_ids = [request.attempt.request_id for request in requests]
             self._withdrawn |= self._submitting.intersection(request_ids)
-            self._hand_over(flights, "moved")
+            self._hand_over(requests, "moved")
             await self._send_abort(request_ids)
-        return len(flights)
+        return len(requests)
 
     async def submit(self, attempts: Attempts) -> list[ErrorInfo | None]:
         """Ask the worker to take attempts that are in `in_flight`: all or none; an entry for each as in `WorkerClient.submit`.
@@ -126,18 +126,18 @@ class WorkerLink:
         second must not count as this request's doing.
 
         Raises:
-            LinkBroken: the link broke; `lost` was told.
+            ConnectionBroken: the connection broke; `lost` was told.
         """
-        request_ids = {request.request_id for _, request in attempts}
+        request_ids = {attempt.request_id for _, attempt in attempts}
         self._submitting |= request_ids
         try:
-            if any(flight.record.num_resumes for flight, _ in attempts):
+            if any(request.record.num_resumes for request, _ in attempts):
                 await self._ask(self.client.info())
-            for flight, request in attempts:
-                if flight.attempt is request:  # it may have moved meanwhile
-                    flight.send()
-            return await self._ask(self.client.submit(self._router_id, [request for _, request in attempts]))
-        except NoAnswer:
+            for request, attempt in attempts:
+                if request.attempt is attempt:  # it may have moved meanwhile
+                    request.send()
+            return await self._ask(self.client.submit(self._router_id, [attempt for _, attempt in attempts]))
+        except CallFailed:
             self._abort(list(request_ids))  # it may have taken them
             return [ErrorInfo.of(WorkerLost("The worker did not answer."))] * len(attempts)
         finally:
@@ -146,9 +146,9 @@ class WorkerLink:
                 self._withdrawn -= withdrawn
                 self._abort(list(withdrawn))
 
-    def withdraw(self, flights: Sequence[Flight]) -> None:
+    def withdraw(self, requests: Sequence[InFlightRequest]) -> None:
         """Abort attempts, as soon as the worker has them; returns at once."""
-        request_ids = [flight.attempt.request_id for flight in flights]
+        request_ids = [request.attempt.request_id for request in requests]
         known = {one for one in request_ids if self.in_flight.remove(one) is not None}
         self._withdrawn |= known & self._submitting
         if now := [one for one in request_ids if one in known - self._submitting]:
@@ -162,8 +162,8 @@ class WorkerLink:
         """The worker's answer.
 
         Raises:
-            LinkBroken: the link broke meanwhile, or right after the call had failed.
-            NoAnswer: the call failed, and the link is whole.
+            ConnectionBroken: the connection broke meanwhile, or right after the call had failed.
+            CallFailed: the call failed, and the connection is whole.
         """
         stream_ended = self._ended
         task = self._tasks.spawn(call)
@@ -173,15 +173,15 @@ class WorkerLink:
         finally:
             self._calls.discard(task)
         if task.cancelled():
-            raise LinkBroken
+            raise ConnectionBroken
         if (error := task.exception()) is None:
             return task.result()
         logger.warning("A call to worker %s failed: %r", self.worker_id, error)
         try:
             await asyncio.wait_for(stream_ended.wait(), SUBMIT_GRACE_S)
         except TimeoutError:
-            raise NoAnswer from error
-        raise LinkBroken
+            raise CallFailed from error
+        raise ConnectionBroken
 
     async def _keep_open(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -227,46 +227,46 @@ class WorkerLink:
         lost, torn, failed = self.in_flight.dispatch(message.events)
         if torn:
             logger.warning("Output of %d requests is missing between worker %s and here.", len(torn), self.worker_id)
-            self._abort([flight.attempt.request_id for flight in torn])
+            self._abort([request.attempt.request_id for request in torn])
             self._hand_over(torn, "torn")
         if lost:
             self._hand_over(lost, "lost")
-        for flight, error in failed:
-            self._fail(flight, error)
-            self._abort([flight.attempt.request_id])
+        for request, error in failed:
+            self._fail(request, error)
+            self._abort([request.attempt.request_id])
 
     def _lose(self) -> list[str]:
         """The stream has ended: hand over what was on it; returns the attempts' ids."""
         for call in list(self._calls):
             call.cancel()
         self._ended.set()
-        flights = self.in_flight.take_all()
-        request_ids = [flight.attempt.request_id for flight in flights]
+        requests = self.in_flight.take_all()
+        request_ids = [request.attempt.request_id for request in requests]
         if self.is_open:
             self.is_open = False
             try:
                 self._listener.closed(self)
             except Exception as error:  # a bug; what was taken must be handed over all the same
                 logger.error("Worker %s could not be taken off the list.\n%s", self.worker_id, _details(error))
-            self._hand_over(flights, "lost")
+            self._hand_over(requests, "lost")
         return request_ids
 
-    def _hand_over(self, flights: list[Flight], cause: Cause) -> None:
+    def _hand_over(self, requests: list[InFlightRequest], cause: Cause) -> None:
         """Requests that cannot go on here. Should that fail, which would be a bug, they end: nobody waits for ever."""
         try:
-            self._listener.lost(self, flights, cause)
+            self._listener.lost(self, requests, cause)
         except Exception as error:
-            for flight in flights:
-                if not flight.has_ended and flight.worker_id in (None, self.worker_id):
-                    self._fail(flight, error)
+            for request in requests:
+                if not request.has_ended and request.worker_id in (None, self.worker_id):
+                    self._fail(request, error)
 
-    def _fail(self, flight: Flight, error: Exception) -> None:
-        """Something went wrong with this flight, which would be a bug: it ends, and nothing else does."""
-        request_id = flight.request.request_id
+    def _fail(self, request: InFlightRequest, error: Exception) -> None:
+        """Something went wrong with this request, which would be a bug: it ends, and nothing else does."""
+        request_id = request.original.request_id
         logger.error(
             "Request %s failed in the router.\n%s", request_id, _details(error), extra={"request_id": request_id}
         )
-        self._listener.failed(flight, error)
+        self._listener.failed(request, error)
 
     def _abort(self, request_ids: list[str]) -> None:
         if self.is_open:

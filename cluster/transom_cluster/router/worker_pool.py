@@ -1,4 +1,4 @@
-"""The workers that there are: a link to each, opened when it appears and drained when it disappears."""
+"""The workers that there are: a connection to each, opened when it appears and drained when it disappears."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.worker_client import WorkerClient, WorkerDirectory, describe_worker
-from transom_cluster.router.worker_connection import LinkListener, WorkerLink
+from transom_cluster.router.worker_connection import ConnectionListener, WorkerConnection
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 
 logger = logging.getLogger("transom.router")
@@ -19,34 +19,37 @@ FOLLOW_AGAIN_S = 0.5
 LAST_WORD_S = 5.0  # a worker that drains answers at once; for one whose host is gone nobody does
 
 
-def describe_link(link: WorkerLink) -> dict[str, Any]:
+def describe_connection(connection: WorkerConnection) -> dict[str, Any]:
     """A worker for people, as JSON values."""
     return {
-        "id": link.worker_id,
-        "state": link.state,
-        "requests": len(link.in_flight),
-        "load": None if link.load is None else asdict(link.load),
-        **({} if link.info is None else describe_worker(link.info)),
+        "id": connection.worker_id,
+        "state": connection.state,
+        "requests": len(connection.in_flight),
+        "load": None if connection.load is None else asdict(connection.load),
+        **({} if connection.info is None else describe_worker(connection.info)),
     }
 
 
 class WorkerPool:
-    """Keeps `links` as the directory says. A worker that disappears takes nothing new; what runs there for longer than `drain_s`
-    goes on elsewhere."""
+    """Keeps `connections` equal to the directory.
+
+    A worker that disappears from the directory gets no new requests; what runs there for longer than `drain_s` continues
+    on another worker.
+    """
 
     def __init__(
         self,
         directory: WorkerDirectory,
         router_id: str,
         *,
-        links: dict[str, WorkerLink],
-        listener: LinkListener,
+        connections: dict[str, WorkerConnection],
+        listener: ConnectionListener,
         metrics: RouterMetrics,
         drain_s: float,
     ) -> None:
         self._directory = directory
         self._router_id = router_id
-        self._links = links
+        self._connections = connections
         self._listener = listener
         self._metrics = metrics
         self._drain_s = drain_s
@@ -58,10 +61,10 @@ class WorkerPool:
         self._tasks.spawn(self._follow())
 
     async def stop(self) -> None:
-        """Close all links; what is on them is handed over."""
+        """Close all connections; what is on them is handed over."""
         await self._tasks.cancel()
-        await asyncio.gather(*(link.close() for link in self._links.values()))
-        self._links.clear()
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+        self._connections.clear()
 
     async def _follow(self) -> None:
         while True:
@@ -75,31 +78,31 @@ class WorkerPool:
     def _update(self, present: Mapping[str, WorkerClient]) -> None:
         self._present = dict(present)
         for worker_id, client in present.items():
-            if worker_id not in self._links:
+            if worker_id not in self._connections:
                 self._add(worker_id, client)
-        for worker_id, link in self._links.items():
-            if worker_id not in present and not link.is_draining:
-                link.is_draining = True
-                self._tasks.spawn(self._drain(link))
+        for worker_id, connection in self._connections.items():
+            if worker_id not in present and not connection.is_draining:
+                connection.is_draining = True
+                self._tasks.spawn(self._drain(connection))
 
     def _add(self, worker_id: str, client: WorkerClient) -> None:
-        link = self._links[worker_id] = WorkerLink(worker_id, client, self._router_id, self._listener)
-        link.start()
+        connection = self._connections[worker_id] = WorkerConnection(worker_id, client, self._router_id, self._listener)
+        connection.start()
         logger.info("Worker %s has appeared.", worker_id)
 
-    async def _drain(self, link: WorkerLink) -> None:
-        logger.info("Worker %s has disappeared (%d requests).", link.worker_id, len(link.in_flight))
-        num_moved = await link.drain(self._drain_s)
-        has_drained = link.is_open and await _answers(link)
-        await link.close(is_lost=not has_drained)
+    async def _drain(self, connection: WorkerConnection) -> None:
+        logger.info("Worker %s has disappeared (%d requests).", connection.worker_id, len(connection.in_flight))
+        num_moved = await connection.drain(self._drain_s)
+        has_drained = connection.is_open and await _answers(connection)
+        await connection.close(is_lost=not has_drained)
         if has_drained:
             self._metrics.drained(num_moved=num_moved)
-        del self._links[link.worker_id]
-        if (client := self._present.get(link.worker_id)) is not None:  # it was missing for a moment only
-            self._add(link.worker_id, client)
+        del self._connections[connection.worker_id]
+        if (client := self._present.get(connection.worker_id)) is not None:  # it was missing for a moment only
+            self._add(connection.worker_id, client)
 
 
-async def _answers(link: WorkerLink) -> bool:
+async def _answers(connection: WorkerConnection) -> bool:
     """Whether a worker that the directory no longer names is still there.
 
     Directories hear of deaths as of departures, sometimes before the stream breaks. A worker that is asked to leave stays until its
@@ -107,8 +110,8 @@ async def _answers(link: WorkerLink) -> bool:
     """
     try:
         async with asyncio.timeout(LAST_WORD_S):
-            await link.client.info()
+            await connection.client.info()
     except Exception as error:
-        logger.warning("Worker %s left without a word: %r", link.worker_id, error)
+        logger.warning("Worker %s left without a word: %r", connection.worker_id, error)
         return False
-    return link.is_open
+    return connection.is_open

@@ -11,7 +11,7 @@ from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.retention import Retention
 
 
-class PrefixMirror:
+class PrefixIndexMirror:
     """Which blocks a worker can find, at one version of its index: at equal versions `find` answers what the worker would.
 
     Empty, and at version 0, until a whole index has come. Not thread-safe.

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import Chance, Reason, choose
-from transom_cluster.routing.prompt_hashes import Chains
-from transom_cluster.routing.worker_view import KnownWorker, Placement
+from transom_cluster.routing.prompt_hashes import PromptHashes
+from transom_cluster.routing.worker_view import KnownWorker, PlacedRequest
 from transom_worker.config import RoutingPolicy
 from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacementDecision:
     """Where a request goes and why, and how many of its prompt tokens that worker has cached at that version of its index."""
 
     worker_id: str
@@ -33,9 +33,9 @@ class Placer:
         self._rng = random.Random(seed)
         self._turn = self._rng.randrange(1 << 16)  # routers that start together begin elsewhere
         self._observer = observer or PlacementObserver()
-        self._chains = Chains()
+        self._prompt_hashes = PromptHashes()
         self._workers: dict[str, KnownWorker] = {}
-        self._placements: dict[str, Placement] = {}
+        self._placements: dict[str, PlacedRequest] = {}
 
     def add_worker(self, worker_id: str, info: WorkerInfo) -> None:
         """A worker's stream was opened; what was known of an earlier one is forgotten."""
@@ -63,7 +63,7 @@ class Placer:
             self._observer.resync(worker_id)
         return follows
 
-    def place(self, request: Request, among: Collection[str]) -> Placed:
+    def place(self, request: Request, among: Collection[str]) -> PlacementDecision:
         """Choose one of the workers `among` (not empty, all added) for a request, again if it has to go on elsewhere."""
         begin_s = time.perf_counter()
         self.ended(request.request_id)
@@ -75,7 +75,7 @@ class Placer:
         chosen, reason = choose(self.policy, candidates, Chance(turn=self._turn, draw=self._rng.random(), home=home))
         self._turn += 1
         worker = self._workers[chosen.worker_id]
-        placement = Placement(
+        placement = PlacedRequest(
             worker_id=chosen.worker_id,
             num_tokens=num_tokens,
             num_to_compute=chosen.num_to_compute,
@@ -84,7 +84,7 @@ class Placer:
         )
         self._placements[request.request_id] = worker.placements[request.request_id] = placement
         self._observer.placed(self.policy, chosen.worker_id, reason, cost_s=time.perf_counter() - begin_s)
-        return Placed(
+        return PlacementDecision(
             worker_id=chosen.worker_id,
             reason=reason,
             predicted_tokens=placement.predicted_tokens,
@@ -111,14 +111,14 @@ class Placer:
         if not _reads_cache(request, worker):
             return 0
         mirror = worker.mirror
-        return mirror.find(self._chains.of(request, mirror.shape.block_size), num_tokens).start
+        return mirror.find(self._prompt_hashes.of(request, mirror.shape.block_size), num_tokens).start
 
     def _home(self, request: Request, hit_tokens: int, worker: KnownWorker) -> bytes:
         """The digest of the first block behind the best hit, or of the last one; empty where nothing is hashed."""
         if not _reads_cache(request, worker):
             return b""
         block_size = worker.mirror.shape.block_size
-        chain = self._chains.of(request, block_size)
+        chain = self._prompt_hashes.of(request, block_size)
         return chain[min(hit_tokens // block_size, len(chain) - 1)] if chain else b""
 
     def _drop(self, worker_id: str) -> bool:

@@ -53,7 +53,7 @@ class Chance:
     home: bytes = b""
 
 
-Reason = Literal["only_one", "longest_hit", "least_loaded", "home", "lot", "turn"]
+Reason = Literal["only_one", "longest_hit", "least_loaded", "home", "random", "turn"]
 
 
 class Choice(NamedTuple):
@@ -85,7 +85,7 @@ def kv(candidates: Sequence[Candidate], chance: Chance) -> Choice:
         least = min((other.num_to_compute for other in candidates if other is not good[0]), default=0)
         return Choice(good[0], "longest_hit" if good[0].num_to_compute < least else "least_loaded")
     if not chance.home:
-        return Choice(good[int(chance.draw * len(good))], "lot")
+        return Choice(good[int(chance.draw * len(good))], "random")
     home = max(good, key=lambda candidate: sha256(chance.home + candidate.worker_id.encode()).digest())
     return Choice(home, "home")
 
@@ -94,7 +94,7 @@ def least_tokens(candidates: Sequence[Candidate], chance: Chance) -> Choice:
     """Where the fewest tokens wait to be computed, then where the fewest requests are; by lot among equals."""
     queues = [candidate.queue_tokens + REQUEST_TOKENS * candidate.num_requests for candidate in candidates]
     shortest = _up_to(min(queues), candidates, queues)
-    return Choice(shortest[int(chance.draw * len(shortest))], "lot" if len(shortest) > 1 else "least_loaded")
+    return Choice(shortest[int(chance.draw * len(shortest))], "random" if len(shortest) > 1 else "least_loaded")
 
 
 def round_robin(candidates: Sequence[Candidate], chance: Chance) -> Choice:
@@ -110,7 +110,7 @@ def power_of_two(candidates: Sequence[Candidate], chance: Chance) -> Choice:
     at, second = divmod(int(chance.draw * len(candidates) * others), others)
     one, other = candidates[at], candidates[second + (second >= at)]
     if one.num_requests == other.num_requests:
-        return Choice(one, "lot")
+        return Choice(one, "random")
     return Choice(one if one.num_requests < other.num_requests else other, "least_loaded")
 
 
@@ -121,10 +121,10 @@ POLICIES: dict[RoutingPolicy, Choose] = {
     "power_of_two": power_of_two,
 }
 REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
-    "kv": ("only_one", "longest_hit", "least_loaded", "home", "lot"),
-    "least_tokens": ("only_one", "least_loaded", "lot"),
+    "kv": ("only_one", "longest_hit", "least_loaded", "home", "random"),
+    "least_tokens": ("only_one", "least_loaded", "random"),
     "round_robin": ("only_one", "turn"),
-    "power_of_two": ("only_one", "least_loaded", "lot"),
+    "power_of_two": ("only_one", "least_loaded", "random"),
 }
 """What each policy may say."""
 

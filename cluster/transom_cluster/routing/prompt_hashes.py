@@ -6,7 +6,7 @@ from transom_worker.contract import Request
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 
 
-class Chains:
+class PromptHashes:
     """Remembers the last prompt: other choices of it, and the same request on its way to another worker, follow at once."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transom_cluster.routing.index_mirror import PrefixMirror
+from transom_cluster.routing.index_mirror import PrefixIndexMirror
 from transom_cluster.routing.policy import Candidate
 from transom_worker.contract import WorkerInfo, WorkerLoad
 
@@ -13,7 +13,7 @@ SETTLED_REPORTS = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class Placement:
+class PlacedRequest:
     """One request on its worker."""
 
     worker_id: str
@@ -29,8 +29,8 @@ class KnownWorker:
 
     def __init__(self, worker_id: str, info: WorkerInfo) -> None:
         self.worker_id = worker_id
-        self.mirror = PrefixMirror(info.cache, max_model_len=info.max_model_len)
-        self.placements: dict[str, Placement] = {}  # by request id, until they end
+        self.mirror = PrefixIndexMirror(info.cache, max_model_len=info.max_model_len)
+        self.placements: dict[str, PlacedRequest] = {}  # by request id, until they end
         self.num_reports = 0
         self._load = WorkerLoad()
 

@@ -67,5 +67,5 @@ class ServeWorkerClient:
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """See `WorkerClient`."""
-        life: list[dict[str, Any]] = await self._handle.request_timeline.remote(request_id)
-        return life
+        timeline: list[dict[str, Any]] = await self._handle.request_timeline.remote(request_id)
+        return timeline

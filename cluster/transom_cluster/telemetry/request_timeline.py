@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from transom_cluster.routing.placer import Placed
+from transom_cluster.routing.placer import PlacementDecision
 from transom_cluster.telemetry.tracing import RequestTrace
 from transom_worker.contract import Request, Usage
 from transom_worker.telemetry.request_timelines import Timeline, TimelineStore, response_id_of
@@ -22,7 +22,7 @@ class Choice(Protocol):
     token_ids: list[int]
 
 
-class RequestLife(Timeline):
+class RequestTimeline(Timeline):
     """One answer's steps, those of all its choices. `client` is who may read it; keys are not kept."""
 
     __slots__ = (
@@ -100,7 +100,7 @@ class RequestLife(Timeline):
         """No worker can take it now."""
         self.add("waits", reason=reason, **self._about(index))
 
-    def placed(self, index: int, placed: Placed, *, policy: str, num_resumed: int) -> str | None:
+    def placed(self, index: int, placed: PlacementDecision, *, policy: str, num_resumed: int) -> str | None:
         """A worker was chosen; returns the traceparent of what is done there."""
         self.workers[placed.worker_id] = None
         facts: dict[str, Any] = {"worker": placed.worker_id, "policy": policy, "reason": placed.reason}
@@ -198,42 +198,42 @@ class RequestLife(Timeline):
             self.trace.attempt_ended(index, error)
 
 
-class RequestLives:
+class RequestTimelines:
     """The last requests of one router. Runs on its event loop."""
 
     def __init__(self, router_id: str) -> None:
         self._router_id = router_id
-        self._lives = TimelineStore()
+        self._timelines = TimelineStore()
 
     @contextlib.contextmanager
-    def following(self, life: RequestLife, choices: Sequence[Choice]) -> Iterator[None]:
+    def following(self, timeline: RequestTimeline, choices: Sequence[Choice]) -> Iterator[None]:
         """A request is served inside."""
-        life.arrived(choices)
-        self._lives.begin(life)
+        timeline.arrived(choices)
+        self._timelines.begin(timeline)
         try:
             yield
         finally:
-            life.ended()
-            self._lives.end(life)
+            timeline.ended()
+            self._timelines.end(timeline)
 
-    def life_of(self, request_id: str, client: str) -> dict[str, Any] | None:
-        """This router's part of the life of one of a client's requests, by either of its ids, as JSON values; None if it is not
+    def find(self, request_id: str, client: str) -> dict[str, Any] | None:
+        """This router's part of the timeline of one of a client's requests, by either of its ids, as JSON values; None if it is not
         known (any more)."""
         answer_id = response_id_of(request_id)
-        for life in self._lives.newest():
-            assert isinstance(life, RequestLife)
-            if life.client == client and (life.request_id == answer_id or life.outer_id == request_id):
+        for timeline in self._timelines.newest():
+            assert isinstance(timeline, RequestTimeline)
+            if timeline.client == client and (timeline.request_id == answer_id or timeline.outer_id == request_id):
                 by = {"router": self._router_id}
-                steps = [{"at_s": step.at_s, **by, "what": step.kind, **step.facts} for step in life.events]
-                return {"line": life.line(), "steps": steps}
+                steps = [{"at_s": step.at_s, **by, "what": step.kind, **step.facts} for step in timeline.events]
+                return {"line": timeline.line(), "steps": steps}
         return None
 
     def lines(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
         """A client's last requests in a line each, the newest first; `state`: running, or finished (however it ended)."""
         found: list[dict[str, Any]] = []
-        for life in self._lives.newest():
-            assert isinstance(life, RequestLife)
-            is_wanted = state is None or (state == "running") == (not life.end_s)
-            if life.client == client and is_wanted:
-                found.append({**life.line(), "router": self._router_id})
+        for timeline in self._timelines.newest():
+            assert isinstance(timeline, RequestTimeline)
+            is_wanted = state is None or (state == "running") == (not timeline.end_s)
+            if timeline.client == client and is_wanted:
+                found.append({**timeline.line(), "router": self._router_id})
         return sorted(found, key=lambda line: line["arrival_s"], reverse=True)[:limit]

@@ -18,7 +18,7 @@ class RoutingMetrics(PlacementObserver):
         self._placements = families.counter(
             "transom_router_placements",
             "Requests sent to a worker, by the policy that chose it and why: only_one (no other could take it), longest_hit, "
-            "least_loaded, home (where the prompt always goes among workers that are as good), lot or turn.",
+            "least_loaded, home (where the prompt always goes among workers that are as good), random or turn.",
             "policy",
             "worker",
             "reason",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transom_cluster.telemetry.request_timeline import RequestLife
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_worker.contract import SamplingParams
 
 
@@ -21,20 +21,20 @@ def request_attributes(params: SamplingParams, *, num_choices: int, stream: bool
     return attributes
 
 
-def response_attributes(life: RequestLife | None) -> dict[str, Any]:
+def response_attributes(timeline: RequestTimeline | None) -> dict[str, Any]:
     """Attributes of the response; none where the request was refused before its timeline began."""
-    if life is None:
+    if timeline is None:
         return {}
     attributes: dict[str, Any] = {
-        "gen_ai.response.id": life.request_id,
-        "gen_ai.usage.input_tokens": life.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": life.num_output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": life.num_hit_tokens,
-        "gen_ai.response.finish_reasons": [life.finish_reasons[index] for index in sorted(life.finish_reasons)],
-        "transom.workers": list(life.workers),
-        "transom.resumes": life.num_resumes,
-        "transom.client_left": life.has_left,
+        "gen_ai.response.id": timeline.request_id,
+        "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": timeline.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": timeline.num_hit_tokens,
+        "gen_ai.response.finish_reasons": [timeline.finish_reasons[index] for index in sorted(timeline.finish_reasons)],
+        "transom.workers": list(timeline.workers),
+        "transom.resumes": timeline.num_resumes,
+        "transom.client_left": timeline.has_left,
     }
-    if life.first_token_s:
-        attributes["gen_ai.response.time_to_first_chunk"] = life.first_token_s - life.arrival_s
+    if timeline.first_token_s:
+        attributes["gen_ai.response.time_to_first_chunk"] = timeline.first_token_s - timeline.arrival_s
     return attributes

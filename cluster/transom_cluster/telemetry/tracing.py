@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transom_cluster import __version__
-from transom_cluster.routing.placer import Placed
+from transom_cluster.routing.placer import PlacementDecision
 from transom_worker.config import TracingConfig
 from transom_worker.logs import trace_id_of
 from transom_worker.telemetry.tracing import Tracing, nanoseconds
@@ -59,7 +59,7 @@ class RequestTrace:
         """More about the request."""
         self._span.set_attributes(attributes)
 
-    def attempt_began(self, index: int, placed: Placed, *, policy: str, num_resumed: int) -> str:
+    def attempt_began(self, index: int, placed: PlacementDecision, *, policy: str, num_resumed: int) -> str:
         """A choice goes to a worker; returns the traceparent for it."""
         self.attempt_ended(index, "")
         attributes = {
