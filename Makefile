@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-cluster check bench bench-gpu monitor dashboards docs lock clean distclean
+.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-cluster check bench bench-gpu monitor dashboards docs images lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -63,6 +63,9 @@ dashboards: $(DEV) ## Write Grafana's dashboards from their code
 docs: $(DEV) ## Write docs/metrics.md and docs/flags.md anew, from the code
 	@$(BIN)/python scripts/metrics_page.py
 	@$(BIN)/python scripts/flags_page.py
+
+images: $(DEV) ## Take the README's pictures again (needs Chromium and npm; ARGS=prefix_hits for one)
+	@$(BIN)/python docs/images/make.py $(ARGS)
 
 lock: $(DEV) ## Pin what is installed now in constraints.txt
 	@$(BIN)/python scripts/lock

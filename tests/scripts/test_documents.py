@@ -1,4 +1,4 @@
-"""Documents that would go stale in silence: the table of flags, links between pages, the pins."""
+"""Documents that would go stale in silence: links between pages, pictures, the pins."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from transom_worker.settings import Settings
-
 ROOT = Path(__file__).parents[2]
+MAX_PICTURE_BYTES = 150_000
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def test_readme_names_every_flag_and_no_other():
-    section = (ROOT / "README.md").read_text().split("\n## Flags\n")[1].split("\n## ")[0]
-    documented = set(re.findall(r"`--(?!no-)([a-z-]+)", section))
-    assert documented == {name.replace("_", "-") for name in Settings.model_fields} - {"model"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_pictures_are_small() -> None:
+    pictures = sorted((ROOT / "docs/images").glob("*.png"))
+    assert [picture.name for picture in pictures if picture.stat().st_size > MAX_PICTURE_BYTES] == []
 
 
 def test_every_dependency_is_pinned_inside_its_range():

@@ -1,0 +1,1 @@
+export default { esbuild: { jsx: 'automatic' }, build: { target: 'esnext', chunkSizeWarningLimit: 20000 } };
