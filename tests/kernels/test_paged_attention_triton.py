@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import Case, Sequence, Shape, make_case
 
+from how_many import num_examples
+from matrices import matrix
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention import launches, tuning
 from transom_kernels.paged_attention.gpu import ByProducts, CompactTable, paged_attention_triton
@@ -91,8 +93,7 @@ def test_work_in_a_larger_shape_is_the_same_work(monkeypatch: pytest.MonkeyPatch
     assert check(case).equal(right)
 
 
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 33])
-@pytest.mark.parametrize("sinks", [0, 5, 8])
+@pytest.mark.parametrize(("window", "sinks"), matrix([1, 7, 8, 9, 33], [0, 5, 8], strength=1))
 def test_windows_and_sink_tokens_whose_run_has_slid(window: int, sinks: int) -> None:
     shape = replace(ONE_HEAD, num_sink_blocks=-(-sinks // 8))
     long, chunk = max(0, 70 - window + 1), max(0, 50 - window + 1)
@@ -118,9 +119,12 @@ def test_head_sizes(size: int, v_size: int) -> None:
     check(make_case([Sequence(start=40, count=1), Sequence(start=0, count=6)], shape))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (5, 1), (7, 7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_head_counts_and_formats(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("counts", "dtype"),
+    matrix([(1, 1), (9, 3), (5, 1), (7, 7)], [torch.float32, torch.float16, torch.bfloat16], strength=1),
+)
+def test_head_counts_and_formats(counts: tuple[int, int], dtype: torch.dtype) -> None:
+    heads, kv_heads = counts
     shape = Shape(heads=heads, kv_heads=kv_heads, size=32, block_size=8, dtype=dtype)
     check(make_case([Sequence(start=37, count=1), Sequence(start=11, count=7)], shape), soft_cap=2.0)
 
@@ -234,7 +238,11 @@ sequences = st.lists(
     st.one_of(st.none(), st.integers(4, 40)),
     st.booleans(),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(daily=12, exhaustive=25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_anything(
     found: list[Sequence],
     heads: tuple[int, int],

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from how_many import num_examples
+from matrices import matrix, some_daily
 from transom_kernels.sample import gpu
 from transom_kernels.sample.gpu import sample_triton
 from transom_kernels.sample.op import sample
@@ -80,8 +82,10 @@ def test_noise_is_the_samplers_own() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 63, 64, 65, 1000, 2047, 2048, 2049, 4097])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    ("vocabulary", "temperature"),
+    matrix([1, 63, 64, 65, 1000, 2047, 2048, 2049, 4097], [0.0, 0.7, 1.0], strength=1),
+)
 def test_greedy_and_noise_alone(vocabulary: int, temperature: float) -> None:
     check(torch.randn(2, vocabulary) * 3, params_of(2, temperature=temperature))
 
@@ -119,15 +123,18 @@ def test_changes_come_first() -> None:
     torch.testing.assert_close(mine, torch.tensor([[1.0, 0.5, -7.0], [0.1, 0.25, 0.0]]))
 
 
-@pytest.mark.parametrize("vocabulary", [1, 63, 64, 65, 1000, 2112, 4097])
+@pytest.mark.parametrize("vocabulary", some_daily([1, 63, 64, 65, 1000, 2112, 4097], daily=[1, 63, 65, 4097]))
 def test_all_kinds_of_rows_in_one_batch(vocabulary: int) -> None:
     check(torch.randn(len(KINDS), vocabulary) * 3, all_kinds())
 
 
-def test_a_vocabulary_of_32k() -> None:
-    check(torch.randn(len(KINDS), 32_000) * 2.5, all_kinds())
+@pytest.mark.parametrize("vocabulary", some_daily([9_000, 32_000], daily=[9_000]))
+def test_a_large_vocabulary(vocabulary: int) -> None:
+    """More ids than are listed at a time (4,096), in more than one chunk (2,048 ids each); the last block is not full."""
+    check(torch.randn(len(KINDS), vocabulary) * 2.5, all_kinds())
 
 
+@pytest.mark.exhaustive
 def test_a_vocabulary_of_128k() -> None:
     params = all_kinds()
     rows = torch.tensor([1, 4, 6])  # noise alone, top-k with top-p, top-p alone
@@ -159,8 +166,7 @@ def test_everything_forbidden_still_gives_a_token() -> None:
     assert sample_triton(torch.full((len(KINDS), 200), -math.inf), all_kinds()).tolist() == [0] * len(KINDS)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 199, 200, 201])
-@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize(("top_k", "top_p"), matrix([1, 2, 199, 200, 201], [1.0, 0.5], strength=1))
 def test_top_k_up_to_the_vocabulary_and_over_it(top_k: int, top_p: float) -> None:
     check(torch.randn(2, 200) * 2, params_of(2, top_k=top_k, top_p=top_p))
 
@@ -218,7 +224,7 @@ def test_rows_with_space_between_them() -> None:
     assert sample_triton(logits, params).tolist() == sample_reference(logits, params).tolist()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_examples(daily=8, exhaustive=15), deadline=None)
 @given(
     st.integers(1, 3000), st.sampled_from([0.0, 1e-5, 0.3, 1.0, 40.0, 1e12]), st.sampled_from([0, 1, 4, 60, 1000]),
     st.sampled_from([1.0, 0.05, 0.7, 0.99]), st.sampled_from([0.0, 0.01, 0.5]), st.booleans(), st.integers(0, 2**31),
@@ -233,7 +239,7 @@ def test_any_row(
     check(logits, params_of(2, temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p, first_key=seed))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(daily=10, exhaustive=25), deadline=None)
 @given(
     st.integers(1, 150), st.sampled_from([0, 1, 3, 50]), st.sampled_from([1.0, 0.3, 0.9]), st.sampled_from([0.0, 0.1]),
     st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2**31),

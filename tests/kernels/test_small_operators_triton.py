@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged_case import Shape, empty_caches
 
+from matrices import matrix
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
@@ -53,14 +54,14 @@ def test_rms_norm(dtype: torch.dtype, rows: int, width: int, with_residual: bool
     torch.testing.assert_close(out.float(), wanted.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
 
 
-@pytest.mark.parametrize("weights", [torch.float32, None], ids=["wide weights", "weights as rows"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 7), (2, 1000)])
-@pytest.mark.parametrize("with_inner", [False, True])
-@pytest.mark.parametrize("with_weight", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "weights", "shape", "with_inner", "with_weight"),
+    matrix(DTYPES, [torch.float32, None], [(0, 8), (1, 1), (3, 7), (2, 1000)], [False, True], [False, True]),
+)
 def test_rms_norm_of_sums(
-    dtype: torch.dtype, weights: torch.dtype | None, rows: int, width: int, with_inner: bool, with_weight: bool
+    dtype: torch.dtype, weights: torch.dtype | None, shape: tuple[int, int], with_inner: bool, with_weight: bool
 ) -> None:
+    rows, width = shape
     x, residual = torch.randn(rows, width + 3).to(dtype)[:, :width], torch.randn(rows, width + 5).to(dtype)[:, :width]
     inner, weight = (torch.rand(width).add(0.5).to(weights or dtype) for _ in range(2))
     out, sums = rms_norm_triton(
@@ -135,19 +136,18 @@ def test_blocks_go_between_two_places() -> None:
     copy_blocks_triton(slab, staging, [])
 
 
-PREPARATIONS = [
-    Preparation(),
-    Preparation(norm=True, eps=1e-5),
-    Preparation(norm=True, q_weight=torch.randn(6, 16), k_weight=torch.randn(2, 16), interleaved=True),
-    Preparation(norm_after_rotation=True, value_norm=True, value_factor=0.7),
-    Preparation(norm=True, k_weight=torch.randn(2, 16), rotates_last=True),
-]
+PREPARATIONS = {
+    "plain": Preparation(),
+    "norm": Preparation(norm=True, eps=1e-5),
+    "weights": Preparation(norm=True, q_weight=torch.randn(6, 16), k_weight=torch.randn(2, 16), interleaved=True),
+    "after": Preparation(norm_after_rotation=True, value_norm=True, value_factor=0.7),
+    "last": Preparation(norm=True, k_weight=torch.randn(2, 16), rotates_last=True),
+}
 
 
-@pytest.mark.parametrize("how", PREPARATIONS, ids=["plain", "norm", "weights", "after", "last"])
-@pytest.mark.parametrize("rotated", [0, 8, 16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_prepare_and_write(how: Preparation, rotated: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "rotated", "dtype"), matrix(list(PREPARATIONS), [0, 8, 16], DTYPES))
+def test_prepare_and_write(name: str, rotated: int, dtype: torch.dtype) -> None:
+    how = PREPARATIONS[name]
     shape = Shape(heads=6, kv_heads=2, size=16, v_size=12, block_size=4, dtype=dtype)
     wanted_caches, caches = empty_caches(shape, 5), empty_caches(shape, 5)
     row = torch.randn(4, 6 * 16 + 2 * 16 + 2 * 12 + 5).to(dtype)

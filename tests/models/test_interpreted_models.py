@@ -30,15 +30,22 @@ def test_windows_and_sinks(tmp_path: Path) -> None:
     tiny_llama(tmp_path, layers=2, hidden=48, heads=4, kv_heads=2)
     settings = {"window": WINDOW, "sinks": 2, "window_pattern": "SF"}
     assert check(tmp_path, **settings).outcomes["repaired"] > 0
-    check_preempted(tmp_path, **settings)
 
 
+@pytest.mark.exhaustive
+def test_windows_and_sinks_in_a_small_pool(tmp_path: Path) -> None:
+    tiny_llama(tmp_path, layers=2, hidden=48, heads=4, kv_heads=2)
+    check_preempted(tmp_path, window=WINDOW, sinks=2, window_pattern="SF")
+
+
+@pytest.mark.exhaustive
 def test_learned_sinks_and_experts(tmp_path: Path) -> None:
     config = MIXTURES["gpt_oss"].config | {"num_hidden_layers": 2, "sliding_window": WINDOW}
     make_checkpoint(tmp_path, "gpt_oss", **config)
     assert check(tmp_path).outcomes["repaired"] > 0
 
 
+@pytest.mark.exhaustive
 def test_latent_attention_over_compressed_entries(tmp_path: Path) -> None:
     layers = {"layer_types": [SLIDING, SPARSE, HEAVY], "mlp_layer_types": ["hash_moe", "moe", "moe"]}
     make_deepseek_v4(tmp_path, num_hidden_layers=3, sliding_window=WINDOW, **layers)

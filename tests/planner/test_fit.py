@@ -8,6 +8,7 @@ import pytest
 from lock_step import run_together
 from model_configs import CONFIGS
 
+from matrices import matrix
 from transom_worker.planner import plan_from_config
 
 BASE = CONFIGS["llama-3-8b"] | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
@@ -32,9 +33,7 @@ COMPRESSED = {
 MIXES["compressed"] = CONFIGS["deepseek-v4-flash"] | COMPRESSED
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("length", [64, 100, 129, 256])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("mix", "length", "steps_in_flight"), matrix(list(MIXES), [64, 100, 129, 256], [1, 2]))
 def test_planned_requests_fit_and_one_more_does_not(mix: str, length: int, steps_in_flight: int) -> None:
     for pool_kib in (300, 407, 1000):
         plan = plan_from_config(
