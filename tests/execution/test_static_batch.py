@@ -8,7 +8,7 @@ from toy_decoder import layer, load_toy
 
 from transom_kernels.paged_attention.launches import LaunchKey, launches_of
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.work import FIELDS
+from transom_kernels.paged_attention.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.graphs.graph_memory import GRAPH_BYTES, graph_bytes
@@ -81,7 +81,7 @@ def test_a_step_in_a_larger_size() -> None:
             0,
             -1,
         ]  # row 3 of sequence 3: a token that sees no key
-        assert work.items[num + 1 :].tolist() == [[0] * (FIELDS - 1) + [-1]] * (sizes.num_items(size) - num - 1)
+        assert work.items[num + 1 :].tolist() == [[0] * (ITEM_FIELDS - 1) + [-1]] * (sizes.num_items(size) - num - 1)
         assert not work.combine_items[combine_items:].any()
         assert work.num_partials == sizes.num_items(size) >= own.num_partials
     assert got.groups[0].scratch is not batch.forward_batch().groups[0].scratch

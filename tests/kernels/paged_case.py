@@ -66,7 +66,7 @@ def make_case(sequences: list[Sequence], shape: Shape, seed: int = 0) -> Case:
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(*dims, generator=generator).to(shape.dtype)
 
-    size, pinned = shape.block_size, shape.num_sink_blocks
+    size, num_sink_blocks = shape.block_size, shape.num_sink_blocks
     total = sum(-(-(s.start + s.count) // size) for s in sequences)
     free = list(range(total + 3))
     rng.shuffle(free)
@@ -76,10 +76,10 @@ def make_case(sequences: list[Sequence], shape: Shape, seed: int = 0) -> Case:
         end = s.start + s.count
         k, v = normal(end, shape.kv_heads, shape.size), normal(end, shape.kv_heads, shape.v_size or shape.size)
         low = s.first_key or 0
-        first = max(low // size, pinned)
-        blocks = {block: free.pop() for block in range(-(-end // size)) if block < pinned or block >= first}
+        first = max(low // size, num_sink_blocks)
+        blocks = {block: free.pop() for block in range(-(-end // size)) if block < num_sink_blocks or block >= first}
         for position in range(end):
-            if position // size in blocks and (position >= low or position < pinned * size):
+            if position // size in blocks and (position >= low or position < num_sink_blocks * size):
                 k_cache[blocks[position // size], position % size] = k[position]
                 v_cache[blocks[position // size], position % size] = v[position]
         tables.append([blocks[block] for block in sorted(blocks)])
@@ -91,7 +91,7 @@ def make_case(sequences: list[Sequence], shape: Shape, seed: int = 0) -> Case:
     counts = [s.count for s in sequences]
     batch = PagedBatch(
         block_size=size,
-        num_sink_blocks=pinned,
+        num_sink_blocks=num_sink_blocks,
         block_table=torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32),
         first_block=torch.tensor(firsts, dtype=torch.int32),
         attend_from=torch.tensor([s.attend_from for s in sequences], dtype=torch.int32),

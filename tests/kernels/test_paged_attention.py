@@ -16,7 +16,7 @@ from transom_kernels.paged_attention.rule import MaskRule
 @pytest.fixture(params=["products", "flash"], autouse=True)
 def decode_path(request, monkeypatch):
     """Both ways to decode, whichever this CPU would take."""
-    monkeypatch.setattr(dense, "flash_decodes", lambda dtype: request.param == "flash")
+    monkeypatch.setattr(dense, "flash_is_faster_for_decoding", lambda dtype: request.param == "flash")
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -136,7 +136,7 @@ def test_attend_from_hides_keys_and_blinds_rows(attend_from, mask):
 
 @pytest.mark.parametrize("sinks", [0, 3, 4, 5])
 def test_window_group_whose_old_blocks_are_gone(sinks):
-    """Keys before the window are NaN or not in the table at all; pinned blocks hold the sinks."""
+    """Keys before the window are NaN or not in the table at all; sink blocks hold the sinks."""
     sequences = [
         Sequence(start=30, count=1, first_key=30 - 6),
         Sequence(start=17, count=6, first_key=17 - 6),

@@ -16,10 +16,10 @@ from how_many import num_examples
 from matrices import matrix
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention import launches, tuning
-from transom_kernels.paged_attention.gpu import ByProducts, CompactTable, paged_attention_triton
+from transom_kernels.paged_attention.gpu import CompactTable, OptionalOutputs, paged_attention_triton
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.work import FIELDS, WorkPlan, plan_work
+from transom_kernels.paged_attention.work_items import ITEM_FIELDS, WorkPlan, plan_work
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SMALL = Shape(heads=6, kv_heads=2, size=16, block_size=8)
@@ -33,14 +33,14 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(
-    case: Case, *, by_products: ByProducts | None = None, twice: bool = not INTERPRETED, **options: Any
+    case: Case, *, optional_outputs: OptionalOutputs | None = None, twice: bool = not INTERPRETED, **options: Any
 ) -> torch.Tensor:
     """`twice`: and the same bits again, as on a GPU always."""
     mask = {name: options.pop(name) for name in ("window", "num_sink_tokens", "chunk") if name in options}
     arguments = {"scale": case.q.shape[-1] ** -0.5, "rule": MaskRule(**mask), **options}
     inputs = (case.q, case.k_cache, case.v_cache, case.batch)
     expected = paged_attention_reference(*inputs, **arguments)
-    out = paged_attention_triton(*inputs, **arguments, by_products=by_products)
+    out = paged_attention_triton(*inputs, **arguments, optional_outputs=optional_outputs)
     if twice:
         again = paged_attention_triton(*inputs, **arguments)  # from what the first call left in scratch
         assert torch.equal(out, again)
@@ -81,7 +81,7 @@ def test_work_in_a_larger_shape_is_the_same_work(monkeypatch: pytest.MonkeyPatch
 
     def plan_longer(*arguments: Any) -> WorkPlan:
         plan = plan_work(*arguments)
-        items = np.full((len(plan.items) + 3, FIELDS), 77, dtype=np.int32)
+        items = np.full((len(plan.items) + 3, ITEM_FIELDS), 77, dtype=np.int32)
         combine_items = np.full((len(plan.combine_items) + 2, 4), 77, dtype=np.int32)
         with pytest.raises(ValueError, match="do not fit arrays of 1 and"):
             plan.write(items[:1], combine_items)
@@ -161,8 +161,10 @@ def test_log_sum_exp_and_mass_by_block() -> None:
     case = make_case([Sequence(start=70, count=1), Sequence(start=20, count=1)], SMALL)
     sinks = torch.randn(6)
     columns = case.batch.block_table.shape[1]
-    wanted = ByProducts(lse=torch.full((2, 6), float("nan")), block_lse=torch.full((2, 2, columns, 3), float("-inf")))
-    check(case, sink_logits=sinks, by_products=wanted)
+    wanted = OptionalOutputs(
+        lse=torch.full((2, 6), float("nan")), block_lse=torch.full((2, 2, columns, 3), float("-inf"))
+    )
+    check(case, sink_logits=sinks, optional_outputs=wanted)
     assert wanted.lse is not None
     assert wanted.block_lse is not None
     for b, length in enumerate((71, 21)):

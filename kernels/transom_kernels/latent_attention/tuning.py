@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transom_kernels.launch import next_power_of_two
 
-LEAST_ROWS = 16  # of a product on tensor cores
+MIN_DOT_ROWS = 16  # of a product on tensor cores
 SCORE_BYTES = 64 << 20  # of scores at once, however many queries and entries there are
 SCORE_ROUNDS = 8  # of a program, where queries alone fill the device
 MANY_QUERIES = 128
@@ -31,16 +31,19 @@ def attend_config(num_heads: int, width: int, element_bytes: int) -> LatentConfi
     """A row of 512 is 1 KiB, and accumulators of 64 heads of them do not fit into registers."""
     wide = width * element_bytes > 512
     if element_bytes > 2:  # products without tensor cores, for exactness alone
-        return LatentConfig(block_h=LEAST_ROWS, block_n=16 if wide else 32, num_warps=8, num_stages=1)
-    block_h = min(32 if wide else 64, max(LEAST_ROWS, next_power_of_two(num_heads)))
+        return LatentConfig(block_h=MIN_DOT_ROWS, block_n=16 if wide else 32, num_warps=8, num_stages=1)
+    block_h = min(32 if wide else 64, max(MIN_DOT_ROWS, next_power_of_two(num_heads)))
     return LatentConfig(
-        block_h=block_h, block_n=32 if wide else 64, num_warps=8, num_stages=7 if wide and block_h == LEAST_ROWS else 5
+        block_h=block_h,
+        block_n=32 if wide else 64,
+        num_warps=8,
+        num_stages=7 if wide and block_h == MIN_DOT_ROWS else 5,
     )
 
 
 def score_config(num_heads: int, width: int, element_bytes: int) -> LatentConfig:
     """All heads of a query against a block of keys."""
-    block_h = max(LEAST_ROWS, next_power_of_two(num_heads))
+    block_h = max(MIN_DOT_ROWS, next_power_of_two(num_heads))
     if element_bytes > 2:
         return LatentConfig(block_h=block_h, block_n=16, num_warps=8, num_stages=1)
     return LatentConfig(block_h=block_h, block_n=64, num_warps=4, num_stages=5)

@@ -1,4 +1,12 @@
-"""What attention over one KV cache group needs to know about a batch.
+"""The attention metadata of one KV cache group for one forward pass: block tables, slots, positions and lengths.
+
+A KV cache group is a set of layers whose caches share one block table (for instance all layers with the same window).
+
+The block table of a sequence has two parts, here with `num_sink_blocks` 2 and `first_block` 9:
+
+    column               0   1  |  2   3   4   5
+    logical block        0   1  |  9  10  11  12      token position = logical block * P + offset
+    what it holds        sinks  |  the run: what the window still reaches
 
 Legend: B sequences, T query tokens, N table columns, P block size in tokens.
 """
@@ -12,53 +20,54 @@ import torch
 
 
 class HostBatch(Protocol):
-    """What the host has to know of a `PagedBatch` to cut it into programs; see there."""
+    """The fields of a `PagedBatch` that lie on the host and from which `work_items.plan_work` plans kernel programs."""
 
     @property
     def block_size(self) -> int:
-        """Tokens."""
+        """Tokens of a block, P."""
         ...
 
     @property
     def num_sink_blocks(self) -> int:
-        """Columns."""
+        """Table columns that hold logical blocks 0, 1, ..."""
         ...
 
     @property
     def first_block_host(self) -> list[int]:
-        """[B]."""
+        """[B]: the logical block of each sequence's first column behind the sink blocks."""
         ...
 
     @property
     def attend_from_host(self) -> list[int]:
-        """[B]."""
+        """[B]: the first position whose key may be read; sink tokens are exempt."""
         ...
 
     @property
     def start_host(self) -> list[int]:
-        """[B]."""
+        """[B]: the position of each sequence's first query."""
         ...
 
     @property
     def count_host(self) -> list[int]:
-        """[B]."""
+        """[B]: query tokens of each sequence."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class PagedBatch:
-    """One group's side of a batch.
+    """What attention over one KV cache group reads besides queries and caches.
 
     Column `c` of `block_table` is logical block `c` while `c < num_sink_blocks`, else
-    `first_block[b] + c - num_sink_blocks`; only columns with a key in `[0, start + count)` are valid, the rest is -1.
-    Host copies (`*_host`) are the same numbers as Python ints, for paths that slice; of tables none where Triton's kernels run.
+    `first_block[b] + c - num_sink_blocks`. Only columns with a key in `[0, start + count)` are valid; the others are -1.
+    The host copies (`*_host`) are equal numbers as Python ints, for code that slices on the host. `block_table_host` is empty
+    where Triton's kernels compute, since they read the table on the device.
     """
 
     block_size: int
     num_sink_blocks: int
     block_table: torch.Tensor  # [B, N] int32, -1 padded
     first_block: torch.Tensor  # [B] int32
-    attend_from: torch.Tensor  # [B] int32: no key below it is read
+    attend_from: torch.Tensor  # [B] int32: no key below this position is read, except sink tokens
     slots: torch.Tensor  # [T] int64: block * P + offset to write each token's K/V; the dump block where masked
     query_offset: torch.Tensor  # [B + 1] int32: rows of sequence b are [query_offset[b], query_offset[b + 1])
     start: torch.Tensor  # [B] int32: position of the first query
@@ -67,4 +76,4 @@ class PagedBatch:
     attend_from_host: list[int]
     start_host: list[int]
     count_host: list[int]
-    scratch: dict[str, Any] = field(default_factory=dict)  # what a path computes once a step and uses in every layer
+    scratch: dict[str, Any] = field(default_factory=dict)  # what one layer computes and later layers of the step reuse

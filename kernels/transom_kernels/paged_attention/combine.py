@@ -1,6 +1,15 @@
-"""Joins the splits of a tile: each brings its own maximum, sum and weighted values.
+"""The Triton kernel `combine`: one attention result of a tile's splits (the second kernel of split-KV decoding, FlashDecoding).
 
-Legend: M rows of a tile, tokens times the G query heads of one KV head; E value width; S splits of a round.
+The kernel `attend` writes for each split `s` and row `m` a maximum `max_s` (base 2), a softmax sum `sum_s` relative to it, and the
+weighted values `acc_s`. With the overall maximum `M` the result of a row is
+
+    out = sum_s 2^(max_s - M) acc_s / (sum_s 2^(max_s - M) sum_s + 2^(sink_logit - M))
+
+The grid is (combine items, rows of a tile, KV heads): one program combines one row. `work_items.py` has the fields of a combine
+item.
+
+Legend: M rows of a tile (tokens times the G query heads per KV head), E value width, S splits that one iteration reads,
+J combine items, T query tokens, H query heads, KVH KV heads.
 """
 
 from __future__ import annotations
@@ -13,14 +22,14 @@ from transom_kernels.triton_math import LOG2_E
 
 @triton.jit
 def combine(
-    partial_out,  # [splits, KVH, M, E] float32
-    partial_stats,  # [splits, KVH, M, 2] float32
+    partial_out,  # [partials, KVH, M, E] float32
+    partial_stats,  # [partials, KVH, M, 2] float32: maximum (base 2) and softmax sum
     out,  # [T, H, E]
-    lse_out,  # [T, H], or unused
-    combine_items,  # [J, 4]
+    lse_out,  # [T, H] log-sum-exp of the scores, natural logarithm; or unused
+    combine_items,  # [J, 4] int32: row, tokens, first partial, number of partials
     sink_logits,  # [H] float32, or unused
     num_kv_heads,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # G
     E: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
     WRITES_LSE: tl.constexpr,
@@ -28,42 +37,52 @@ def combine(
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One row of one tile. `BLOCK_S` splits at a time: a long sequence has a hundred, and one after the other they would wait."""
-    entry = combine_items + tl.program_id(0) * 4
+    """Combine the splits of one row of one tile.
+
+    An iteration reads `BLOCK_S` splits at once: a long sequence has a hundred, and their loads would wait for each other one by
+    one.
+    """
+    # --- the combine item ---
+    item = combine_items + tl.program_id(0) * 4
     m, kv_head = tl.program_id(1), tl.program_id(2)
-    row0, num_tokens = tl.load(entry), tl.load(entry + 1)
-    first, count = tl.load(entry + 2), tl.load(entry + 3)
+    first_row, num_tokens = tl.load(item), tl.load(item + 1)
+    first, count = tl.load(item + 2), tl.load(item + 3)
     if m >= num_tokens * GROUP:
         return
     head = kv_head * GROUP + m % GROUP
     e = tl.arange(0, BLOCK_E)
-    best = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
+    row_max = tl.full([], float("-inf"), tl.float32)
+    row_sum = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_E], tl.float32)
+
+    # --- loop over splits: what was accumulated so far is rescaled to the new maximum ---
     for begin in range(0, count, BLOCK_S):
         split = begin + tl.arange(0, BLOCK_S)
         present = split < count
         at = ((first + split).to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + m
-        bests = tl.load(partial_stats + at * 2, mask=present, other=float("-inf"))
-        totals = tl.load(partial_stats + at * 2 + 1, mask=present, other=0.0)
+        maxima = tl.load(partial_stats + at * 2, mask=present, other=float("-inf"))  # [BLOCK_S]
+        sums = tl.load(partial_stats + at * 2 + 1, mask=present, other=0.0)
         kept = present[:, None] & (e < E)[None, :]
-        values = tl.load(partial_out + at[:, None] * E + e[None, :], mask=kept, other=0.0)
-        new_best = tl.maximum(best, tl.max(bests, 0))
-        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink, weights = tl.exp2(best - anchor), tl.exp2(bests - anchor)
-        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
-        total = total * shrink + tl.sum(totals * weights, 0)
-        best = new_best
-    anchor = tl.where(best == float("-inf"), 0.0, best)
+        values = tl.load(partial_out + at[:, None] * E + e[None, :], mask=kept, other=0.0)  # [BLOCK_S, BLOCK_E]
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # where no key was seen: -inf - -inf would be NaN
+        rescale, weights = tl.exp2(row_max - finite_max), tl.exp2(maxima - finite_max)
+        acc = acc * rescale + tl.sum(values * weights[:, None], 0)
+        row_sum = row_sum * rescale + tl.sum(sums * weights, 0)
+        row_max = new_max
+
+    # --- add the sink logit to the softmax sum, divide, store ---
+    finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     if HAS_SINK_LOGITS:
         sink = tl.load(sink_logits + head) * LOG2_E
-        higher = tl.maximum(anchor, tl.where(sink == float("-inf"), anchor, sink))
-        total = total * tl.exp2(anchor - higher) + tl.exp2(sink - higher)
-        acc *= tl.exp2(anchor - higher)
-        anchor = higher
-    share = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-    row = (row0 + m // GROUP).to(tl.int64) * num_kv_heads * GROUP + head
-    tl.store(out + row * E + e, (acc * share).to(out.dtype.element_ty), mask=e < E)
+        # a sink far above every score would overflow, so sum and values are rescaled to the larger of the two
+        joint_max = tl.maximum(finite_max, tl.where(sink == float("-inf"), finite_max, sink))
+        row_sum = row_sum * tl.exp2(finite_max - joint_max) + tl.exp2(sink - joint_max)
+        acc *= tl.exp2(finite_max - joint_max)
+        finite_max = joint_max
+    inverse_sum = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)  # rows that saw no key give 0
+    row = (first_row + m // GROUP).to(tl.int64) * num_kv_heads * GROUP + head
+    tl.store(out + row * E + e, (acc * inverse_sum).to(out.dtype.element_ty), mask=e < E)
     if WRITES_LSE:
-        lse = (anchor + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2_E
-        tl.store(lse_out + row, tl.where(total > 0, lse, float("-inf")))
+        lse = (finite_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) / LOG2_E
+        tl.store(lse_out + row, tl.where(row_sum > 0, lse, float("-inf")))

@@ -1,10 +1,11 @@
-"""Reading blocks out of the cache into dense K and V, with one `index_select`.
+"""Gathers a tile's blocks of keys and values out of the paged cache into dense tensors, with one `index_select` for both.
 
-For one KV head a block is P rows of D elements. Seen through a view of the storage in which item `i` starts at element
-`i * unit`, every (block, head) of K *and* of V is one item, so one index fetches both. Item numbers are relative to the layer's
-K, hence shared by all layers whose strides agree. Fastest where a head's P rows lie together ([head, token, dim] in a block).
+For one KV head a block is P rows of D elements. The cache's storage is viewed as overlapping *items*: item `i` begins at element
+`i * unit`, where `unit` divides the strides of blocks and heads and the distance from K to V. So every (block, head) of K and of V
+is one item, and one index fetches both. Item numbers are relative to the layer's K, so all layers with equal strides share an
+index. The gather is fastest where the P rows of a head are adjacent (a block is laid out [head, token, dim]).
 
-Legend: n sequences, KVH heads, N blocks each, P block size, L = N * P, D width.
+Legend: n sequences, KVH KV heads, N blocks of each sequence, P block size, L = N * P keys, D width, Z keys to zero.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ import torch
 
 @dataclass(slots=True, kw_only=True)
 class BlockSet:
-    """Blocks [n, N] to read, keys to blank [Z] as flat numbers `sequence * L + position in tile`, and indices made so far."""
+    """The blocks that a tile reads, and which of their keys no row sees and must be zero (their slots may hold NaN)."""
 
-    blocks: torch.Tensor
-    blank: torch.Tensor | None
-    made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    blocks: torch.Tensor  # [n, N] physical block ids
+    zeroed_keys: torch.Tensor | None  # [Z] as `sequence * L + key in the tile`
+    index_cache: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=dict
+    )  # by strides
 
 
-def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, wanted: BlockSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [n * KVH, L, D] and V [n * KVH, L, Dv], blanked keys zero. Valid until the next gather on this thread.
+def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, block_set: BlockSet) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [n * KVH, L, D] and V [n * KVH, L, Dv] of the tile, zeroed where no row sees a key; valid until this thread's next gather.
 
-    A sequence's K and V come out next to each other, so that the core that gathers a sequence has both in its cache when it
-    attends to them.
+    A sequence's K and V are adjacent in the result, so the CPU core that gathers a sequence has both in its cache when it attends.
     """
     delta = int(v_cache.storage_offset()) - int(k_cache.storage_offset())
-    if _share_storage(k_cache, v_cache, delta):
-        both = _gather(k_cache, wanted, delta, slot=0)
+    if _lie_at_fixed_distance(k_cache, v_cache, delta):
+        both = _gather(k_cache, block_set, delta, buffer_id=0)
         return both[:, 0], both[:, 1]
-    return _gather(k_cache, wanted, 0, slot=0)[:, 0], _gather(v_cache, wanted, 0, slot=1)[:, 0]
+    return _gather(k_cache, block_set, 0, buffer_id=0)[:, 0], _gather(v_cache, block_set, 0, buffer_id=1)[:, 0]
 
 
-def _share_storage(k_cache: torch.Tensor, v_cache: torch.Tensor, delta: int) -> bool:
+def _lie_at_fixed_distance(k_cache: torch.Tensor, v_cache: torch.Tensor, delta: int) -> bool:
+    """Whether each row of V lies `delta` elements behind its row of K in one storage."""
     return (
         delta > 0
         and k_cache.stride() == v_cache.stride()
@@ -47,39 +50,40 @@ def _share_storage(k_cache: torch.Tensor, v_cache: torch.Tensor, delta: int) -> 
     )
 
 
-def _gather(cache: torch.Tensor, wanted: BlockSet, delta: int, *, slot: int) -> torch.Tensor:
+def _gather(cache: torch.Tensor, block_set: BlockSet, delta: int, *, buffer_id: int) -> torch.Tensor:
+    """[n * KVH, 2, L, D] of K and the tensor `delta` elements behind it, or [n * KVH, 1, L, D] of one tensor (`delta` 0)."""
     ids, size, heads, width = cache.shape
     block, token, head, inner = cache.stride()
     unit = math.gcd(block, head, delta)
     key = (block, head, delta, heads, size)
-    if key not in wanted.made:
-        wanted.made[key] = _index(wanted, unit, block, head, delta, heads, size)
-    index, blank = wanted.made[key]
+    if key not in block_set.index_cache:
+        block_set.index_cache[key] = _index(block_set, unit, block, head, delta, heads, size)
+    index, zeroed_keys = block_set.index_cache[key]
     num_items = ((ids - 1) * block + (heads - 1) * head + delta) // unit + 1
     items = cache.as_strided((num_items, size, width), (unit, token, inner))
     if token == width and inner == 1:
         items = cache.as_strided((num_items, size * width), (unit, 1))
-    out = _workspace(slot, cache, index.shape[0] * size * width).view(index.shape[0], *items.shape[1:])
+    out = _workspace(buffer_id, cache, index.shape[0] * size * width).view(index.shape[0], *items.shape[1:])
     torch.index_select(items, 0, index, out=out)
-    if blank is not None:
-        out.view(-1, width).index_fill_(0, blank, 0.0)
-    return out.view(wanted.blocks.shape[0] * heads, 2 if delta else 1, wanted.blocks.shape[1] * size, width)
+    if zeroed_keys is not None:
+        out.view(-1, width).index_fill_(0, zeroed_keys, 0.0)
+    return out.view(block_set.blocks.shape[0] * heads, 2 if delta else 1, block_set.blocks.shape[1] * size, width)
 
 
 def _index(
-    wanted: BlockSet, unit: int, block: int, head: int, delta: int, heads: int, size: int
+    block_set: BlockSet, unit: int, block: int, head: int, delta: int, heads: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Items in the order [sequence, head, K then V, block], and the blanked keys' rows in the result."""
-    num_blocks = wanted.blocks.shape[1]
-    device = wanted.blocks.device
+    """Item numbers in the order [sequence, head, K then V, block], and the rows of the result that are set to zero."""
+    num_blocks = block_set.blocks.shape[1]
+    device = block_set.blocks.device
     parts = torch.arange(2 if delta else 1, device=device)
     head_items = torch.arange(heads, device=device) * (head // unit)
-    index = wanted.blocks[:, None, None, :] * (block // unit) + head_items[:, None, None]
+    index = block_set.blocks[:, None, None, :] * (block // unit) + head_items[:, None, None]
     index = index + (parts * (delta // unit))[:, None]
-    if wanted.blank is None:
+    if block_set.zeroed_keys is None:
         return index.reshape(-1), None
     length = num_blocks * size
-    sequence, place = wanted.blank // length, wanted.blank % length
+    sequence, place = block_set.zeroed_keys // length, block_set.zeroed_keys % length
     matrix = (sequence * heads + torch.arange(heads, device=device)[:, None]) * len(parts) + parts[:, None, None]
     return index.reshape(-1), (matrix * length + place).reshape(-1)
 
@@ -87,9 +91,9 @@ def _index(
 _buffers = threading.local()
 
 
-def _workspace(slot: int, like: torch.Tensor, numel: int) -> torch.Tensor:
-    """A reused buffer: fresh megabytes for every layer would be page faults, which cost more than the copy."""
-    key = (slot, like.dtype, like.device)
+def _workspace(buffer_id: int, like: torch.Tensor, numel: int) -> torch.Tensor:
+    """A buffer that the thread reuses: a new one for every layer would cost page faults, which take longer than the copy."""
+    key = (buffer_id, like.dtype, like.device)
     held: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = _buffers.__dict__.setdefault("held", {})
     if key not in held or held[key].numel() < numel:
         with torch.inference_mode(False):

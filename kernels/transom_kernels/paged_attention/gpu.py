@@ -1,6 +1,9 @@
-"""The Triton path of `paged_attention`: work is cut once a step, then a launch or two per layer.
+"""The Triton implementation of `paged_attention`: launches are planned once a step, then each layer starts one or two kernels.
 
-Legend: T query tokens, H query heads, KVH heads, D key width, E value width.
+Every launch runs the kernel `attend` over the work items of one tiling; where tiles were split, the kernel `combine` follows.
+
+Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, D key width, E value width, B sequences,
+M rows of a tile.
 """
 
 from __future__ import annotations
@@ -16,23 +19,26 @@ from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey, launches_of
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, KernelConfig, kernel_config, stages_on
-from transom_kernels.paged_attention.work import Work
+from transom_kernels.paged_attention.work_items import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactTable:
-    """A table from which a policy has dropped blocks: `batch` counts what is in the table, this says where it stands."""
+    """A block table from which an eviction policy has dropped blocks inside a sequence.
 
-    key_blocks: torch.Tensor  # [B, columns] int32: each column's logical block
-    position_shift: torch.Tensor  # [B] int32: the position of a sequence's first query less `batch.start`
+    `PagedBatch` then counts the tokens that are left in the table; these two fields give their positions in the sequence.
+    """
+
+    key_blocks: torch.Tensor  # [B, columns] int32: the logical block of each column
+    position_shift: torch.Tensor  # [B] int32: position of a sequence's first query, minus `batch.start`
 
 
 @dataclass(slots=True, kw_only=True)
-class ByProducts:
-    """What a caller may want besides: filled where it is a tensor."""
+class OptionalOutputs:
+    """What attention can compute besides its output; a field that holds a tensor is filled."""
 
-    lse: torch.Tensor | None = None  # [T, H] float32, natural logarithm, sink included
-    block_lse: torch.Tensor | None = None  # [B, KVH, columns, H / KVH] float32, base 2; -inf where nothing was read
+    lse: torch.Tensor | None = None  # [T, H] float32: log-sum-exp of scores and sink logit, natural logarithm
+    block_lse: torch.Tensor | None = None  # [B, KVH, columns, G] float32: log-sum-exp of each block's scores, base 2
 
 
 def paged_attention_triton(
@@ -48,14 +54,15 @@ def paged_attention_triton(
     sink_q: torch.Tensor | None = None,
     compact: CompactTable | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    by_products: ByProducts | None = None,
+    optional_outputs: OptionalOutputs | None = None,
 ) -> torch.Tensor:
-    """See `op.paged_attention`.
+    """The contract is that of `op.paged_attention`, with these options besides.
 
-    `sink_q` (as `q`) are queries for sink tokens, rotated for where these stand. `kv_scales` ([KVH] float32 each) is what 8-bit
-    keys and values are multiplied by.
+    `sink_q` (shaped as `q`) are queries for sink tokens, rotated relative to the sink tokens' own positions. `kv_scales` are the
+    factors ([KVH] float32 each) of 8-bit keys and values. Elements of `optional_outputs.block_lse` that no program writes keep
+    the value that the caller gave them (-inf, say).
     """
-    call = _Call(
+    call = _LayerCall(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -68,23 +75,23 @@ def paged_attention_triton(
         sink_q=sink_q,
         compact=compact,
         kv_scales=kv_scales,
-        by_products=by_products or ByProducts(),
+        optional_outputs=optional_outputs or OptionalOutputs(),
     )
-    asked = LaunchKey(
+    key = LaunchKey(
         rule=rule,
         group=call.group,
         key_size=q.shape[2],
         element_bytes=q.element_size(),
         cache_bytes=k_cache.element_size(),
     )
-    for part in launches_of(batch, asked, q.device):
-        _attend(part, call)
+    for launch in launches_of(batch, key, q.device):
+        _attend(launch, call)
     return call.out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """What one layer asks for."""
+class _LayerCall:
+    """The arguments of one layer's call, with defaults resolved."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -98,51 +105,51 @@ class _Call:
     sink_q: torch.Tensor | None
     compact: CompactTable | None
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None
-    by_products: ByProducts
+    optional_outputs: OptionalOutputs
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head, G."""
         return self.q.shape[1] // self.k_cache.shape[2]
 
 
-def _attend(part: AttentionLaunch, call: _Call) -> None:
-    """One launch over the tiles, and one that combine_items those that were cut."""
+def _attend(launch: AttentionLaunch, call: _LayerCall) -> None:
+    """Run `attend` over the work items, and `combine` over the tiles that were split."""
     kv_heads, value_size = call.k_cache.shape[2], call.v_cache.shape[3]
-    rows = part.max_tile_tokens * call.group
+    rows = launch.max_tile_tokens * call.group
     config = kernel_config(
         rows=rows,
         key_size=call.q.shape[2],
         value_size=value_size,
-        block_size=1 if call.by_products.block_lse is None else call.batch.block_size,
+        block_size=1 if call.optional_outputs.block_lse is None else call.batch.block_size,
         element_bytes=call.q.element_size(),
     )
-    shape = (part.work.num_partials, kv_heads, config.block_m)
+    shape = (launch.work.num_partials, kv_heads, config.block_m)
     partial_out = call.q.new_empty((*shape, value_size), dtype=torch.float32)
     partial_stats = call.q.new_empty((*shape, 2), dtype=torch.float32)
-    _launch(part.work, call, config, partial_out, partial_stats)
-    if len(part.work.combine_items):
-        sinks, lse = call.sink_logits, call.by_products.lse
-        combine[(len(part.work.combine_items), rows, kv_heads)](
-            partial_out, partial_stats, call.out, partial_stats if lse is None else lse, part.work.combine_items,
+    _run_attend(launch.work, call, config, partial_out, partial_stats)
+    if len(launch.work.combine_items):
+        sinks, lse = call.sink_logits, call.optional_outputs.lse
+        combine[(len(launch.work.combine_items), rows, kv_heads)](
+            partial_out, partial_stats, call.out, partial_stats if lse is None else lse, launch.work.combine_items,
             partial_stats if sinks is None else sinks, kv_heads,
             GROUP=call.group, E=value_size, HAS_SINK_LOGITS=sinks is not None, WRITES_LSE=lse is not None,
             BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_size), BLOCK_S=COMBINED_AT_ONCE,
         )  # fmt: skip
 
 
-def _launch(
-    work: Work, call: _Call, config: KernelConfig, partial_out: torch.Tensor, partial_stats: torch.Tensor
+def _run_attend(
+    work: Work, call: _LayerCall, config: KernelConfig, partial_out: torch.Tensor, partial_stats: torch.Tensor
 ) -> None:
-    q, batch, rule, compact, wanted = call.q, call.batch, call.rule, call.compact, call.by_products
+    q, batch, rule, compact, optional = call.q, call.batch, call.rule, call.compact, call.optional_outputs
     kv_heads, unused = call.k_cache.shape[2], partial_stats
     (d1, d2), (e1, e2) = split_width(q.shape[2]), split_width(call.v_cache.shape[3])
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
     attend[(len(work.items), kv_heads)](
         q, q if call.sink_q is None else call.sink_q, call.k_cache, call.v_cache, call.out,
-        unused if wanted.lse is None else wanted.lse,
+        unused if optional.lse is None else optional.lse,
         partial_out, partial_stats,
-        unused if wanted.block_lse is None else wanted.block_lse,
+        unused if optional.block_lse is None else optional.block_lse,
         work.items, batch.block_table, batch.first_block, batch.attend_from,
         *((batch.block_table, batch.start) if compact is None else (compact.key_blocks, compact.position_shift)),
         unused if call.sink_logits is None else call.sink_logits, *(call.kv_scales or (unused, unused)),
@@ -156,7 +163,7 @@ def _launch(
         HAS_SOFT_CAP=call.soft_cap is not None, HAS_SINK_LOGITS=call.sink_logits is not None,
         HAS_KEY_BLOCKS=compact is not None, HAS_SINK_QUERY=call.sink_q is not None,
         HAS_SCALES=call.kv_scales is not None,
-        WRITES_LSE=wanted.lse is not None, WRITES_BLOCK_LSE=wanted.block_lse is not None,
+        WRITES_LSE=optional.lse is not None, WRITES_BLOCK_LSE=optional.block_lse is not None,
         UPCAST=INTERPRETED, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=stages_on(config, capability),
     )  # fmt: skip

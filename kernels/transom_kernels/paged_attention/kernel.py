@@ -1,10 +1,31 @@
-"""Attention over a paged cache in Triton: one kernel for decoding and prompts, and one that combine_items splits.
+"""The Triton kernel `attend`: attention of query tiles over a paged KV cache, for decoding and for prompts.
 
-Softmax runs online over blocks of keys, in powers of two. Offsets into the caches are int64: a slab is larger than 2 GiB.
-Numbers that change from step to step are not specialised: a new batch must not compile anything.
+For every query row `m` of a tile and every key `n` that the mask rule lets it see:
 
-Legend: M rows of a program, tokens times the G query heads of one KV head; N keys a round; D key width in two parts (a power of two
-and a padded rest, so that 80 is 64 + 16 and 192 is 128 + 64); E value width, likewise.
+    score[m, n] = scale * q[m] . k[n]                      then soft_cap * tanh(score / soft_cap) if there is a soft cap
+    out[m]      = sum_n exp(score[m, n]) v[n] / (sum_n exp(score[m, n]) + exp(sink_logit))
+
+The grid is (work items, KV heads): one program computes one work item for one KV head. `work_items.py` defines work items (a tile
+of query tokens, or one split of its keys) and has the table of their nine fields. A program
+
+1. reads its work item, and computes each row's position and first visible key;
+2. loads the tile's queries;
+3. loops over its keys, `BLOCK_N` table indices at a time: the sink tokens' indices first, then the run's. Each iteration looks
+   up the indices' blocks, loads keys, computes masked scores, updates the online softmax, loads values, and accumulates;
+4. writes a partial result (maximum, sum and weighted values) if its tile is split, for the kernel `combine`; else it divides by
+   the softmax sum and writes the output.
+
+A *table index* is a key's place in the block table (column * P + offset), as opposed to its position in the sequence.
+
+The softmax runs online (FlashAttention) and in base 2, since exp2 is one instruction. Offsets into the caches are int64, since the
+cache's memory is larger than 2 GiB. Sizes that change from step to step are not specialised: a new batch compiles nothing.
+
+Triton's tile widths are powers of two, so a head of another width is computed as two tiles, a power of two and a padded
+remainder: 80 is 64 + 16, and 192 is 128 + 64. Variables of the first tile end in 1 (`q1`, `acc1`), those of the second in 2.
+
+Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, M rows of a tile (tokens * G: row `m` is token
+`m // G` and query head `kv_head * G + m % G`), N keys of an iteration (BLOCK_N), D key width = D1 + D2, E value width = E1 + E2,
+P block size in tokens, B sequences, W work items.
 """
 
 from __future__ import annotations
@@ -17,7 +38,7 @@ from transom_kernels.triton_math import LOG2_E, tanh
 
 @triton.jit
 def _load_rows(base, rows, stride, columns, width: tl.constexpr, kept):
-    """`[rows, columns]` of elements that are kept and inside `width`; zeros elsewhere."""
+    """Elements [rows, columns] at `base + rows * stride + columns`; zeros in rows that are not `kept` and from `width` on."""
     inside = kept[:, None] & (columns < width)[None, :]
     return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
@@ -25,23 +46,23 @@ def _load_rows(base, rows, stride, columns, width: tl.constexpr, kept):
 @triton.jit(do_not_specialize=["table_stride", "num_columns"])
 def attend(
     q,  # [T, H, D]
-    sink_q,  # [T, H, D] queries for sink tokens, strides as q's, or unused
+    sink_q,  # [T, H, D] queries rotated for the sink tokens, strides as q's; or unused
     k_cache,  # [ids, P, KVH, D]
     v_cache,  # [ids, P, KVH, E]
     out,  # [T, H, E]
-    lse_out,  # [T, H] natural logarithm, or unused
-    partial_out,  # [splits, M, E] float32
-    partial_stats,  # [splits, M, 2] float32: maximum and sum, base 2
-    block_lse,  # [B, KVH, columns, G] float32, base 2, or unused
-    items,  # [W, 9]
-    block_table,  # [B, columns]
-    first_block,  # [B]
-    attend_from,  # [B]
-    key_blocks,  # [B, columns] logical block of each column, or unused
-    position_shift,  # [B] what positions are ahead of the tokens in the table, or unused
+    lse_out,  # [T, H] log-sum-exp of the scores, natural logarithm; or unused
+    partial_out,  # [partials, KVH, M, E] float32: weighted values, not yet divided
+    partial_stats,  # [partials, KVH, M, 2] float32: maximum (base 2) and softmax sum
+    block_lse,  # [B, KVH, columns, G] float32: log-sum-exp of each cache block's scores, base 2; or unused
+    items,  # [W, 9] int32: `work_items.py` has the table of fields
+    block_table,  # [B, columns] int32
+    first_block,  # [B] int32: logical block of the first column behind the sink blocks
+    attend_from,  # [B] int32: first position whose key may be read; sink tokens are exempt
+    key_blocks,  # [B, columns] int32: logical block of each column, of a compacted table; or unused
+    position_shift,  # [B] int32: what positions are ahead of the tokens in a compacted table; or unused
     sink_logits,  # [H] float32, or unused
-    k_scale,  # [KVH] float32, or unused
-    v_scale,
+    k_scale,  # [KVH] float32: factor of 8-bit keys; or unused
+    v_scale,  # [KVH] float32: factor of 8-bit values; or unused
     scale,
     soft_cap,
     q_stride_t,
@@ -55,18 +76,18 @@ def attend(
     table_stride,
     num_columns,
     num_kv_heads,
-    num_sink_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a KV head
+    num_sink_blocks,  # columns that hold logical blocks 0, 1, ...
+    BLOCK_SIZE: tl.constexpr,  # P
+    GROUP: tl.constexpr,  # G
     D: tl.constexpr,
     D1: tl.constexpr,
-    D2: tl.constexpr,  # 0: none
+    D2: tl.constexpr,  # 0: D is D1
     E: tl.constexpr,
     E1: tl.constexpr,
-    E2: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
-    SINKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    E2: tl.constexpr,  # 0: E is E1
+    WINDOW: tl.constexpr,  # tokens; 0: no window
+    SINKS: tl.constexpr,  # sink tokens
+    CHUNK: tl.constexpr,  # tokens of an attention chunk; 0: no chunks
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
     HAS_KEY_BLOCKS: tl.constexpr,
@@ -78,39 +99,42 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile, or one split of it, of one KV head."""
+    """Compute one work item for one KV head."""
+    # --- the work item ---
     item = items + tl.program_id(0) * 9
     kv_head = tl.program_id(1)
-    row0, num_tokens, position0 = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    first_row, num_tokens, first_position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     b = tl.load(item + 3)
     sinks_begin, sinks_end = tl.load(item + 4), tl.load(item + 5)
     run_begin, run_end, partial = tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
 
+    # --- positions of the tile's rows, and the first key that each of them sees (`rule.MaskRule.first_key`) ---
     if HAS_KEY_BLOCKS:
-        position0 += tl.load(position_shift + b)
+        first_position += tl.load(position_shift + b)
     m = tl.arange(0, BLOCK_M)
-    token = m // GROUP
+    token = m // GROUP  # [BLOCK_M], as all of these
     head = kv_head * GROUP + m % GROUP
-    is_row = token < num_tokens
-    position = position0 + token
-    lowest = tl.load(attend_from + b)
-    low = tl.full([BLOCK_M], 0, tl.int32) + lowest
+    is_row = token < num_tokens  # the other rows of the tile are padding
+    position = first_position + token
+    attend_from_b = tl.load(attend_from + b)
+    low = tl.full([BLOCK_M], 0, tl.int32) + attend_from_b
     if WINDOW > 0:
         low = tl.maximum(low, position - WINDOW + 1)
     if CHUNK > 0:
         low = tl.maximum(low, position - position % CHUNK)
-    first_low = tl.min(tl.where(is_row, low, 2147483647))
-    last = position0 + num_tokens - 1
+    tile_low = tl.min(tl.where(is_row, low, 2147483647))  # keys of the whole tile lie in [tile_low, tile_last]
+    tile_last = first_position + num_tokens - 1
 
+    # --- load queries ---
     d1, e1 = tl.arange(0, D1), tl.arange(0, E1)
-    q_rows = (row0 + token).to(tl.int64) * q_stride_t + head * q_stride_h
-    q1 = _load_rows(q, q_rows, 1, d1, D, is_row)
+    q_rows = (first_row + token).to(tl.int64) * q_stride_t + head * q_stride_h
+    q1 = _load_rows(q, q_rows, 1, d1, D, is_row)  # [BLOCK_M, D1]
     if UPCAST:
         q1 = q1.to(tl.float32)
     acc1 = tl.zeros([BLOCK_M, E1], tl.float32)
     if D2 > 0:
         d2 = D1 + tl.arange(0, D2)
-        q2 = _load_rows(q, q_rows, 1, d2, D, is_row)
+        q2 = _load_rows(q, q_rows, 1, d2, D, is_row)  # [BLOCK_M, D2]
         if UPCAST:
             q2 = q2.to(tl.float32)
     if E2 > 0:
@@ -119,29 +143,37 @@ def attend(
     qk_scale = scale
     if HAS_SCALES:
         qk_scale = scale * tl.load(k_scale + kv_head)
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    first = tl.load(first_block + b)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far, base 2
+    row_sum = tl.zeros([BLOCK_M], tl.float32)  # of exp2(score - row_max) so far
+
+    # --- loop over keys: BLOCK_N table indices of the sink tokens, then of the run ---
+    run_block = tl.load(first_block + b)
     table = block_table + b.to(tl.int64) * table_stride
     n = tl.arange(0, BLOCK_N)
-    # rounds begin at multiples of BLOCK_N, so that a round holds whole cache blocks
-    sinks_start, run_start = sinks_begin // BLOCK_N * BLOCK_N, run_begin // BLOCK_N * BLOCK_N
-    sink_rounds = tl.cdiv(sinks_end - sinks_start, BLOCK_N)
-    for at in range(0, sink_rounds + tl.cdiv(run_end - run_start, BLOCK_N)):
-        in_sinks = at < sink_rounds
-        slot = tl.where(in_sinks, sinks_start + at * BLOCK_N, run_start + (at - sink_rounds) * BLOCK_N) + n
-        slot_begin, slot_end = tl.where(in_sinks, sinks_begin, run_begin), tl.where(in_sinks, sinks_end, run_end)
-        column = slot // BLOCK_SIZE
-        wanted = (slot >= slot_begin) & (slot < slot_end)
+    # iterations begin at multiples of BLOCK_N, so that each holds whole cache blocks
+    sinks_aligned, run_aligned = sinks_begin // BLOCK_N * BLOCK_N, run_begin // BLOCK_N * BLOCK_N
+    sink_iterations = tl.cdiv(sinks_end - sinks_aligned, BLOCK_N)
+    for i in range(0, sink_iterations + tl.cdiv(run_end - run_aligned, BLOCK_N)):
+        in_sinks = i < sink_iterations
+        index = (
+            tl.where(in_sinks, sinks_aligned + i * BLOCK_N, run_aligned + (i - sink_iterations) * BLOCK_N) + n
+        )  # [BLOCK_N]
+        index_begin, index_end = tl.where(in_sinks, sinks_begin, run_begin), tl.where(in_sinks, sinks_end, run_end)
+
+        # - look up each index's position and physical block -
+        column = index // BLOCK_SIZE
+        in_range = (index >= index_begin) & (index < index_end)
         if HAS_KEY_BLOCKS:
-            logical = tl.load(key_blocks + b.to(tl.int64) * table_stride + column, mask=wanted, other=0)
+            logical = tl.load(key_blocks + b.to(tl.int64) * table_stride + column, mask=in_range, other=0)
         else:
-            logical = tl.where(column < num_sink_blocks, column, first + column - num_sink_blocks)
-        key = logical * BLOCK_SIZE + slot % BLOCK_SIZE
-        readable = wanted & (key <= last) & ((key >= first_low) | (key < SINKS))
+            logical = tl.where(column < num_sink_blocks, column, run_block + column - num_sink_blocks)
+        key = logical * BLOCK_SIZE + index % BLOCK_SIZE  # [BLOCK_N] position of the key
+        readable = in_range & (key <= tile_last) & ((key >= tile_low) | (key < SINKS))
         block = tl.load(table + column, mask=readable, other=0).to(tl.int64)
-        k_rows = block * k_stride_b + (slot % BLOCK_SIZE) * k_stride_p + kv_head * k_stride_h
-        k1 = _load_rows(k_cache, k_rows, 1, d1, D, readable)
+
+        # - load keys, multiply -
+        k_rows = block * k_stride_b + (index % BLOCK_SIZE) * k_stride_p + kv_head * k_stride_h
+        k1 = _load_rows(k_cache, k_rows, 1, d1, D, readable)  # [BLOCK_N, D1]
         if UPCAST or k1.dtype != q1.dtype:
             k1 = k1.to(q1.dtype)
         if HAS_SINK_QUERY:
@@ -149,79 +181,91 @@ def attend(
             q1 = _load_rows(source, q_rows, 1, d1, D, is_row).to(q1.dtype)
             if D2 > 0:
                 q2 = _load_rows(source, q_rows, 1, d2, D, is_row).to(q2.dtype)
-        score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        score = tl.dot(q1, tl.trans(k1), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if D2 > 0:
-            k2 = _load_rows(k_cache, k_rows, 1, d2, D, readable)
+            k2 = _load_rows(k_cache, k_rows, 1, d2, D, readable)  # [BLOCK_N, D2]
             if UPCAST or k2.dtype != q2.dtype:
                 k2 = k2.to(q2.dtype)
             score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
         score *= qk_scale
         if HAS_SOFT_CAP:
             score = soft_cap * tanh(score / soft_cap)
+
+        # - mask; scores in base 2 -
         visible = (key[None, :] <= position[:, None]) & ((key[None, :] >= low[:, None]) | (key[None, :] < SINKS))
         visible = visible & readable[None, :] & is_row[:, None]
         score = tl.where(visible, score * LOG2_E, float("-inf"))
+
+        # - on request: the log-sum-exp of each cache block's scores -
         if WRITES_BLOCK_LSE:
             BLOCKS: tl.constexpr = BLOCK_N // BLOCK_SIZE
             by_block = tl.reshape(score, [BLOCK_M, BLOCKS, BLOCK_SIZE])
-            most = tl.max(by_block, 2)
-            safe = tl.where(most == float("-inf"), 0.0, most)
-            sums = tl.sum(tl.exp2(by_block - safe[:, :, None]), 2)
-            written = tl.min(slot) // BLOCK_SIZE + tl.arange(0, BLOCKS)
-            target = block_lse + ((b * num_kv_heads + kv_head).to(tl.int64) * num_columns + written)[None, :] * GROUP
+            block_max = tl.max(by_block, 2)  # [BLOCK_M, BLOCKS]
+            finite_block_max = tl.where(block_max == float("-inf"), 0.0, block_max)
+            block_sum = tl.sum(tl.exp2(by_block - finite_block_max[:, :, None]), 2)
+            columns = tl.min(index) // BLOCK_SIZE + tl.arange(0, BLOCKS)
+            target = block_lse + ((b * num_kv_heads + kv_head).to(tl.int64) * num_columns + columns)[None, :] * GROUP
             target += (m % GROUP)[:, None]
-            kept = is_row[:, None] & (sums > 0) & (written < num_columns)[None, :]
-            tl.store(target, safe + tl.log2(tl.where(sums > 0, sums, 1.0)), mask=kept)
-        new_best = tl.maximum(best, tl.max(score, 1))
-        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weight = tl.exp2(score - anchor[:, None])
-        shrink = tl.exp2(best - anchor)
-        total = total * shrink + tl.sum(weight, 1)
-        best = new_best
-        v_rows = block * v_stride_b + (slot % BLOCK_SIZE) * v_stride_p + kv_head * v_stride_h
-        v1 = _load_rows(v_cache, v_rows, 1, e1, E, readable)
+            kept = is_row[:, None] & (block_sum > 0) & (columns < num_columns)[None, :]
+            tl.store(target, finite_block_max + tl.log2(tl.where(block_sum > 0, block_sum, 1.0)), mask=kept)
+
+        # - online softmax: what was accumulated so far is rescaled to the new maximum -
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that saw no key: -inf - -inf would be NaN
+        weight = tl.exp2(score - finite_max[:, None])  # [BLOCK_M, BLOCK_N]
+        rescale = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        row_max = new_max
+
+        # - load values, accumulate -
+        v_rows = block * v_stride_b + (index % BLOCK_SIZE) * v_stride_p + kv_head * v_stride_h
+        v1 = _load_rows(v_cache, v_rows, 1, e1, E, readable)  # [BLOCK_N, E1]
         if UPCAST or v1.dtype != q1.dtype:
             v1 = v1.to(q1.dtype)
-        acc1 = tl.dot(weight.to(v1.dtype), v1, acc1 * shrink[:, None], input_precision="ieee")
+        acc1 = tl.dot(weight.to(v1.dtype), v1, acc1 * rescale[:, None], input_precision="ieee")
         if E2 > 0:
-            v2 = _load_rows(v_cache, v_rows, 1, e2, E, readable)
+            v2 = _load_rows(v_cache, v_rows, 1, e2, E, readable)  # [BLOCK_N, E2]
             if UPCAST or v2.dtype != q1.dtype:
                 v2 = v2.to(q1.dtype)
-            acc2 = tl.dot(weight.to(v2.dtype), v2, acc2 * shrink[:, None], input_precision="ieee")
+            acc2 = tl.dot(weight.to(v2.dtype), v2, acc2 * rescale[:, None], input_precision="ieee")
 
     if HAS_SCALES:
         acc1 *= tl.load(v_scale + kv_head)
         if E2 > 0:
             acc2 *= tl.load(v_scale + kv_head)
+
+    # --- a split tile: store the partial result for the kernel `combine` ---
     if partial >= 0:
         base = (partial.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
         stats = partial_stats + (base + m) * 2
-        tl.store(stats, best)
-        tl.store(stats + 1, total)
+        tl.store(stats, row_max)
+        tl.store(stats + 1, row_sum)
         place = partial_out + (base + m)[:, None] * E
         tl.store(place + e1[None, :], acc1, mask=(e1 < E)[None, :] & is_row[:, None])
         if E2 > 0:
             tl.store(place + e2[None, :], acc2, mask=(e2 < E)[None, :] & is_row[:, None])
         return
-    anchor = tl.where(best == float("-inf"), 0.0, best)
+
+    # --- a whole tile: add the sink logit to the softmax sum, divide, store ---
+    finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     if HAS_SINK_LOGITS:
         sink = tl.load(sink_logits + head, mask=is_row, other=float("-inf")) * LOG2_E
-        # a sink far above every score would overflow: shrink towards it instead
-        higher = tl.maximum(anchor, tl.where(sink == float("-inf"), anchor, sink))
-        total = total * tl.exp2(anchor - higher) + tl.exp2(sink - higher)
-        acc1 *= tl.exp2(anchor - higher)[:, None]
+        # a sink far above every score would overflow, so sum and values are rescaled to the larger of the two
+        joint_max = tl.maximum(finite_max, tl.where(sink == float("-inf"), finite_max, sink))
+        row_sum = row_sum * tl.exp2(finite_max - joint_max) + tl.exp2(sink - joint_max)
+        acc1 *= tl.exp2(finite_max - joint_max)[:, None]
         if E2 > 0:
-            acc2 *= tl.exp2(anchor - higher)[:, None]
-        anchor = higher
-    share = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+            acc2 *= tl.exp2(finite_max - joint_max)[:, None]
+        finite_max = joint_max
+    inverse_sum = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)  # rows that saw no key give 0
     num_heads = num_kv_heads * GROUP
-    out_rows = ((row0 + token).to(tl.int64) * num_heads + head)[:, None] * E
+    out_rows = ((first_row + token).to(tl.int64) * num_heads + head)[:, None] * E
     kept1 = (e1 < E)[None, :] & is_row[:, None]
-    tl.store(out + out_rows + e1[None, :], (acc1 * share[:, None]).to(out.dtype.element_ty), mask=kept1)
+    tl.store(out + out_rows + e1[None, :], (acc1 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept1)
     if E2 > 0:
         kept2 = (e2 < E)[None, :] & is_row[:, None]
-        tl.store(out + out_rows + e2[None, :], (acc2 * share[:, None]).to(out.dtype.element_ty), mask=kept2)
+        tl.store(out + out_rows + e2[None, :], (acc2 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept2)
     if WRITES_LSE:
-        lse = (anchor + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2_E
-        place = lse_out + (row0 + token).to(tl.int64) * num_heads + head
-        tl.store(place, tl.where(total > 0, lse, float("-inf")), mask=is_row)
+        lse = (finite_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) / LOG2_E
+        place = lse_out + (first_row + token).to(tl.int64) * num_heads + head
+        tl.store(place, tl.where(row_sum > 0, lse, float("-inf")), mask=is_row)

@@ -1,6 +1,8 @@
-"""`paged_attention`: attention of new queries over a group's paged KV cache.
+"""The operator `paged_attention`: attention of new queries over the paged KV cache of one KV cache group.
 
-Legend: T query tokens, H query heads, KVH heads, D key width, Dv value width, P block size.
+The CPU computes with torch (`cpu.py`), CUDA devices with Triton (`gpu.py`); `reference.py` is the specification of both.
+
+Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, P block size in tokens.
 """
 
 from __future__ import annotations
@@ -30,17 +32,18 @@ def paged_attention(
     soft_cap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of `q` [T, H, D] over `k_cache` [ids, P, KVH, D] and `v_cache` [ids, P, KVH, Dv]; [T, H, Dv].
+    """Attention [T, H, Dv] of `q` [T, H, D] over `k_cache` [ids, P, KVH, D] and `v_cache` [ids, P, KVH, Dv], all of one dtype.
 
-    The step's own keys are in the cache already (`kv_write` comes first). Query head `h` reads KV head `h // (H / KVH)`.
-    The query at position `p` sees key `k <= p` when `k < num_sink_tokens`, or when `k` is at least `batch.attend_from`, inside
-    the last `window` tokens (the query counted) and in the same chunk of `chunk` tokens. Scores are `q k * scale`, then
-    `soft_cap * tanh(score / soft_cap)`; `sink_logits` [H] take part in the softmax's denominator alone. A query that sees
-    no key gets zeros. Slots that no query sees may hold anything, NaN too. Caches may have any strides.
+    The cache already holds the step's own keys and values: the caller runs `kv_write` first. Query head `h` reads KV head
+    `h // (H / KVH)`. The query at position `p` sees key `k <= p` when `k < num_sink_tokens`, or when `k` is at least
+    `batch.attend_from`, inside the last `window` tokens (the query counted) and in the same attention chunk of `chunk` tokens
+    (`rule.py` has an example). A score is `q k * scale`, then `soft_cap * tanh(score / soft_cap)`. `sink_logits` [H] add to the
+    softmax's denominator alone. A query that sees no key gets zeros. Cache slots that no query sees may hold any value, NaN
+    included. Caches may have any strides.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        IndexError: a visible key's block is missing from the block table.
+        IndexError: the block table lacks the block of a visible key (found on the CPU only).
     """
     _check(q, k_cache, v_cache, batch)
     _check_options(window, num_sink_tokens, chunk, soft_cap, sink_logits, q.shape[1])
@@ -50,7 +53,7 @@ def paged_attention(
 
 
 def _triton_path() -> Callable[..., torch.Tensor]:
-    """Imported where it is used, since Triton is not everywhere."""
+    """The Triton implementation; imported here, since Triton is not installed everywhere."""
     from transom_kernels.paged_attention.gpu import paged_attention_triton
 
     return paged_attention_triton

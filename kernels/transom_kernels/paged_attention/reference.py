@@ -1,6 +1,7 @@
-"""Attention over a paged cache, as plainly as it can be said: the specification of `paged_attention`.
+"""The specification of `paged_attention`: attention over a paged cache in float32, one sequence at a time, key by key.
 
-Legend: R query rows of one sequence, L its gathered keys, H query heads, D key width, Dv value width, P block size.
+Legend: T query tokens, R query rows of one sequence, L the keys that some of them sees, H query heads, D key width, Dv value width,
+P block size in tokens.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.columns import span_ids
+from transom_kernels.paged_attention.block_lookup import physical_blocks
 from transom_kernels.paged_attention.rule import MaskRule
 
 
@@ -23,7 +24,7 @@ def paged_attention_reference(
     soft_cap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `op.paged_attention`; computes in float32, one sequence at a time."""
+    """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
     row = 0
     for b, count in enumerate(batch.count_host):
@@ -40,7 +41,7 @@ def paged_attention_reference(
 def _visible_keys(
     k_cache: torch.Tensor, v_cache: torch.Tensor, batch: PagedBatch, b: int, positions: torch.Tensor, rule: MaskRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which keys each row sees [R, L], and those keys and values [L, heads, width], gathered token by token."""
+    """The mask [R, L] of the L keys that some row sees, and those keys and values [L, KVH, width], gathered token by token."""
     context = torch.arange(int(positions[-1]) + 1)
     visible = rule.visible(positions, context, batch.attend_from_host[b])
     read = visible.any(dim=0)
@@ -51,7 +52,7 @@ def _visible_keys(
 
 def _block(batch: PagedBatch, b: int, position: int) -> int:
     logical = position // batch.block_size
-    return span_ids(batch, b, logical, logical + 1)[0]
+    return physical_blocks(batch, b, logical, logical + 1)[0]
 
 
 def _attend(
@@ -63,7 +64,10 @@ def _attend(
     soft_cap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(q k^T) v per head; a head's sink logit takes part in the denominator alone. Rows that see nothing give 0."""
+    """softmax(scale q k^T) v for each head [R, H, Dv]; a head's sink logit adds to the denominator alone.
+
+    Rows without keys give 0.
+    """
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = torch.einsum("rhd,lhd->hrl", q.float(), keys) * scale

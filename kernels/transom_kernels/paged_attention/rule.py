@@ -1,7 +1,16 @@
-"""Which keys a query sees: one rule for every path.
+"""The attention mask rule: which keys a query sees. Every implementation of `paged_attention` uses this one rule.
 
-The query at position `p` sees key `k` when `k <= p` and either `k < S` (sink tokens) or `lower(p) <= k`, where `lower` is the
-largest of `attend_from`, `p - W + 1` (window W, the query counted) and `p - p mod C` (chunk C).
+The query at position `p` sees key `k` when `k <= p` (causal) and either `k < S` (S sink tokens) or `first_key(p) <= k`, where
+`first_key` is the largest of
+
+- `attend_from`, the first position whose key is present (above 0 only while a window is recomputed after its blocks were lost);
+- `p - W + 1` with a sliding window of W tokens, the query counted;
+- `p - p mod C` with attention chunks of C tokens (Llama 4: a query sees its own chunk only).
+
+Example, the query at position 10 with W = 4 and S = 2 ('x': seen):
+
+    key   0  1  2  3  4  5  6  7  8  9 10
+          x  x  .  .  .  .  .  x  x  x  x
 """
 
 from __future__ import annotations
@@ -17,14 +26,14 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskRule:
-    """A layer's mask; None or 0 switches a part off."""
+    """A layer's mask; None or 0 switches a constraint off."""
 
-    window: int | None = None
+    window: int | None = None  # tokens, the query counted
     num_sink_tokens: int = 0
-    chunk: int | None = None
+    chunk: int | None = None  # tokens of an attention chunk; unrelated to chunked prefill
 
-    def lower(self, position: int, attend_from: int) -> int:
-        """First key, sinks aside, that the query at `position` sees; above `position` when it sees none."""
+    def first_key(self, position: int, attend_from: int) -> int:
+        """The first key, sink tokens aside, that the query at `position` sees; above `position` when it sees none."""
         low = attend_from
         if self.window is not None:
             low = max(low, position - self.window + 1)
@@ -32,8 +41,8 @@ class MaskRule:
             low = max(low, position - position % self.chunk)
         return low
 
-    def lowers(self, positions: Integers, attend_from: Integers) -> Integers:
-        """`lower` of many queries."""
+    def first_keys(self, positions: Integers, attend_from: Integers) -> Integers:
+        """`first_key` for many queries at once."""
         low = attend_from
         if self.window is not None:
             low = np.maximum(low, positions - self.window + 1)

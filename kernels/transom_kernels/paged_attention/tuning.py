@@ -1,25 +1,32 @@
-"""Sizes of the Triton path by shape: what each program holds, and its warps and stages."""
+"""Tile sizes, warps and pipeline stages of the Triton implementation, by the shape of a layer's attention.
+
+A *tile* is some query tokens of one sequence with the query heads of one KV head; its *rows* are tokens times heads. An
+*iteration* of the kernel `attend` reads `block_n` keys. `num_stages` is Triton's software pipelining depth.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transom_kernels.paged_attention.work import Tiling
+from transom_kernels.paged_attention.work_items import Tiling
 
-FEW_TOKENS = 4  # sequences with up to so many new tokens are cut along their keys
-DECODE_SPLIT_KEYS = 1024
-COMBINED_AT_ONCE = 16  # splits of a round
-LEAST_ROWS = 16  # of a product on tensor cores
-PROMPT_ROWS = 128
-# A round's blocks are looked up before its keys and values are fetched, so each takes half of the stages: five keep one round in
-# flight while another is computed. With three or four nothing is, and a program that has its processor for itself waits.
+FEW_TOKENS = 4  # sequences with up to so many new tokens are split along their keys (split-KV)
+DECODE_SPLIT_KEYS = 1024  # keys of a split
+COMBINED_AT_ONCE = 16  # splits that an iteration of `combine` reads
+MIN_DOT_ROWS = 16  # the least rows of a product on tensor cores
+PROMPT_ROWS = 128  # of a prompt's tile
+# An iteration looks up its blocks before it fetches their keys and values, so each of the two takes half of the stages: with five,
+# one iteration's loads are in flight while another is computed. With three or four none are, and a program that has its streaming
+# multiprocessor for itself waits.
 HOPPER_PROMPT_STAGES = 5
-LONG_PIPELINE_ROUND_BYTES = 32 << 10  # of keys and values; of larger ones two leave no shared memory for queries
+LONG_PIPELINE_ROUND_BYTES = (
+    32 << 10
+)  # keys and values of an iteration; two larger ones leave no shared memory for queries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """Rows and keys of a program's tiles, warps, pipeline stages, and those on Hopper."""
+    """How `attend` is compiled: rows of a tile, keys of an iteration, warps, pipeline stages, and the stages on Hopper (sm_90)."""
 
     block_m: int
     block_n: int
@@ -29,21 +36,24 @@ class KernelConfig:
 
 
 def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int, element_bytes: int) -> KernelConfig:
-    """For tiles of at most `rows` rows (tokens times query heads of a KV head).
+    """The configuration for tiles of at most `rows` rows (tokens times query heads per KV head).
 
-    A round has at least `block_size` keys: a cache block's where results are wanted block by block, else 1.
+    Sizes are in elements. An iteration has at least `block_size` keys; callers pass the cache's block size where they want a
+    log-sum-exp per block, else 1.
     """
-    block_m = LEAST_ROWS
+    block_m = MIN_DOT_ROWS
     while block_m < rows:
         block_m *= 2
     widest = max(key_size, value_size)
-    if element_bytes > 2:  # products without tensor cores, for exactness alone
-        num_warps = 4 if block_m > LEAST_ROWS and 64 < widest < 96 else 8  # 80 wide, more warps spill
-        block_n = max(LEAST_ROWS, block_size)
+    if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
+        num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
+        block_n = max(MIN_DOT_ROWS, block_size)
         return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=1, hopper_stages=1)
-    if block_m <= 32:  # decoding: memory-bound, keep several loads in flight
+    if block_m <= 32:  # decoding is memory-bound: keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
-        num_warps = 8 if block_m * widest * element_bytes > 32 * 256 else 4  # accumulators need the registers of more
+        num_warps = (
+            8 if block_m * widest * element_bytes > 32 * 256 else 4
+        )  # larger accumulators need the registers of 8
         block_n = max(block_n, block_size)
         return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=3, hopper_stages=3)
     small = widest * element_bytes <= 256
@@ -56,30 +66,36 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
 
 
 def stages_on(config: KernelConfig, capability: tuple[int, int]) -> int:
-    """Pipeline stages of a tile on a device: the longer pipeline takes Hopper's registers and its 227 KiB of shared memory.
+    """Pipeline stages on a device of this compute capability.
 
-    Later is not larger: of what came after Hopper, 12.x has 99 KiB, and 9.4 is what another vendor's devices call themselves.
+    The longer pipeline takes Hopper's registers and its 227 KiB of shared memory, so only 9.0 gets it: a later capability does
+    not mean more memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
     """
     return config.hopper_stages if capability == (9, 0) else config.num_stages
 
 
 def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
-    """How sequences are cut, by their new tokens: one, a few, or a prompt's, where `group` query heads share a KV head.
+    """How sequences with one, a few, and many new tokens are tiled, where `group` query heads share a KV head.
 
-    Each kind has tiles of its own, so that a sequence's result does not depend on which kinds are beside it.
+    Each of the three tilings gets a launch of its own, so that a sequence's result does not depend on the rest of the batch.
     """
     tokens = max(1, _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes) // group)
     return (
-        Tiling(least=1, most=1, tile_tokens=1, split_keys=DECODE_SPLIT_KEYS),
-        Tiling(least=2, most=FEW_TOKENS, tile_tokens=min(FEW_TOKENS, tokens), split_keys=DECODE_SPLIT_KEYS),
-        Tiling(least=FEW_TOKENS + 1, most=2**31 - 1, tile_tokens=tokens, split_keys=0),
+        Tiling(min_new_tokens=1, max_new_tokens=1, tile_tokens=1, split_keys=DECODE_SPLIT_KEYS),
+        Tiling(
+            min_new_tokens=2,
+            max_new_tokens=FEW_TOKENS,
+            tile_tokens=min(FEW_TOKENS, tokens),
+            split_keys=DECODE_SPLIT_KEYS,
+        ),
+        Tiling(min_new_tokens=FEW_TOKENS + 1, max_new_tokens=2**31 - 1, tile_tokens=tokens, split_keys=0),
     )
 
 
 def _prompt_rows(row_bytes: int, element_bytes: int, cache_bytes: int) -> int:
-    """Wide rows, and those of 8 bits that are widened, leave registers for fewer of them."""
+    """Rows of a prompt's tile: fewer where queries are wide, or where 8-bit keys are widened, since both take registers."""
     if element_bytes > 2:
-        return LEAST_ROWS
+        return MIN_DOT_ROWS
     if row_bytes > 512:
         return PROMPT_ROWS // 4
     return PROMPT_ROWS // 2 if row_bytes > 384 or cache_bytes < 2 else PROMPT_ROWS

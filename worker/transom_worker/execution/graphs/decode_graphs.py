@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from transom_kernels.paged_attention.work import WorkPlan
+from transom_kernels.paged_attention.work_items import WorkPlan
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes

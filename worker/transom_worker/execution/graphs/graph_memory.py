@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from transom_kernels.launch import next_power_of_two
-from transom_kernels.paged_attention.tuning import LEAST_ROWS
+from transom_kernels.paged_attention.tuning import MIN_DOT_ROWS
 from transom_worker.config import SchedulerConfig
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.memory import activation_bytes
@@ -43,7 +43,7 @@ def _split_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architectur
         return 0
     widest = 0
     for layer in architecture.layers:
-        rows = max(LEAST_ROWS, next_power_of_two(layer.num_heads // layer.num_kv_heads))
+        rows = max(MIN_DOT_ROWS, next_power_of_two(layer.num_heads // layer.num_kv_heads))
         widest = max(widest, layer.num_kv_heads * rows * ((layer.value_size or layer.head_size) + 2))
     return sizes.num_items(size) * widest * FLOAT_BYTES
 

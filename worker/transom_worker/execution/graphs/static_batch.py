@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey, set_launches
-from transom_kernels.paged_attention.work import FIELDS, Work, WorkPlan, plan_work
+from transom_kernels.paged_attention.work_items import ITEM_FIELDS, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes, Need
@@ -107,7 +107,7 @@ class StaticBatch:
 
     def _with_added(self, work: WorkPlan, num_real: int) -> WorkPlan:
         """The step's programs, and one for each added sequence, which sees no key."""
-        added = np.zeros((self._num_seqs - num_real, FIELDS), dtype=np.int32)
+        added = np.zeros((self._num_seqs - num_real, ITEM_FIELDS), dtype=np.int32)
         added[:, 0] = added[:, 3] = np.arange(num_real, self._num_seqs)  # its row and its sequence
         added[:, 1], added[:, 2], added[:, 8] = 1, BEFORE_ALL, -1
         return replace(work, items=np.concatenate([work.items, added]))
@@ -155,7 +155,7 @@ def _fields(
         fields[f"attend_from {group}"] = ((num,), short)
         fields[f"slots {group}"] = ((num,), long)
     for index in range(len(asks)):
-        fields[f"items {index}"] = ((sizes.num_items(size), FIELDS), short)
+        fields[f"items {index}"] = ((sizes.num_items(size), ITEM_FIELDS), short)
         fields[f"combine_items {index}"] = ((sizes.num_combine_items(size), 4), short)
     return fields
 

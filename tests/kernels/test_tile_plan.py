@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import Sequence, Shape, make_case
 
-from transom_kernels.paged_attention.plan import PADDING_BLOCKS, PIECE_ROWS, TILE_BLOCKS, plan_tiles
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.tile_plan import PADDING_BLOCKS, PIECE_ROWS, TILE_BLOCKS, plan_tiles
 
 SEQUENCES = st.lists(
     st.builds(Sequence, start=st.integers(0, 300), count=st.just(1) | st.integers(1, 300), attend_from=st.just(0)),
@@ -30,10 +30,10 @@ def plan_of(sequences, rule, allow_causal=True):
 def test_every_row_is_in_one_tile_or_blind(sequences, rule, allow_causal, attend_from):
     sequences[0].attend_from = attend_from
     batch, plan = plan_of(sequences, rule, allow_causal)
-    rows = list(plan.blind_rows)
-    for reader in [reader for tile in plan.dense for reader in tile]:
-        rows.extend(range(reader.row, reader.row + reader.count))
-        assert reader.count <= PIECE_ROWS
+    rows = list(plan.keyless_rows)
+    for query_rows in [query_rows for tile in plan.dense for query_rows in tile]:
+        rows.extend(range(query_rows.row, query_rows.row + query_rows.count))
+        assert query_rows.count <= PIECE_ROWS
     for chunk in plan.causal:
         rows.extend(range(chunk.row, chunk.row + chunk.count))
     assert sorted(rows) == list(range(sum(batch.count_host)))
@@ -45,10 +45,10 @@ def test_every_row_is_in_one_tile_or_blind(sequences, rule, allow_causal, attend
 def test_decoding_tiles_stay_within_their_bounds(starts, rule):
     _, plan = plan_of([Sequence(start=start, count=1) for start in starts], rule)
     for tile in plan.dense:
-        widest = max(reader.num_blocks for reader in tile)
-        assert sum(widest - reader.num_blocks for reader in tile) <= PADDING_BLOCKS
+        widest = max(query_rows.num_blocks for query_rows in tile)
+        assert sum(widest - query_rows.num_blocks for query_rows in tile) <= PADDING_BLOCKS
         assert len(tile) == 1 or len(tile) * widest <= TILE_BLOCKS
-        assert [reader.row for reader in tile] == sorted(reader.row for reader in tile)
+        assert [query_rows.row for query_rows in tile] == sorted(query_rows.row for query_rows in tile)
 
 
 def test_equal_lengths_share_a_tile():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.work import NO_PARTIAL, Tiling, Work, plan_work
+from transom_kernels.paged_attention.work_items import NO_PARTIAL, Tiling, Work, plan_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Batch:
 def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
     items, combine_items, num_partials, row = [], [], 0, 0
     for b, count in enumerate(batch.count_host):
-        mine = tiling.least <= count <= tiling.most
+        mine = tiling.min_new_tokens <= count <= tiling.max_new_tokens
         for done in range(0, count if mine else 0, tiling.tile_tokens):
             tokens = min(tiling.tile_tokens, count - done)
             position = batch.start_host[b] + done
@@ -52,15 +52,15 @@ def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
 
 
 def slots(batch: Batch, rule: MaskRule, b: int, position: int, tokens: int) -> tuple[int, tuple[int, int]]:
-    size, pinned = batch.block_size, batch.num_sink_blocks
-    shift = (pinned - batch.first_block_host[b]) * size
+    size, num_sink_blocks = batch.block_size, batch.num_sink_blocks
+    shift = (num_sink_blocks - batch.first_block_host[b]) * size
     end = position + tokens
     sinks_end = min(rule.num_sink_tokens, end)
-    low = min(max(sinks_end, rule.lower(position, batch.attend_from_host[b])), end)
-    pinned_end = pinned * size
-    begin_slot = low if low < pinned_end else max(low + shift, pinned_end)
-    end_slot = end if end <= pinned_end else end + shift
-    return sinks_end, (begin_slot, max(begin_slot, end_slot))
+    low = min(max(sinks_end, rule.first_key(position, batch.attend_from_host[b])), end)
+    run_offset = num_sink_blocks * size
+    begin_index = low if low < run_offset else max(low + shift, run_offset)
+    end_index = end if end <= run_offset else end + shift
+    return sinks_end, (begin_index, max(begin_index, end_index))
 
 
 def cut(run: tuple[int, int], split_keys: int) -> list[tuple[int, int]]:
@@ -71,15 +71,15 @@ def cut(run: tuple[int, int], split_keys: int) -> list[tuple[int, int]]:
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     num = draw(st.integers(0, 5))
-    size, pinned = draw(st.sampled_from([4, 16])), draw(st.integers(0, 2))
+    size, num_sink_blocks = draw(st.sampled_from([4, 16])), draw(st.integers(0, 2))
 
     def numbers(high: int) -> list[int]:
         return draw(st.lists(st.integers(0, high), min_size=num, max_size=num))
 
     return Batch(
         block_size=size,
-        num_sink_blocks=pinned,
-        first_block_host=[pinned + one for one in numbers(6)],
+        num_sink_blocks=num_sink_blocks,
+        first_block_host=[num_sink_blocks + one for one in numbers(6)],
         attend_from_host=numbers(70),
         start_host=numbers(200),
         count_host=numbers(40),
@@ -97,8 +97,8 @@ def batches(draw: st.DrawFn) -> Batch:
     ),
     tiling=st.builds(
         Tiling,
-        least=st.integers(0, 5),
-        most=st.integers(1, 40),
+        min_new_tokens=st.integers(0, 5),
+        max_new_tokens=st.integers(1, 40),
         tile_tokens=st.integers(1, 16),
         split_keys=st.sampled_from([0, 16, 48, 64]),
     ),
