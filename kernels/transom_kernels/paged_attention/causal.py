@@ -10,6 +10,7 @@ Legend: C rows, X context keys, KVH KV heads, H query heads, D key width, Dv val
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -19,6 +20,21 @@ from transom_kernels.paged_attention.gather import BlockSet, gather_kv
 from transom_kernels.paged_attention.tile_plan import CausalChunk
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@cache
+def flash_runs(dtype: torch.dtype) -> bool:
+    """Whether torch's flash attention runs with this dtype, tried on a small product.
+
+    It raises an error in bfloat16 where a processor has AMX and ATEN_CPU_CAPABILITY keeps torch from using AVX-512: torch then packs
+    64 and more keys for AMX without the instructions that packing needs.
+    """
+    rows = torch.zeros(1, 1, 64, 64, dtype=dtype)
+    try:
+        flash(rows, rows, rows, 0.0, True, scale=1.0)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.causal import CausalTile, attend_causal, build_causal
+from transom_kernels.paged_attention.causal import CausalTile, attend_causal, build_causal, flash_runs
 from transom_kernels.paged_attention.dense import DenseTile, attend_dense, build_dense
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.tile_plan import plan_tiles
@@ -39,6 +39,7 @@ def paged_attention_torch(
 ) -> torch.Tensor:
     """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
     allow_causal = soft_cap is None and q.shape[-1] == v_cache.shape[-1] and q.device.type == "cpu"
+    allow_causal = allow_causal and flash_runs(q.dtype)
     tiles = _tiles_of(batch, rule, allow_causal, q)
     if len(tiles.dense) == 1 and not tiles.causal and tiles.keyless_rows is None:
         return attend_dense(q, k_cache, v_cache, tiles.dense[0], scale, soft_cap, sink_logits)

@@ -15,7 +15,7 @@ import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.block_lookup import physical_blocks
-from transom_kernels.paged_attention.causal import flash
+from transom_kernels.paged_attention.causal import flash, flash_runs
 from transom_kernels.paged_attention.gather import BlockSet, gather_kv
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.tile_plan import QueryRows
@@ -94,7 +94,7 @@ def flash_is_faster_for_decoding(dtype: torch.dtype) -> bool:
     In bfloat16 it is 1.4 to 2 times as fast where the CPU has AMX, and slower by as much on CPUs without AMX.
     """
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return dtype is torch.bfloat16 and supported is not None and bool(supported())
+    return dtype is torch.bfloat16 and supported is not None and bool(supported()) and flash_runs(dtype)
 
 
 def _attend_flash(
