@@ -26,8 +26,8 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def flash_runs(dtype: torch.dtype) -> bool:
     """Whether torch's flash attention runs with this dtype, tried on a small product.
 
-    It raises an error in bfloat16 where a processor has AMX and ATEN_CPU_CAPABILITY keeps torch from using AVX-512: torch then packs
-    64 and more keys for AMX without the instructions that packing needs.
+    It raises an error in bfloat16 where a processor has AMX and ATEN_CPU_CAPABILITY keeps torch from using AVX-512: torch then
+    packs 64 and more keys for AMX without the instructions that packing needs.
     """
     rows = torch.zeros(1, 1, 64, 64, dtype=dtype)
     try:
