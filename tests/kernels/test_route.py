@@ -39,6 +39,7 @@ def obvious(logits: list[float], routing: Routing, correction: list[float] | Non
 def test_routes(
     tokens: int, width: int, experts: int, score: Any, normalise: bool, corrected: bool, random: Any
 ) -> None:
+    torch.manual_seed(random.getrandbits(32))
     chosen = random.randint(1, experts)
     # few distinct numbers, exact in float32, so that experts often are equal; corrections make up for rounding in scores
     x, weight = torch.randint(-2, 3, (tokens, width)), torch.randint(-1, 2, (experts, width))
