@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from transom_worker.parallel.rendezvous import Meeting, connect, host_id
+from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
 
 HIDDEN = 576
 CASES = [
@@ -66,11 +66,11 @@ def bare_loop(size: int, rounds_scale: float) -> list[tuple[list[float], float]]
 
 def between_ranks(size: int, hosts: list[str], rounds_scale: float) -> list[tuple[list[float], float]]:
     context = multiprocessing.get_context("spawn")
-    meeting = Meeting(hosts)
+    rendezvous = Rendezvous(hosts)
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=rank_main, args=(theirs, meeting.address, rank, size, rounds_scale))
+        process = context.Process(target=rank_main, args=(theirs, rendezvous.address, rank, size, rounds_scale))
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -80,7 +80,7 @@ def between_ranks(size: int, hosts: list[str], rounds_scale: float) -> list[tupl
         found.append((by_rank[0][0], sum(cpu_s for _, cpu_s in by_rank)))
     for process in processes:
         process.join()
-    meeting.close()
+    rendezvous.close()
     return found
 
 

@@ -34,7 +34,7 @@ ABOUT = "about"  # the first job
 NEAR_TIE = 1e-4
 TOLERANCE = 1e-3  # of log-probabilities
 SITUATIONS = ("cold", "hit", "repaired")
-TOGETHER, AGAIN, ALONE = "together", "again", "alone"  # without a cache
+TOGETHER, AGAIN, SINGLE_RANK = "together", "again", "alone"  # without a cache
 V4 = "deepseek_v4"
 
 
@@ -75,7 +75,7 @@ def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
         how = {"tiny": options.tiny, "num_threads": threads}
         cpu, other = (written(checkpoint, device, **how) for device in ("cpu", options.device))
         other |= written_without_cache(checkpoint, options.device, **how)
-    wanted = cpu | {TOGETHER: cpu["cold"], ALONE: cpu["cold"]}
+    wanted = cpu | {TOGETHER: cpu["cold"], SINGLE_RANK: cpu["cold"]}
     parts = {name: compare(wanted[name], other[name]) for name in wanted}
     wrong = {name: part.wrong for name, part in parts.items() if part.wrong}
     worst = max(part.worst for part in parts.values())
@@ -84,7 +84,7 @@ def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
         "excused": sum(part.excused for part in parts.values()),
         "worst_logprob_difference": worst,
         "same_bits_twice": bits(other[TOGETHER]) == bits(other[AGAIN]),
-        "alone_wrong": len(parts[ALONE].wrong),
+        "alone_wrong": len(parts[SINGLE_RANK].wrong),
         "situations": list(parts),
     }
     if wrong:
@@ -136,7 +136,7 @@ def written_without_cache(checkpoint: Path, device: str, *, tiny: bool, num_thre
 
     engine = _engine(checkpoint, device, num_threads=num_threads, enable_prefix_caching=False)
     found = {name: run(engine, _requests(name, tiny=tiny)) for name in (TOGETHER, AGAIN)}
-    found[ALONE] = [run(engine, [request])[0] for request in _requests(ALONE, tiny=tiny)]
+    found[SINGLE_RANK] = [run(engine, [request])[0] for request in _requests(SINGLE_RANK, tiny=tiny)]
     engine.shutdown()
     return found
 

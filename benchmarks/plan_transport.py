@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import zmq
 
-from transom_worker.parallel.rendezvous import Meeting, connect, host_id
+from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
 from transom_worker.scheduling.step import STEP_VERSION, StepPlan, StepResult
 
 NUM_SEQS = 64
@@ -143,7 +143,7 @@ def group_rank(address: str, rank: int, size: int) -> None:
 def by_group(size: int, one_host: bool) -> Iterator[tuple[RoundTrip, list[int]]]:
     """The driver is one more rank, the first, of a communicator as those for tensors."""
     hosts = [host_id() if one_host else str(rank) for rank in range(size + 1)]
-    meeting = Meeting(hosts)
+    rendezvous = Rendezvous(hosts)
     nothing = torch.empty(1, dtype=torch.uint8)
 
     def round_trip() -> object:
@@ -152,11 +152,11 @@ def by_group(size: int, one_host: bool) -> Iterator[tuple[RoundTrip, list[int]]]
         assert parts is not None
         return pickle.loads(parts[1].numpy().tobytes())
 
-    with processes(group_rank, [(meeting.address, rank, size + 1) for rank in range(1, size + 1)]) as pids:
-        comm = connect(meeting.address, rank=0, size=size + 1, timeout_s=60.0)
+    with processes(group_rank, [(rendezvous.address, rank, size + 1) for rank in range(1, size + 1)]) as pids:
+        comm = connect(rendezvous.address, rank=0, size=size + 1, timeout_s=60.0)
         yield round_trip, pids
     comm.close()
-    meeting.close()
+    rendezvous.close()
 
 
 class RayRank:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bare_worker import TINY, StepTimes, step_ms, worker, write_tiny_model
-from transom_worker.parallel.rendezvous import Meeting, connect, host_id
+from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
 
 LOOP_ROUNDS = 2000
 
@@ -44,17 +44,17 @@ def rank_loop(pipe: Connection, address: str, rank: int, size: int, shape: tuple
 def sum_ms(size: int, shape: tuple[int, int]) -> float:
     """Milliseconds of one sum over ranks that do nothing else."""
     context = multiprocessing.get_context("spawn")
-    meeting = Meeting([host_id()] * size)
+    rendezvous = Rendezvous([host_id()] * size)
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=rank_loop, args=(theirs, meeting.address, rank, size, shape)))
+        processes.append(context.Process(target=rank_loop, args=(theirs, rendezvous.address, rank, size, shape)))
         processes[-1].start()
         pipes.append(ours)
     found = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join()
-    meeting.close()
+    rendezvous.close()
     return 1e3 * max(found)
 
 

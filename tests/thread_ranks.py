@@ -19,7 +19,7 @@ from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.model_files.resolve import resolve_model
-from transom_worker.parallel import ALONE, Parallel
+from transom_worker.parallel import SINGLE_RANK, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.settings import Settings
 from transom_worker.telemetry.metrics import EngineMetrics
@@ -29,7 +29,7 @@ TIMEOUT_S = 60.0
 SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS}
 
 
-class Meeting:
+class Rendezvous:
     """Where threads bring their tensors; the last to come does what is asked for, once for all."""
 
     def __init__(self, size: int) -> None:
@@ -72,8 +72,8 @@ class Meeting:
 class ThreadComm:
     """One thread's `Communicator`; sums are in order of rank. Counts what it passes round."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank = meeting, rank
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._rendezvous, self._rank = rendezvous, rank
         self.num_operations = 0
         self.gathered_elements = 0
 
@@ -90,19 +90,19 @@ class ThreadComm:
 
     def _come(self, what: str, x: torch.Tensor) -> Any:
         self.num_operations += 1
-        return self._meeting.come(self._rank, what, x)
+        return self._rendezvous.come(self._rank, what, x)
 
     def close(self) -> None:
-        self._meeting.leave()
+        self._rendezvous.leave()
 
 
 class RankThreads:
     """Runs something on every rank at once."""
 
     def __init__(self, size: int) -> None:
-        self.meeting = Meeting(size)
+        self.rendezvous = Rendezvous(size)
         self.ranks = [
-            Parallel(rank=rank, size=size, comm=ALONE if size == 1 else ThreadComm(self.meeting, rank))
+            Parallel(rank=rank, size=size, comm=SINGLE_RANK if size == 1 else ThreadComm(self.rendezvous, rank))
             for rank in range(size)
         ]
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank {rank}") for rank in range(size)]
@@ -114,13 +114,13 @@ class RankThreads:
             try:
                 return call(parallel)
             except BaseException:
-                self.meeting.leave()
+                self.rendezvous.leave()
                 raise
 
         futures = [thread.submit(guarded, rank) for thread, rank in zip(self._threads, self.ranks, strict=True)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
-            self.meeting.reset()
+            self.rendezvous.reset()
             raise next((error for error in errors if not isinstance(error, RankLost)), errors[0])
         return [future.result() for future in futures]
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from transom_kernels.moe import ExpertTensors, GateRule
 from transom_kernels.route import Routing
 from transom_kernels.route.reference import routes_of
+from transom_worker.layers.expert_router import ExpertRouter, Routes
 from transom_worker.layers.experts import ExpertsByMatrix, make_experts
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.moe import Moe
-from transom_worker.layers.router import Router, Routes
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 24, 16, 7, 3
 SILU = GateRule()
@@ -101,7 +101,7 @@ def test_given_experts_are_weighed_by_their_scores():
 def test_a_router_computes_in_float32():
     weight, bias = torch.randn(EXPERTS, HIDDEN).bfloat16(), torch.randn(EXPERTS).bfloat16()
     x = torch.randn(5, HIDDEN).bfloat16()
-    got = Router(weight, Routing(num_chosen=2), bias_E=bias)(x)
+    got = ExpertRouter(weight, Routing(num_chosen=2), bias_E=bias)(x)
     wanted = route(F.linear(x.float(), weight.float(), bias.float()), Routing(num_chosen=2))
     assert got.experts_TK.equal(wanted.experts_TK)
     assert got.weights_TK.dtype == torch.float32
@@ -167,7 +167,7 @@ def test_a_mixture_adds_router_experts_and_the_shared_expert(shared):
     x, residual, gate = torch.randn(9, HIDDEN), torch.randn(9, HIDDEN), torch.randn(EXPERTS, HIDDEN)
     matrices = [torch.randn(shape) for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
     dense = GatedMlp(matrices, None, quantization="none") if shared else None
-    router = Router(gate, Routing(num_chosen=CHOSEN))
+    router = ExpertRouter(gate, Routing(num_chosen=CHOSEN))
     experts = make_experts(weights, SILU, quantization="none")
     moe = Moe(router, experts, dense)
     kept = residual.clone()

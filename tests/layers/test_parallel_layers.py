@@ -8,10 +8,10 @@ import torch
 from thread_ranks import RankThreads
 from transom_worker.layers.embedding import Embedding, make_embedding
 from transom_worker.layers.linear import PlainLinear, make_linear
-from transom_worker.layers.norm import AllHeadsNorm, SharedAllHeadsNorm
+from transom_worker.layers.norm import AllHeadsQkNorm, SharedAllHeadsQkNorm
 from transom_worker.layers.parallel_linear import make_row_parallel
 from transom_worker.model_config.sharding import cut
-from transom_worker.parallel import ALONE, Parallel
+from transom_worker.parallel import SINGLE_RANK, Parallel
 
 
 def part(total: int, parallel: Parallel) -> slice:
@@ -39,8 +39,8 @@ def test_row_parallel_adds_bias_and_residual_once(size: int) -> None:
 
 
 def test_one_rank_has_plain_layers() -> None:
-    assert type(make_row_parallel(torch.randn(4, 4), comm=ALONE)) is PlainLinear
-    assert type(make_embedding(torch.randn(4, 4), first_id=0, comm=ALONE)) is Embedding
+    assert type(make_row_parallel(torch.randn(4, 4), comm=SINGLE_RANK)) is PlainLinear
+    assert type(make_embedding(torch.randn(4, 4), first_id=0, comm=SINGLE_RANK)) is Embedding
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -65,11 +65,11 @@ def test_norm_over_heads_that_ranks_share(dtype: torch.dtype) -> None:
     x = torch.randn(9, 5, 8).to(dtype)
     query, key = torch.rand(32) + 0.5, torch.rand(8) + 0.5
     wanted = x.clone()
-    AllHeadsNorm(query, key, 1e-5)(wanted)
+    AllHeadsQkNorm(query, key, 1e-5)(wanted)
 
     def on_rank(parallel: Parallel) -> torch.Tensor:
         heads = part(4, parallel)
-        norm = SharedAllHeadsNorm(
+        norm = SharedAllHeadsQkNorm(
             query[heads.start * 8 : heads.stop * 8],
             key,
             1e-5,

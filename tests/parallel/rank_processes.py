@@ -15,7 +15,7 @@ import torch
 
 from transom_worker.errors import RankLost
 from transom_worker.parallel.communicator import Communicator
-from transom_worker.parallel.rendezvous import Meeting, connect, host_id
+from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
 
 KINDS = ("memory", "gloo")
 PATIENCE_S = 120.0  # of the test with a rank; what comes within it was not waited for by a rank that has `NEVER_S`
@@ -62,16 +62,16 @@ def ranks(
 ) -> Iterator[list[RankProcess]]:
     """`size` ranks, or the first `come` of them, that run `body(communicator, rank, pipe)`."""
     hosts = [host_id() if kind == "memory" else str(rank) for rank in range(size)]
-    meeting = Meeting(hosts)
+    rendezvous = Rendezvous(hosts)
     processes: list[RankProcess] = []
     try:
         for rank in range(size if come is None else come):
-            processes.append(RankProcess(body, meeting.address, rank, size, timeout_s))
+            processes.append(RankProcess(body, rendezvous.address, rank, size, timeout_s))
         yield processes
     finally:
         for process in processes:
             process.end()
-        meeting.close()
+        rendezvous.close()
 
 
 def outcomes(kind: str, size: int, body: Body, *, timeout_s: float = NEVER_S) -> list[Any]:

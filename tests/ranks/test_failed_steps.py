@@ -14,7 +14,7 @@ from transom_worker.engine.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
 from transom_worker.execution.ranks import executor
 from transom_worker.execution.ranks.channel import ExecutorChannel
-from transom_worker.execution.ranks.messages import Step, decode, encode
+from transom_worker.execution.ranks.messages import RunStep, decode, encode
 from transom_worker.scheduling.step import StepPlan
 
 PROMPT = list(range(5, 45))
@@ -76,7 +76,7 @@ def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.Monkey
     def send_another(channel: ExecutorChannel, rank: int, frame: zmq.Frame) -> None:
         if rank == 1:
             step = decode(frame.bytes)
-            frame = zmq.Frame(encode(Step(step.epoch, StepPlan(step_id=step.plan.step_id, version=99))))
+            frame = zmq.Frame(encode(RunStep(step.epoch, StepPlan(step_id=step.plan.step_id, version=99))))
         send(channel, rank, frame)
 
     engine.add(make_request("refused", PROMPT, max_tokens=4))

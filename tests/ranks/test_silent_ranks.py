@@ -15,7 +15,7 @@ from transom_worker.execution.ranks import startup
 from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher, OnEnd
-from transom_worker.execution.ranks.messages import Hello, Loaded, Opened, Progress, RankSetup
+from transom_worker.execution.ranks.messages import Hello, Loaded, LoadProgress, RankSetup, RendezvousOpened
 from transom_worker.settings import Settings
 
 SILENCE_S = 10.0
@@ -84,8 +84,8 @@ def test_ranks_that_say_nothing(config: EngineConfig) -> None:
 def test_a_long_load_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank tells of its progress and the other does not; silence counts from the last word of either."""
     hellos = [(1.0, rank, Hello("host", "", rank)) for rank in range(2)]
-    loading = [(0.9 * SILENCE_S, 1, Progress(share / 100, share)) for share in range(100)]
-    script = Script([*hellos, (1.0, 0, Opened("")), *loading, (1.0, 1, Loaded())], monkeypatch)
+    loading = [(0.9 * SILENCE_S, 1, LoadProgress(share / 100, share)) for share in range(100)]
+    script = Script([*hellos, (1.0, 0, RendezvousOpened("")), *loading, (1.0, 1, Loaded())], monkeypatch)
     with pytest.raises(RankLost, match="silence"):
         startup.start_ranks(script, timeout_s=SILENCE_S)  # type: ignore[arg-type]
     assert script.now_s == pytest.approx(4.0 + 90 * SILENCE_S + SILENCE_S)

@@ -19,7 +19,7 @@ from transom_worker.errors import ConfigError, ModelError, RankLost
 from transom_worker.execution.ranks import channel, executor
 from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.execution.ranks.group import RankGroup
-from transom_worker.execution.ranks.messages import Allocate, Load, Open
+from transom_worker.execution.ranks.messages import Allocate, Load, OpenRendezvous
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.settings import Settings
 
@@ -59,7 +59,7 @@ def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
 @pytest.mark.parametrize(
     ("message", "rank"),
     [
-        pytest.param(Open, 1, marks=pytest.mark.exhaustive),
+        pytest.param(OpenRendezvous, 1, marks=pytest.mark.exhaustive),
         (Load, 0),
         pytest.param(Allocate, 1, marks=pytest.mark.exhaustive),
     ],

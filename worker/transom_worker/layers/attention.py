@@ -16,7 +16,7 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.rotary import rotary_
 from transom_worker.layers.forward_batch import LayerCache
 from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, SharedAllHeadsNorm
+from transom_worker.layers.norm import AllHeadsQkNorm, QkNorm, SharedAllHeadsQkNorm
 from transom_worker.layers.rope import RotaryTables
 
 
@@ -41,9 +41,9 @@ class AttentionOptions:
     scale: float | None = None  # of the scores; None: head_size ** -0.5
     soft_cap: float | None = None
     sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink for each of this rank's heads
-    norm: HeadNorm | AllHeadsNorm | SharedAllHeadsNorm | None = None  # of query and key heads before rotation
-    norm_after_rotation: HeadNorm | None = None
-    value_norm: HeadNorm | None = None
+    norm: QkNorm | AllHeadsQkNorm | SharedAllHeadsQkNorm | None = None  # of query and key heads before rotation
+    norm_after_rotation: QkNorm | None = None
+    value_norm: QkNorm | None = None
     value_scale: float = 1.0
 
 
@@ -124,7 +124,7 @@ class Attention:
         heads, kv_heads, norm = self._shape.num_heads, self._shape.num_kv_heads, self._options.norm
         qk, v = self._project(x_TN, heads, kv_heads)
         assert v is not None
-        if norm is not None and not isinstance(norm, HeadNorm):
+        if norm is not None and not isinstance(norm, QkNorm):
             norm(qk)
         q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
         how, turns = self._preparation, None
@@ -178,7 +178,7 @@ class Attention:
 
 def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparation:
     """The norms of single heads and the factors, as `prepare_qkv` takes them."""
-    norm = options.norm if isinstance(options.norm, HeadNorm) else None
+    norm = options.norm if isinstance(options.norm, QkNorm) else None
     weight_HD = None if norm is None else norm.weight_HD
     norms = [part for part in (norm, options.norm_after_rotation, options.value_norm) if part is not None]
     return Preparation(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from transom_worker.layers.linear import PlainLinear, Quantization, make_linear
-from transom_worker.parallel import ALONE, Communicator
+from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class Embedding:
@@ -46,7 +46,7 @@ class ShardedEmbedding(Embedding):
 
 def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> Embedding:
     """The embedding of this rank's rows of a table."""
-    if comm is ALONE:
+    if comm is SINGLE_RANK:
         return Embedding(weight_VN, scale=scale)
     return ShardedEmbedding(weight_VN, first_id=first_id, comm=comm, scale=scale)
 

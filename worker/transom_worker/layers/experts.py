@@ -15,8 +15,8 @@ import torch
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, moe
+from transom_worker.layers.expert_router import Routes
 from transom_worker.layers.linear import Linear, Quantization, make_linear
-from transom_worker.layers.router import Routes
 
 
 class Experts(ABC):

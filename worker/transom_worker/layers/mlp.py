@@ -12,7 +12,7 @@ import torch
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_worker.layers.linear import PackedLinear, Quantization, make_linear, runs_packed
 from transom_worker.layers.parallel_linear import make_row_parallel
-from transom_worker.parallel import ALONE, Communicator
+from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class GatedMlp:
@@ -25,7 +25,7 @@ class GatedMlp:
         *,
         quantization: Quantization,
         activation: Activation = "silu",
-        comm: Communicator = ALONE,
+        comm: Communicator = SINGLE_RANK,
     ) -> None:
         """Several ranks share the inner width; the way back's bias is the first one's alone, others give None."""
         self._activation: Activation = activation

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from transom_worker.layers.expert_router import ExpertRouter
 from transom_worker.layers.experts import Experts
 from transom_worker.layers.mlp import GatedMlp
-from transom_worker.layers.router import Router
-from transom_worker.parallel import ALONE, Communicator
+from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class Moe:
@@ -20,7 +20,12 @@ class Moe:
     """
 
     def __init__(
-        self, router: Router, experts: Experts, shared: GatedMlp | None = None, *, comm: Communicator = ALONE
+        self,
+        router: ExpertRouter,
+        experts: Experts,
+        shared: GatedMlp | None = None,
+        *,
+        comm: Communicator = SINGLE_RANK,
     ) -> None:
         """`shared` leaves its sum over the ranks to this."""
         self._router, self._experts, self._shared, self._comm = router, experts, shared, comm

@@ -52,7 +52,7 @@ class LayerNorm:
         return F.layer_norm(x_TN, self._weight_N.shape, self._weight_N, None, self._eps)
 
 
-class HeadNorm:
+class QkNorm:
     """Root-mean-square normalisation of each head by itself, in place; without a weight every head's length is fixed."""
 
     def __init__(self, weight_HD: torch.Tensor | None, eps: float) -> None:
@@ -64,7 +64,7 @@ class HeadNorm:
         head_norm_(x_THD, self.weight_HD, self.eps)
 
 
-class AllHeadsNorm:
+class AllHeadsQkNorm:
     """Root-mean-square normalisation over all query heads at once and over all key heads at once, in place."""
 
     def __init__(self, query_weight: torch.Tensor, key_weight: torch.Tensor, eps: float) -> None:
@@ -78,8 +78,8 @@ class AllHeadsNorm:
             part.copy_(rms_norm(part.flatten(1), weight, self._eps)[0].view_as(part))
 
 
-class SharedAllHeadsNorm:
-    """`AllHeadsNorm` where several ranks share the heads: what they add up is the squares."""
+class SharedAllHeadsQkNorm:
+    """`AllHeadsQkNorm` where several ranks share the heads: what they add up is the squares."""
 
     def __init__(
         self,

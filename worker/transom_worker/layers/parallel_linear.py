@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from transom_worker.layers.linear import Linear, Quantization, make_linear
-from transom_worker.parallel import ALONE, Communicator
+from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class RowParallelLinear(Linear):
@@ -37,20 +37,20 @@ def make_row_parallel(
     bias_N: torch.Tensor | None = None,
     *,
     quantization: Quantization = "none",
-    comm: Communicator = ALONE,
+    comm: Communicator = SINGLE_RANK,
 ) -> Linear:
-    """The layer for this rank's columns of a weight; `ALONE`, as for one rank, leaves the sum to the caller.
+    """The layer for this rank's columns of a weight; `SINGLE_RANK`, as for one rank, leaves the sum to the caller.
 
     In int8 each rank rounds its weight's rows and its part of the input with scales of their own, which are finer than one for
     all.
     """
     linear = make_linear(weight_NK, bias_N, quantization=quantization)
-    return linear if comm is ALONE else RowParallelLinear(linear, comm)
+    return linear if comm is SINGLE_RANK else RowParallelLinear(linear, comm)
 
 
 def all_reduce_both(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums over ranks of two tensors of one shape, in one exchange."""
-    if comm is ALONE:
+    if comm is SINGLE_RANK:
         return x, y
     both = comm.all_reduce_(torch.stack((x, y)))
     return both[0], both[1]

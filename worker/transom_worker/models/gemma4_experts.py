@@ -10,9 +10,9 @@ import torch
 from transom_kernels.hyper_connections import hc_norm
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
+from transom_worker.layers.expert_router import ExpertRouter
 from transom_worker.layers.experts import make_experts
 from transom_worker.layers.parallel_linear import all_reduce_both
-from transom_worker.layers.router import Router
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.expert_loading import experts_by_rows
 from transom_worker.models.loading import Loader
@@ -34,7 +34,7 @@ class DenseAndExperts:
         scale_N = load.tensor("router.scale", torch.float32, shape=(hidden,)) * hidden**-0.5
         weight_EN = load.tensor("router.proj.weight", torch.float32, shape=(experts, hidden)) * scale_N
         expert_scale_E = load.tensor("router.per_expert_scale", torch.float32, shape=(experts,))
-        self._router = Router(weight_EN, Routing(num_chosen=mixture.num_chosen), expert_scale_E=expert_scale_E)
+        self._router = ExpertRouter(weight_EN, Routing(num_chosen=mixture.num_chosen), expert_scale_E=expert_scale_E)
         self._eps, self._comm = eps, load.comm
         self._before_mlp = load.norm("pre_feedforward_layernorm", eps, size=hidden, wide=True)
         self._after_mlp = load.norm("post_feedforward_layernorm_1", eps, size=hidden, wide=True)

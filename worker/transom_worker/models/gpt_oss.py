@@ -9,9 +9,9 @@ import torch
 
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
+from transom_worker.layers.expert_router import ExpertRouter
 from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
-from transom_worker.layers.router import Router
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_stack
@@ -24,7 +24,7 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
     assert mixture is not None
     assert mixture.clamp is not None
     load = load.under("mlp.")
-    router = Router(
+    router = ExpertRouter(
         load.tensor("router.weight", torch.float32, shape=(mixture.num_experts, hidden_size)),
         Routing(num_chosen=mixture.num_chosen),
         bias_E=load.tensor("router.bias", torch.float32, shape=(mixture.num_experts,)),

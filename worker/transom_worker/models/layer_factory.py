@@ -9,7 +9,7 @@ import torch
 
 from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
 from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, Norm, RmsNorm, SharedAllHeadsNorm
+from transom_worker.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, QkNorm, RmsNorm, SharedAllHeadsQkNorm
 from transom_worker.layers.rope import RotaryEmbedding
 from transom_worker.model_config.architecture import Architecture, LayerAttention
 from transom_worker.model_config.rope import Rope
@@ -35,8 +35,8 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
         value_scale=architecture.scales.value,
         norm=_head_norm(architecture, layer, heads, style, load),
-        norm_after_rotation=HeadNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
-        value_norm=HeadNorm(None, eps) if style.value_norm else None,
+        norm_after_rotation=QkNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
+        value_norm=QkNorm(None, eps) if style.value_norm else None,
     )
     return Attention(qkv, output, attention_shape(layer, heads), options)
 
@@ -96,7 +96,7 @@ def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loa
 
 def _head_norm(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
-) -> HeadNorm | AllHeadsNorm | SharedAllHeadsNorm | None:
+) -> QkNorm | AllHeadsQkNorm | SharedAllHeadsQkNorm | None:
     if style.qk_norm == "none":
         return None
     if style.qk_norm == "all":
@@ -107,12 +107,12 @@ def _head_norm(
     if layer.reads_cache_of is None:
         key = load.tensor("k_norm.weight", dtype, shape=size)
         weight_HD = torch.cat([weight_HD, key.expand(heads.num_kv, -1)])
-    return HeadNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD, architecture.rms_norm_eps)
+    return QkNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD, architecture.rms_norm_eps)
 
 
 def _norm_over_all_heads(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, load: Loader
-) -> AllHeadsNorm | SharedAllHeadsNorm:
+) -> AllHeadsQkNorm | SharedAllHeadsQkNorm:
     size, eps, parallel = layer.head_size, architecture.rms_norm_eps, load.parallel
     widths = (layer.num_heads * size, layer.num_kv_heads * size)
     query, key = (
@@ -120,9 +120,9 @@ def _norm_over_all_heads(
         for name, width, own in zip("qk", widths, (heads.queries, heads.kv), strict=True)
     )
     if parallel.size == 1:
-        return AllHeadsNorm(query, key, eps)
+        return AllHeadsQkNorm(query, key, eps)
     counts_keys = kv_holders(layer.num_kv_heads, heads.kv.start, parallel.size).start == parallel.rank
-    return SharedAllHeadsNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
+    return SharedAllHeadsQkNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
 
 
 def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:

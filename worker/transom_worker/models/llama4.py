@@ -11,9 +11,9 @@ import torch
 
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
+from transom_worker.layers.expert_router import ExpertRouter
 from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
-from transom_worker.layers.router import Router
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.scales import PositionScale
 from transom_worker.models.decoder import Decoder
@@ -29,7 +29,9 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
         return load.mlp(architecture.gate_activation, (hidden_size, mixture.dense_size), prefix="feed_forward.")
     load = load.under("feed_forward.")
     routing = Routing(num_chosen=mixture.num_chosen, score="sigmoid", normalise=False)
-    router = Router(load.tensor("router.weight", torch.float32, shape=(mixture.num_experts, hidden_size)), routing)
+    router = ExpertRouter(
+        load.tensor("router.weight", torch.float32, shape=(mixture.num_experts, hidden_size)), routing
+    )
     experts = make_experts(
         experts_by_stack(load.under("experts."), mixture, hidden_size),
         GateRule(activation=architecture.gate_activation),

@@ -19,7 +19,7 @@ from transom_worker.layers.parallel_linear import make_row_parallel
 from transom_worker.model_config.scales import NO_SCALES, Scales
 from transom_worker.model_config.sharding import cut
 from transom_worker.models.model import Weights
-from transom_worker.parallel import ALONE, Communicator, Parallel
+from transom_worker.parallel import SINGLE_RANK, Communicator, Parallel
 from transom_worker.weights import ALL, WHOLE, Part
 
 
@@ -38,7 +38,7 @@ class Loader:
     @property
     def comm(self) -> Communicator:
         """How layers add up over the ranks: not at all for one rank, nor where the caller does."""
-        return self.parallel.comm if self.adds_up else ALONE
+        return self.parallel.comm if self.adds_up else SINGLE_RANK
 
     def under(self, prefix: str) -> Loader:
         """The same for names that begin with `prefix` too."""

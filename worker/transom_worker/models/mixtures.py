@@ -6,9 +6,9 @@ import torch
 
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
+from transom_worker.layers.expert_router import ExpertRouter
 from transom_worker.layers.experts import make_experts
 from transom_worker.layers.moe import Moe
-from transom_worker.layers.router import Router
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_name
@@ -50,7 +50,7 @@ def _routed(
         scale=mixture.scale,
     )
     gate_EN = load.tensor("gate.weight", torch.float32, shape=(mixture.num_experts, architecture.hidden_size))
-    router = Router(gate_EN, routing, correction_E=correction_E)
+    router = ExpertRouter(gate_EN, routing, correction_E=correction_E)
     weights = experts_by_name(
         load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
     )

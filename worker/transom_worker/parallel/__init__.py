@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transom_worker.parallel.communicator import ALONE, Communicator
+from transom_worker.parallel.communicator import SINGLE_RANK, Communicator
 from transom_worker.parallel.parallel import Parallel
 
-__all__ = ["ALONE", "Communicator", "Parallel"]
+__all__ = ["SINGLE_RANK", "Communicator", "Parallel"]

@@ -30,7 +30,7 @@ class Communicator(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """One rank: nothing to do."""
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,4 +49,4 @@ class Alone:
         """Nothing."""
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()

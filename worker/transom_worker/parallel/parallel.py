@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from transom_worker.parallel.communicator import ALONE, Communicator
+from transom_worker.parallel.communicator import SINGLE_RANK, Communicator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,7 @@ class Parallel:
 
     rank: int = 0
     size: int = 1
-    comm: Communicator = field(default=ALONE, compare=False)
+    comm: Communicator = field(default=SINGLE_RANK, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

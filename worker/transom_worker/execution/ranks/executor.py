@@ -16,7 +16,7 @@ from transom_worker.errors import ConfigError, ModelError, RankLost, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUse
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
-from transom_worker.execution.ranks.messages import Done, Failed, Step, Used
+from transom_worker.execution.ranks.messages import RankFailed, RankUsed, RunStep, StepDone
 from transom_worker.execution.ranks.startup import start_ranks
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -69,7 +69,7 @@ class RanksExecutor(Executor):
         self.check()
         assert self._group is not None
         try:
-            self._group.send_all(Step(self._epoch, plan))
+            self._group.send_all(RunStep(self._epoch, plan))
         except BaseException:  # such as an interrupt: some ranks may have the plan and others not
             self._kill()
             raise
@@ -159,12 +159,12 @@ class RanksExecutor(Executor):
                 rank, message = self._group.receive(self._deadline_s())
             except RankLost as error:
                 raise self._failed_alone() or error from error.__cause__
-            if isinstance(message, Done):
+            if isinstance(message, StepDone):
                 if self._in_flight and message.result.step_id == self._in_flight[0][0]:
                     self._in_flight.popleft()
                     self._answered_s = time.monotonic()
                     return message.result
-            elif isinstance(message, Used):
+            elif isinstance(message, RankUsed):
                 self._uses[rank] = message.use
             else:
                 self._failed(rank, message)
@@ -175,7 +175,7 @@ class RanksExecutor(Executor):
             return self._failed_s + FAILURE_TIMEOUT_S
         return max(self._in_flight[0][1], self._answered_s) + self._config.ranks.step_timeout_s + HANG_GRACE_S
 
-    def _failed(self, rank: int, failed: Failed) -> None:
+    def _failed(self, rank: int, failed: RankFailed) -> None:
         """A step that failed on every rank before they did anything together leaves them as they were."""
         assert self._group is not None
         if not self._failures:
@@ -200,7 +200,7 @@ class RanksExecutor(Executor):
         self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were submitted
         self._answered_s = 0.0
         self._epoch = 0  # steps that have failed
-        self._failures: dict[int, Failed] = {}  # of the step that fails now, by rank
+        self._failures: dict[int, RankFailed] = {}  # of the step that fails now, by rank
         self._failed_s = 0.0
 
     def _close(self) -> None:

@@ -11,7 +11,7 @@ from transom_worker.config import EngineConfig
 from transom_worker.errors import RankLost
 from transom_worker.execution.ranks.channel import ExecutorChannel
 from transom_worker.execution.ranks.launcher import Launcher
-from transom_worker.execution.ranks.messages import Failed, RankSetup
+from transom_worker.execution.ranks.messages import RankFailed, RankSetup
 from transom_worker.logs import process_name
 
 LAST_WORDS_S = 1.0  # a lost rank shows in several ways at once; whoever knows the cause may say so until then
@@ -72,7 +72,7 @@ class RankGroup:
         while True:
             found = self._channel.receive(deadline_s - time.monotonic())
             if found is not None:
-                if isinstance(found[1], Failed) and found[1].step_id is None:
+                if isinstance(found[1], RankFailed) and found[1].step_id is None:
                     raise self._lost_by(found)
                 return found
             self.check()
@@ -115,10 +115,10 @@ class RankGroup:
     def _lost_by(self, found: tuple[int, Any] | None) -> RankLost:
         """The error for the last words of a rank, or for its end without any; others may know better than that a peer left."""
         until_s = time.monotonic() + LAST_WORDS_S
-        words: tuple[int, Failed] | None = None
+        words: tuple[int, RankFailed] | None = None
         spoken: set[int] = set()
         while not self._interrupted:
-            if found is not None and isinstance(found[1], Failed):
+            if found is not None and isinstance(found[1], RankFailed):
                 words = found
                 spoken.add(found[0])
                 if found[1].error.kind != RankLost.__name__:

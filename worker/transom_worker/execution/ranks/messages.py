@@ -1,22 +1,22 @@
-"""What an executor and its ranks say to each other, in the order in which they say it.
+"""The messages between an executor and its ranks, in the order in which they are sent.
 
-    rank               executor
-    Hello         ->                  the process runs, on this host
-                  <-  Open            to the first rank: open a meeting for ranks on these hosts
-    Opened        ->
-                  <-  Load            join the other ranks there, and load your part
-    Progress ...  ->
-    Loaded        ->
-                  <-  Measure         once all have loaded: how large may the pool be?
-    Room          ->
-                  <-  Allocate        the least of all answers
-    Ready         ->
-                  <-  Step ...        plans, to all ranks alike
-    Used ...      ->                  what the rank has used, once a second while it works
-    Done ...      ->                  results, from the first rank
-    Failed        ->                  at any time, instead of the next answer
+    rank                     executor
+    Hello               ->                    the rank's process runs, on this host
+                        <-  OpenRendezvous    to the first rank only: open a rendezvous for ranks on these hosts
+    RendezvousOpened    ->
+                        <-  Load              connect to the other ranks there, and load this rank's part of the weights
+    LoadProgress ...    ->
+    Loaded              ->
+                        <-  Measure           once all ranks have loaded: how large a KV pool fits?
+    KvCapacity          ->
+                        <-  Allocate          the smallest capacity of all ranks
+    Ready               ->
+                        <-  RunStep ...       plans, the same to all ranks
+    RankUsed ...        ->                    what the rank has used, once a second while it works
+    StepDone ...        ->                    results, from the first rank only
+    RankFailed          ->                    at any time, in place of the next message
 
-Everything is plain data and pickled: both ends are the same program, and nobody else can write into the channel.
+Messages are plain data and pickled. Both ends are the same program, and the channel's keys keep other programs out.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """All that a new rank must know. It holds a secret: launchers hand it over in memory, never on disk."""
+    """All that a new rank must know. It holds a secret, so launchers pass it in memory, never on disk."""
 
     config: EngineConfig
     rank: int
     size: int
     endpoint: str
     server_key: bytes
-    worker: str = "0"  # whose rank it is, for its log lines
+    worker: str = "0"  # the id of the worker, for the rank's log lines
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank's process runs. Ranks of the same `host` share cores and memory; `ip` is the rank's address for the others."""
+    """A rank's process runs. Ranks with the same `host` share cores and memory; other ranks reach this one at `ip`."""
 
     host: str
     ip: str
@@ -53,30 +53,30 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Open a meeting for ranks on these hosts, in order of rank."""
+class OpenRendezvous:
+    """Asks the first rank to open a rendezvous. `hosts` are the hosts of all ranks, in order of rank."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """Where ranks meet."""
+class RendezvousOpened:
+    """The rendezvous is open at this address."""
 
-    meeting: str
+    rendezvous: str
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Meet the others and load, beside so many ranks on the same host."""
+    """Asks a rank to connect to the other ranks and to load its weights. `ranks_on_host` ranks share this host."""
 
-    meeting: str
+    rendezvous: str
     ranks_on_host: int
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far loading has come: the share of the checkpoint's tensors that were read, and this rank's bytes of them."""
+class LoadProgress:
+    """How far loading has come: the share of the tensors that the rank has read, and the bytes that it keeps of them."""
 
     share: float
     num_bytes: int
@@ -84,70 +84,73 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The weights are in place."""
+    """The rank has loaded its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Say how large a pool there is room for."""
+    """Asks a rank for the size of the largest KV pool that fits into its memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes of the largest pool that this rank has room for."""
+class KvCapacity:
+    """The size of the largest KV pool that fits into this rank's memory, in bytes."""
 
     pool_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Make the cache of this pool, and warm up."""
+    """Asks a rank to allocate a KV pool of this size, and to warm up."""
 
     pool_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Plans may come."""
+    """The rank is ready for plans."""
 
     info: ExecutorInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A plan. `epoch` counts the steps that have failed: behind a failed step, plans of its epoch are dropped."""
+class RunStep:
+    """A plan to run. `epoch` counts the steps that have failed so far: after a failed step, ranks drop the plans of its epoch."""
 
     epoch: int
     plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """What this rank has used since its process began."""
+class RankUsed:
+    """The time and memory that this rank has used since its process began."""
 
     use: RankUse
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A step's result."""
+class StepDone:
+    """The result of one step."""
 
     result: StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """Start-up or a step raised. With a `step_id`, before the rank began anything that ranks do together: it goes on."""
+class RankFailed:
+    """Start-up or a step raised an exception.
+
+    `step_id` is given where the step failed before the rank's first collective: the rank can then go on with later steps.
+    """
 
     error: ErrorInfo
     step_id: int | None = None
 
 
 def encode(message: object) -> bytes:
-    """A message's bytes."""
+    """Return a message as bytes."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def decode(data: bytes) -> Any:
-    """The message again."""
+    """Return the message that `encode` has turned into bytes."""
     return pickle.loads(data)

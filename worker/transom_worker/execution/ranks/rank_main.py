@@ -16,25 +16,25 @@ from transom_worker.errors import StepFailed, TransomError
 from transom_worker.execution.model_loading import choose_device
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
-    Done,
-    Failed,
     Hello,
+    KvCapacity,
     Load,
     Loaded,
+    LoadProgress,
     Measure,
-    Open,
-    Opened,
-    Progress,
+    OpenRendezvous,
+    RankFailed,
     RankSetup,
+    RankUsed,
     Ready,
-    Room,
-    Step,
-    Used,
+    RendezvousOpened,
+    RunStep,
+    StepDone,
 )
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.logs import show_all_logs
-from transom_worker.parallel import ALONE, Communicator, Parallel
-from transom_worker.parallel.rendezvous import Meeting, connect, host_id
+from transom_worker.parallel import SINGLE_RANK, Communicator, Parallel
+from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
 
 logger = logging.getLogger("transom.worker")
 
@@ -57,7 +57,7 @@ def run_rank(setup: RankSetup, *, ip: str) -> None:
     except Exception as error:
         if not isinstance(error, TransomError):
             logger.exception("Rank %d of %d ends.", setup.rank, setup.size)
-        channel.send(Failed(_described(error)))
+        channel.send(RankFailed(_described(error)))
     finally:
         rank.leave()
         channel.close()
@@ -68,8 +68,8 @@ class _Rank:
 
     def __init__(self, setup: RankSetup, channel: RankChannel, ip: str) -> None:
         self._setup, self._channel, self._ip = setup, channel, ip
-        self._comm: Communicator = ALONE
-        self._meeting: Meeting | None = None
+        self._comm: Communicator = SINGLE_RANK
+        self._meeting: Rendezvous | None = None
         self._epoch = 0
         self._use_at_s = -USE_PERIOD_S
 
@@ -78,7 +78,7 @@ class _Rank:
         load = self._meet()
         self._start(load)
         while True:
-            step: Step = self._channel.receive()
+            step: RunStep = self._channel.receive()
             if step.epoch == self._epoch:
                 self._execute(step)
             else:  # submitted before the executor knew of the step that failed
@@ -93,13 +93,13 @@ class _Rank:
     def _meet(self) -> Load:
         setup, device = self._setup, choose_device(self._setup.config.model.device).type
         message = self._channel.receive()
-        if isinstance(message, Open):
-            self._meeting = Meeting(message.hosts, device=device, ip=self._ip)
-            self._channel.send(Opened(self._meeting.address))
+        if isinstance(message, OpenRendezvous):
+            self._meeting = Rendezvous(message.hosts, device=device, ip=self._ip)
+            self._channel.send(RendezvousOpened(self._meeting.address))
             message = self._channel.receive()
         load: Load = message
         self._comm = connect(
-            load.meeting,
+            load.rendezvous,
             rank=setup.rank,
             size=setup.size,
             timeout_s=PATIENCE * setup.config.ranks.step_timeout_s,
@@ -115,14 +115,14 @@ class _Rank:
         self._channel.send(Loaded())
         message = self._channel.receive()
         if isinstance(message, Measure):
-            self._channel.send(Room(self._runner.pool_bytes()))
+            self._channel.send(KvCapacity(self._runner.pool_bytes()))
             message = self._channel.receive()
         self._channel.send(Ready(self._runner.allocate(message.pool_bytes)))
 
     def _report(self, share: float, num_bytes: int) -> None:
-        self._channel.send(Progress(share, num_bytes))
+        self._channel.send(LoadProgress(share, num_bytes))
 
-    def _execute(self, step: Step) -> None:
+    def _execute(self, step: RunStep) -> None:
         try:
             result = self._runner.execute(step.plan)
         except Exception as error:
@@ -130,18 +130,18 @@ class _Rank:
                 raise
             self._epoch += 1
             self._runner.abandon(step.plan)
-            self._channel.send(Failed(_described(error), step.plan.step_id))
+            self._channel.send(RankFailed(_described(error), step.plan.step_id))
             return
         self._tell_use()
         if self._setup.rank == 0:
-            self._channel.send(Done(result))
+            self._channel.send(StepDone(result))
 
     def _tell_use(self) -> None:
         """After a step, so that a rank at rest is silent; before the result, so that the first one's is heard with it."""
         now_s = time.monotonic()
         if now_s - self._use_at_s >= USE_PERIOD_S:
             self._use_at_s = now_s
-            self._channel.send(Used(self._runner.use))
+            self._channel.send(RankUsed(self._runner.use))
 
 
 def _described(error: Exception) -> ErrorInfo:

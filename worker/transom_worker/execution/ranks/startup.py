@@ -13,14 +13,14 @@ from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.messages import (
     Allocate,
     Hello,
+    KvCapacity,
     Load,
     Loaded,
+    LoadProgress,
     Measure,
-    Open,
-    Opened,
-    Progress,
+    OpenRendezvous,
     Ready,
-    Room,
+    RendezvousOpened,
 )
 
 logger = logging.getLogger("transom.worker")
@@ -52,15 +52,15 @@ class _Dialogue:
         self._hellos = self._collect(Hello)
         hosts = tuple(hello.host for hello in self._hellos)
         beside = Counter(hosts)
-        self._group.send(0, Open(hosts))
-        (opened,) = self._collect(Opened, ranks=1)
+        self._group.send(0, OpenRendezvous(hosts))
+        (opened,) = self._collect(RendezvousOpened, ranks=1)
         for rank, host in enumerate(hosts):
-            self._group.send(rank, Load(opened.meeting, ranks_on_host=beside[host]))
+            self._group.send(rank, Load(opened.rendezvous, ranks_on_host=beside[host]))
         self._collect(Loaded)
 
     def measure(self) -> int:
         self._group.send_all(Measure())
-        return min(room.pool_bytes for room in self._collect(Room))
+        return min(room.pool_bytes for room in self._collect(KvCapacity))
 
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
         self._group.send_all(Allocate(pool_bytes))
@@ -79,12 +79,12 @@ class _Dialogue:
             rank, message = self._group.receive(time.monotonic() + self._timeout_s)
             if isinstance(message, kind):
                 found[rank] = message
-            elif isinstance(message, Progress):
+            elif isinstance(message, LoadProgress):
                 _show(rank, self._group.size, message)
         return [found[rank] for rank in range(wanted)]
 
 
-def _show(rank: int, size: int, progress: Progress) -> None:
+def _show(rank: int, size: int, progress: LoadProgress) -> None:
     logger.info(
         "Rank %d of %d has read %.0f MB, %.0f %% of the tensors.",
         rank,

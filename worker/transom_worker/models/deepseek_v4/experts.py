@@ -10,8 +10,8 @@ import torch
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.errors import ModelError
+from transom_worker.layers.expert_router import ExpertRouter
 from transom_worker.layers.experts import gated, make_experts
-from transom_worker.layers.router import Router
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.models.expert_loading import experts_by_name
@@ -33,7 +33,7 @@ class ExpertLayer:
         self._chosen_VK = _experts_by_token(load, table_shape, experts) if hashed else None
         correction = None if hashed else load.tensor("gate.bias", torch.float32, shape=(experts,))
         gate_EN = load.tensor("gate.weight", torch.float32, shape=(experts, hidden))
-        self._router = Router(gate_EN, routing, correction_E=correction)
+        self._router = ExpertRouter(gate_EN, routing, correction_E=correction)
         self._rule = GateRule(limit=mixture.clamp)
         weights = experts_by_name(load, _NAMES, mixture, hidden)
         self._experts = make_experts(weights, self._rule, quantization=load.quantization)

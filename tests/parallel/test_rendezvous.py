@@ -13,15 +13,15 @@ import torch
 from rank_processes import ranks
 
 from transom_worker.errors import RankLost
-from transom_worker.parallel import ALONE
+from transom_worker.parallel import SINGLE_RANK
 from transom_worker.parallel.communicator import Communicator
-from transom_worker.parallel.rendezvous import MEMORY, Meeting, connect, host_id
+from transom_worker.parallel.rendezvous import MEMORY, Rendezvous, connect, host_id
 
 
 def kind_of(hosts: list[str], device: str = "cpu") -> str:
-    meeting = Meeting(hosts, device=device)
-    meeting.close()
-    return meeting.address.partition(":")[0]
+    rendezvous = Rendezvous(hosts, device=device)
+    rendezvous.close()
+    return rendezvous.address.partition(":")[0]
 
 
 def test_one_host_shares_memory() -> None:
@@ -37,28 +37,28 @@ def test_other_hosts_other_devices_and_other_machines_do_not(monkeypatch: pytest
 
 
 def test_one_rank_needs_nobody() -> None:
-    assert connect("tcp:nowhere", rank=0, size=1, timeout_s=1.0) is ALONE
+    assert connect("tcp:nowhere", rank=0, size=1, timeout_s=1.0) is SINGLE_RANK
 
 
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     with pytest.raises(RankLost, match=r"cannot meet at 192\.0\.2\.1"):
-        Meeting(["a", "b"], ip="192.0.2.1")
+        Rendezvous(["a", "b"], ip="192.0.2.1")
 
 
 @pytest.mark.parametrize("hosts", [[host_id()] * 2, ["a", "b"]])
 def test_a_closed_meeting_lets_nobody_in(hosts: list[str]) -> None:
-    meeting = Meeting(hosts)
-    meeting.close()
-    meeting.close()
+    rendezvous = Rendezvous(hosts)
+    rendezvous.close()
+    rendezvous.close()
     with pytest.raises(RankLost):
-        connect(meeting.address, rank=0, size=2, timeout_s=0.3)
+        connect(rendezvous.address, rank=0, size=2, timeout_s=0.3)
 
 
 def test_memory_is_of_a_number_of_ranks() -> None:
-    meeting = Meeting([host_id()] * 2)
+    rendezvous = Rendezvous([host_id()] * 2)
     with pytest.raises(RankLost, match="not made for 5 ranks"):
-        connect(meeting.address, rank=0, size=5, timeout_s=0.3)
-    meeting.close()
+        connect(rendezvous.address, rank=0, size=5, timeout_s=0.3)
+    rendezvous.close()
 
 
 def add_up(comm: Communicator, rank: int, pipe: Connection) -> None:
@@ -82,7 +82,7 @@ def test_killed_ranks_leave_no_memory_behind() -> None:
 
 
 def test_a_meeting_has_one_address() -> None:
-    first, second = Meeting([host_id()] * 2), Meeting([host_id()] * 2)
+    first, second = Rendezvous([host_id()] * 2), Rendezvous([host_id()] * 2)
     assert first.address != second.address
     assert first.address.startswith(MEMORY)
     first.close()

@@ -20,7 +20,7 @@ class Routes:
     weights_TK: torch.Tensor
 
 
-class Router:
+class ExpertRouter:
     """A linear layer in float32 (two experts may be close together) and a choice."""
 
     def __init__(
