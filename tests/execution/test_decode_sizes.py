@@ -86,6 +86,7 @@ def test_steps_with_few_programs_always_find_room(max_model_len: int, max_num_se
 @pytest.mark.parametrize("max_model_len", [1, 40, 1024, 1025, 5000, 131_072, 3_000_000])
 def test_the_longest_sequence_of_a_size_fits_it(max_model_len: int) -> None:
     made = sizes(48, max_model_len)
+    assert made.all
     for size in made.all:
         lengths = [made.longest_tokens(size)] + [min(1024, max_model_len)] * (size.num_seqs - 1)
         step = need(lengths)

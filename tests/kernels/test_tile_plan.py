@@ -44,6 +44,7 @@ def test_every_row_is_in_one_tile_or_blind(sequences, rule, allow_causal, attend
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=30), RULES)
 def test_decoding_tiles_stay_within_their_bounds(starts, rule):
     _, plan = plan_of([Sequence(start=start, count=1) for start in starts], rule)
+    assert sorted(reader.row for tile in plan.dense for reader in tile) == list(range(len(starts)))
     for tile in plan.dense:
         widest = max(query_rows.num_blocks for query_rows in tile)
         assert sum(widest - query_rows.num_blocks for query_rows in tile) <= PADDING_BLOCKS

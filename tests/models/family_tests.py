@@ -113,6 +113,7 @@ class FamilyTests:
         assert min(len(set(answer.token_ids)) for answer in family.answers) >= 8
 
     def test_mistakes_would_show(self, family: Family) -> None:
+        assert family.case.mistakes
         for mistake in family.case.mistakes:
             wrong = load_oracle(family.oracle_folder, **mistake)
             moved = [

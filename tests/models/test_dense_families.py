@@ -42,7 +42,9 @@ CASES = {
         mistakes=({"sliding_window": 17}, {"no_rope_layers": [1, 1, 1, 1]}),
     ),
     "mistral": FamilyCase(family="mistral", config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
-    "mistral without windows": FamilyCase(family="mistral", config={"sliding_window": None, "seed": 1}),
+    "mistral without windows": FamilyCase(
+        family="mistral", config={"sliding_window": None, "seed": 1}, mistakes=({"sliding_window": 190},)
+    ),
     "ministral": FamilyCase(
         family="ministral",
         config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]},

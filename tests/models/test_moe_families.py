@@ -140,7 +140,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return Family.of(folder, case)
     make_checkpoint(folder / "plain", case.family, **case.config)
     QUANTISED[request.param](folder / "plain", folder / "packed")
-    plain = Family.of(folder / "plain", replace(case, mistakes=()))
+    plain = Family.of(folder / "plain", case)
     return replace(plain, folder=folder / "packed")
 
 

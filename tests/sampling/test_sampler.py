@@ -123,11 +123,17 @@ def test_tiny_temperatures_take_the_most_likely(temperature: float, filters: dic
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1, 2**63, 2**64 - 1])
 def test_any_seed_of_64_bits_samples(seed: int) -> None:
-    sampler = Sampler()
-    for seq_id, params in enumerate((SamplingParams(), SamplingParams(top_k=50))):
-        sampler.add(seq_id, token_ids=[1], num_prompt_tokens=1, params=params, seed=seed)
-    logits = torch.zeros(2, VOCABULARY)
-    assert sampler.sample(logits, [0, 1]).token_ids == sampler.sample(logits, [0, 1]).token_ids
+    """Seeds of the same 64 bits, signed or not, draw the same; other seeds draw something else."""
+
+    def drawn(seed: int) -> list[int]:
+        sampler = Sampler()
+        for seq_id in range(20):
+            params = SamplingParams(top_k=50 * (seq_id % 2))
+            sampler.add(seq_id, token_ids=[1], num_prompt_tokens=1, params=params, seed=seed)
+        return sampler.sample(torch.zeros(20, VOCABULARY), list(range(20))).token_ids
+
+    assert drawn(seed) == drawn(seed % 2**64)
+    assert drawn(seed) != drawn(seed ^ 1)
 
 
 def test_grammar_mask_allows_by_bit() -> None:
