@@ -1,6 +1,6 @@
 """Engines whose every operator is a Triton kernel, in its interpreter, against the same engines on torch's operators.
 
-One small model in `make test`, more in `make test-all`; every family and several ranks in `make test-interpreter`.
+Two small models in `make test`, more in `make test-all`; every family and several ranks in `make test-interpreter`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,20 @@ def test_learned_sinks_and_experts(tmp_path: Path) -> None:
     assert check(tmp_path).outcomes["repaired"] > 0
 
 
+def make_three_layers(folder: Path) -> None:
+    """Write a DeepSeek V4 checkpoint that has a layer of each kind."""
+    layers = {"layer_types": [SLIDING, SPARSE, HEAVY], "mlp_layer_types": ["hash_moe", "moe", "moe"]}
+    make_deepseek_v4(folder, num_hidden_layers=3, sliding_window=WINDOW, **layers)
+
+
+def test_latent_attention_without_a_cached_prefix(tmp_path: Path) -> None:
+    make_three_layers(tmp_path)
+    check(tmp_path, lengths=(3, 26), situations=("cold",))
+
+
 @pytest.mark.exhaustive
 def test_latent_attention_over_compressed_entries(tmp_path: Path) -> None:
-    layers = {"layer_types": [SLIDING, SPARSE, HEAVY], "mlp_layer_types": ["hash_moe", "moe", "moe"]}
-    make_deepseek_v4(tmp_path, num_hidden_layers=3, sliding_window=WINDOW, **layers)
+    make_three_layers(tmp_path)
     assert check(tmp_path, lengths=(9, 34)).outcomes["repaired"] > 0
 
 
