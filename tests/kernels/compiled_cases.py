@@ -10,7 +10,7 @@ from transom_kernels.block_copy.gpu import WORDS
 from transom_kernels.block_copy.kernel import copy_words
 from transom_kernels.gated_mlp.kernel import activate
 from transom_kernels.hyper_connections.gpu import row_block, stream_blocks
-from transom_kernels.hyper_connections.kernel import collapse, expand, normalise
+from transom_kernels.hyper_connections.kernel import normalise_streams, post_and_mix, pre_and_mix
 from transom_kernels.kv_write.gpu import head_blocks
 from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
@@ -336,7 +336,7 @@ def route_cases() -> Iterator[Compilation]:
 
 
 def sample_cases() -> Iterator[Compilation]:
-    floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "lucky", "noise", "weights")
+    floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "noisiest", "max_noise", "chunk_sums")
     types = {**dict.fromkeys(floats, "*fp32"), "top_ks": "*i32", "lists": "*i32", "keys": "*i64", "out": "*i64"}
     yield Compilation(
         name="block_maxima", kernel=block_maxima, types=types, constants={"BLOCKS": PROGRAM_BLOCKS}, num_warps=1,
@@ -350,34 +350,35 @@ def sample_cases() -> Iterator[Compilation]:
     )  # fmt: skip
     yield Compilation(
         name="apply_logit_changes", kernel=apply_logit_changes,
-        types={**dict.fromkeys(("logits", "factors", "minus"), "*fp32"), "rows": "*i64", "ids": "*i64"},
+        types={**dict.fromkeys(("logits", "factors", "subtrahends"), "*fp32"), "rows": "*i64", "ids": "*i64"},
         constants={"BLOCK_C": CHANGES}, unaligned=("num_changes",),
     )  # fmt: skip
 
 
-def stream_cases() -> Iterator[Compilation]:
+def hyper_connection_cases() -> Iterator[Compilation]:
     for dtype, size, width in (("bf16", 4, 4096), ("bf16", 4, 7168), ("fp32", 4, 7168), ("bf16", 3, 2880)):
         block_s, block_n = stream_blocks(size, width)
         block_w, num_warps = row_block(size * width)
         what, sizes = f"{dtype} {size} x {width}", {"S": size, "N": width, "BLOCK_S": block_s, "BLOCK_N": block_n}
         types = {
             **dict.fromkeys(("x", "y", "out"), f"*{dtype}"),
-            **dict.fromkeys(("projected", "scale", "base", "weights", "mix"), "*fp32"),
+            **dict.fromkeys(("projected", "scale", "base", "post", "mix"), "*fp32"),
         }
         yield Compilation(
-            name=f"normalise streams {what}", kernel=normalise, types={"x": f"*{dtype}", "out": "*fp32", "eps": "fp32"},
+            name=f"hc norm {what}", kernel=normalise_streams, types={"x": f"*{dtype}", "out": "*fp32", "eps": "fp32"},
             constants={"WIDTH": size * width, "BLOCK_W": block_w}, num_warps=num_warps,
         )  # fmt: skip
-        for name, coefficients in (("collapse", size * (size + 2)), ("merge", size)):
+        for name, coefficients in (("pre", size * (size + 2)), ("head", size)):
             yield Compilation(
-                name=f"{name} streams {what}", kernel=collapse, types={**types, "eps": "fp32"},
+                name=f"hc {name} {what}", kernel=pre_and_mix, types={**types, "eps": "fp32"},
                 constants={**sizes, "M": coefficients}, unaligned=("rounds",),
             )  # fmt: skip
-        yield Compilation(name=f"expand streams {what}", kernel=expand, types=types, constants=sizes)
+        yield Compilation(name=f"hc post {what}", kernel=post_and_mix, types=types, constants=sizes)
 
 
 def all_cases() -> list[Compilation]:
     cases = (
-        *attention_cases(), *small_cases(), *expert_cases(), *route_cases(), *latent_cases(), *sample_cases(), *stream_cases()
+        *attention_cases(), *small_cases(), *expert_cases(), *route_cases(), *latent_cases(), *sample_cases(),
+        *hyper_connection_cases(),
     )  # fmt: skip
     return list({case.name: case for case in cases}.values())  # some sizes get the same tile

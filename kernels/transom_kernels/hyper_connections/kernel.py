@@ -1,8 +1,9 @@
-"""Streams in Triton: a program has some elements of all streams of one token, or balances the token's mix.
+"""The Triton kernels of hyper-connections: `normalise_streams`, `pre_and_mix` and `post_and_mix`.
 
-Sums over streams stay within a thread. Nothing is rounded but what a step of its own would write.
+`op.py` has the formulas. A program of the latter two computes some elements of one token, over all of its residual streams, so sums
+over streams stay inside a thread. Values are rounded only where torch's operators would write a tensor.
 
-Legend: T tokens, S streams (padded to BLOCK_S), N hidden width, M coefficients.
+Legend: T tokens, S residual streams (padded to BLOCK_S), N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import triton.language as tl
 
 
 @triton.jit
-def normalise(x, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):
-    """One row of `out` [T, WIDTH] float32; where a row has several blocks each is read twice, from the cache then."""
+def normalise_streams(x, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):
+    """out[t] = x[t] / sqrt(mean(x[t] ** 2) + eps), [T, WIDTH] float32, where WIDTH is S * N.
+
+    The grid is (tokens). A row of several blocks is read twice; the second read comes from the cache.
+    """
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W)
     squares = tl.zeros([BLOCK_W], tl.float32)
@@ -28,18 +32,22 @@ def normalise(x, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr)
 
 @triton.jit
 def _coefficients(projected, scale, base, at, inside):
+    """projected * scale + base of the coefficients `at`, where `inside`."""
     value = tl.load(projected + at, mask=inside, other=0.0)
     return value * tl.load(scale + at, mask=inside, other=0.0) + tl.load(base + at, mask=inside, other=0.0)
 
 
 @triton.jit
-def _balanced(logits, inside, present, rounds, eps):
-    """[BLOCK_S from, BLOCK_S to]; columns and rows divided in turn, columns first and last."""
+def _sinkhorn(logits, inside, present, rounds, eps):
+    """The mixing matrix [BLOCK_S from, BLOCK_S to] of its logits: softmax over targets, then Sinkhorn's iteration.
+
+    Columns and rows are divided by their sums in turn, columns first and last.
+    """
     logits = tl.where(inside, logits, float("-inf"))
     weights = tl.exp(logits - tl.where(present, tl.max(logits, 1), 0.0)[:, None])
     total = tl.where(present, tl.sum(weights, 1), 1.0)
     mix = tl.where(inside, weights / total[:, None] + eps, 0.0)
-    floor = tl.where(present, eps, 1.0)  # a stream that is not there divides zeros by 1
+    floor = tl.where(present, eps, 1.0)  # padded streams divide zeros by 1
     mix = mix / (tl.sum(mix, 0) + floor)[None, :]
     for _ in range(rounds - 1):
         mix = mix / (tl.sum(mix, 1) + floor)[:, None]
@@ -48,17 +56,17 @@ def _balanced(logits, inside, present, rounds, eps):
 
 
 @triton.jit
-def collapse(
+def pre_and_mix(
     x,  # [T, S, N]
     projected,  # [T, M] float32
     scale,  # [M] float32
     base,  # [M] float32
     out,  # [T, N]
-    weights,  # [T, S] float32, or unused
-    mix,  # [T, S, S] float32, or unused
+    post,  # [T, S] float32; unused in the head
+    mix,  # [T, S, S] float32; unused in the head
     x_stride_t,
     x_stride_s,
-    rounds,
+    rounds,  # of Sinkhorn's iteration
     eps,
     S: tl.constexpr,
     N: tl.constexpr,
@@ -66,38 +74,41 @@ def collapse(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`BLOCK_N` elements of the weighed sum of a token's streams. In a sublayer a token's first program has its mix instead.
+    """Compute `BLOCK_N` elements of a sublayer's input, or a token's post and mix.
 
-    The mix is a chain of many short steps: so the others need not wait for it, nor repeat it.
+    The grid is (tokens * programs per token). In a sublayer (M > S) the first program of a token computes post and mix instead of
+    input elements: the mix is a chain of many short steps, and the other programs need not wait for it or repeat it.
     """
     HAS_MIX: tl.constexpr = M > S
     NUM_PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N + HAS_MIX
     token, part = tl.program_id(0).to(tl.int64) // NUM_PROGRAMS, tl.program_id(0) % NUM_PROGRAMS
     projected += token * M
     s = tl.arange(0, BLOCK_S)
+    # the first program of a token in a sublayer: post and mix
     if HAS_MIX:
         if part == 0:
             row, column = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_S)[None, :]
             inside = (row < S) & (column < S)
             logits = _coefficients(projected, scale, base, 2 * S + row * S + column, inside)
-            balanced = _balanced(logits, inside, s < S, rounds, eps)
-            tl.store(mix + token * S * S + row * S + column, balanced, mask=inside)
-            expanding = 2 * tl.sigmoid(_coefficients(projected, scale, base, S + s, s < S))
-            tl.store(weights + token * S + s, expanding, mask=s < S)
+            mix_value = _sinkhorn(logits, inside, s < S, rounds, eps)
+            tl.store(mix + token * S * S + row * S + column, mix_value, mask=inside)
+            post_value = 2 * tl.sigmoid(_coefficients(projected, scale, base, S + s, s < S))
+            tl.store(post + token * S + s, post_value, mask=s < S)
             return
         part -= 1
+    # the weighted sum of the streams
     n = part * BLOCK_N + tl.arange(0, BLOCK_N)
     weight = tl.sigmoid(_coefficients(projected, scale, base, s, s < S)) + eps
     streams = x + token * x_stride_t + s[:, None] * x_stride_s + n[None, :]
-    values = tl.load(streams, mask=(s < S)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+    values = tl.load(streams, mask=(s < S)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)  # [BLOCK_S, BLOCK_N]
     tl.store(out + token * N + n, tl.sum(weight[:, None] * values, 0).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
-def expand(
+def post_and_mix(
     y,  # [T, N]
     x,  # [T, S, N]
-    weights,  # [T, S] float32
+    post,  # [T, S] float32
     mix,  # [T, S, S] float32
     out,  # [T, S, N]
     y_stride,
@@ -108,7 +119,10 @@ def expand(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`BLOCK_N` elements of a token's streams: each read once, mixed into every stream, and the weighed output added."""
+    """Compute `BLOCK_N` elements of all of a token's streams: sum_from mix[from, to] * x[from] + post[to] * y.
+
+    The grid is (tokens * programs per token). Each input stream is read once.
+    """
     kind = out.dtype.element_ty
     PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     token, part = tl.program_id(0).to(tl.int64) // PARTS, tl.program_id(0) % PARTS
@@ -119,6 +133,6 @@ def expand(
     addend = tl.load(y + token * y_stride + n, mask=n < N, other=0.0).to(tl.float32)
     for to in tl.static_range(S):
         share = tl.load(mix + token * S * S + s * S + to, mask=s < S, other=0.0).to(kind).to(tl.float32)
-        weight = tl.load(weights + token * S + to).to(kind).to(tl.float32)
+        weight = tl.load(post + token * S + to).to(kind).to(tl.float32)
         mixed = tl.sum(share[:, None] * values, 0).to(kind).to(tl.float32)
         tl.store(out + (token * S + to) * N + n, (mixed + weight * addend).to(kind), mask=n < N)

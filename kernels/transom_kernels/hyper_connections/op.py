@@ -1,10 +1,23 @@
-"""A residual of several streams: normalised for its coefficients, collapsed into a sublayer's input, expanded by its output.
+"""The operators `hc_norm`, `hc_pre`, `hc_post` and `hc_head`: DeepSeek V4's hyper-connections over several residual streams.
 
-Coefficients are `projected * scale + base` [T, M] in float32, where `projected` is `hc_norm` times a matrix. They
-begin with S logits of how streams are collapsed; in a sublayer S of how its output goes to each stream, and S * S of how
-streams mix (from each, to each) follow.
+A *hyper-connection* replaces the residual connection of a sublayer (attention or feed-forward). The residual is S parallel
+*residual streams* instead of one. Three sets of coefficients, computed from the streams of each token, connect them with the
+sublayer:
 
-Legend: T tokens, S streams, N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
+    input  = sum_s pre[s] * x[s]                                 what the sublayer reads (`hc_pre`)
+    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y     its output y goes back into the streams (`hc_post`)
+
+`mix` is made (nearly) doubly stochastic by Sinkhorn's iteration: rows and columns add up to 1, so that mixing neither amplifies nor
+damps the streams. (DeepSeek's paper "mHC: Manifold-Constrained Hyper-Connections" writes H_pre, H_post and H_res.)
+
+Coefficients are `projected * scale + base` [T, M] in float32, where `projected` is `hc_norm(x)` times a learned matrix. Their
+order:
+
+    [0, S)        logits of pre
+    [S, 2 S)      logits of post           (in a sublayer only)
+    [2 S, M)      logits of mix [from, to] (in a sublayer only)
+
+Legend: T tokens, S residual streams, N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
 
 from __future__ import annotations
@@ -21,10 +34,10 @@ from transom_kernels.launch import uses_triton
 
 
 def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """All streams of a token over their common root mean square: [T, S * N] float32 of `x` [T, S, N].
+    """All streams of a token divided by their common root mean square: [T, S * N] float32 of `x` [T, S, N].
 
     Raises:
-        ValueError: no streams.
+        ValueError: `x` has no streams.
     """
     _check_streams(x)
     if uses_triton(x):
@@ -37,14 +50,15 @@ def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 def hc_pre(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sublayer's input [T, N] in the dtype of `x` [T, S, N]; expand [T, S] and mix [T, S from, S to], both float32.
+    """A sublayer's input [T, N] in the dtype of `x` [T, S, N], and its coefficients post [T, S] and mix [T, S from, S to] in
+    float32.
 
-    Streams are weighed by `sigmoid + eps` and added in float32; expand is `2 * sigmoid`; mix is a softmax over what a stream
-    goes to, plus `eps`, whose columns and rows are then divided by their sums plus `eps` in turn, `2 * rounds - 1` times.
-    `x` may be strided, and its streams one tensor.
+    pre is `sigmoid(logits) + eps`, and the weighted sum of the streams is computed in float32. post is `2 * sigmoid(logits)`. mix
+    is a softmax over the target streams plus `eps`, whose columns and rows are then divided by their sums plus `eps` in turn,
+    `2 * rounds - 1` times, columns first and last. `x` may have strides; all its streams may be one tensor (stride 0).
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no round.
+        ValueError: shapes or dtypes do not fit, or `rounds` is below 1.
     """
     _check_streams(x)
     _check_coefficients(x, x.shape[1] * (x.shape[1] + 2), projected, scale, base)
@@ -60,7 +74,7 @@ def hc_pre(
 def hc_head(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The streams as one [T, N], as `hc_pre` collapses them, where there is no sublayer behind.
+    """The streams summed into one [T, N] behind the last layer, weighted by `sigmoid(logits) + eps` as in `hc_pre`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -74,37 +88,39 @@ def hc_head(
     return hc_head_reference(x, projected, scale, base, eps=eps)
 
 
-def hc_post(y: torch.Tensor, x: torch.Tensor, expand: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """`mix^T x + expand * y` [T, S, N]: the streams behind a sublayer that made `y` [T, N] of the streams `x` [T, S, N].
+def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """The streams behind a sublayer, `mix^T x + post * y` [T, S, N], of its output `y` [T, N] and the streams before it `x` [T,
+    S, N].
 
-    `expand` and `mix` are `hc_pre`'s and are rounded to the dtype of `x` first. The mixed streams are rounded, and
-    their sums with the weighed output once more.
+    `post` and `mix` come from `hc_pre` and are rounded to the dtype of `x` first. The mixed streams are rounded, and so is their
+    sum with the weighted output.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
     _check_streams(x)
     tokens, size, width = x.shape
-    shapes = [tuple(part.shape) for part in (y, expand, mix)]
+    shapes = [tuple(part.shape) for part in (y, post, mix)]
     if shapes != [(tokens, width), (tokens, size), (tokens, size, size)] or y.dtype != x.dtype:
         raise ValueError(
-            f"y {shapes[0]} {y.dtype}, expand {shapes[1]} and mix {shapes[2]} do not fit streams {tuple(x.shape)} {x.dtype}; "
+            f"y {shapes[0]} {y.dtype}, post {shapes[1]} and mix {shapes[2]} do not fit streams {tuple(x.shape)} {x.dtype}; "
             "give [T, N] of the same dtype, [T, S] and [T, S, S]."
         )
     if uses_triton(x) and x.stride(2) == 1 and y.stride(1) == 1:
         from transom_kernels.hyper_connections.gpu import hc_post_triton
 
-        return hc_post_triton(y, x, expand, mix)
-    return hc_post_reference(y, x, expand, mix)
+        return hc_post_triton(y, x, post, mix)
+    return hc_post_reference(y, x, post, mix)
 
 
 def _check_streams(x: torch.Tensor) -> None:
+    """Raise ValueError unless `x` is [T, S, N] with at least one stream and one element."""
     if x.dim() != 3 or not x.shape[1] or not x.shape[2]:
         raise ValueError(f"x {tuple(x.shape)} has no streams; give [tokens, streams, width].")
 
 
 def _check_coefficients(x: torch.Tensor, size: int, *parts: torch.Tensor) -> None:
-    """`parts` are the projected coefficients, their scale and base."""
+    """Raise ValueError unless `parts` (projected coefficients [T, M], scale [M], base [M]) have M = `size` and are float32."""
     shapes = [tuple(part.shape) for part in parts]
     if shapes != [(len(x), size), (size,), (size,)]:
         raise ValueError(

@@ -1,7 +1,16 @@
-"""The one pass over all logits: what each block of 64 ids has at most, and the weights that top-p sums.
+"""The Triton kernel `block_maxima`: one pass over all logits that leaves a summary of each block of 64 token ids.
 
-The noise was made for it: a block's least exponential variable is one draw, so that no id of the block can score more than the
-block's largest value with that noise, and one id surely scores its value with that noise. Few ids need a draw of their own.
+Per block it writes the largest logit, the block's largest Gumbel noise, and the logit of the id that has that noise (the block's
+*noisiest* id). The noise is built for this: a block's largest noise is one random number. So with those three numbers
+
+    score of every id of the block  <=  largest logit / temperature + largest noise
+    score of the noisiest id         =  its logit / temperature + largest noise
+
+and `gumbel_max.py` skips every block whose bound lies below a score that is known. Few ids need their own noise.
+
+For rows with top-p and without top-k it also writes the largest scaled logit and the softmax sum of each chunk of blocks.
+
+The grid is (chunks of a row, rows): one program of one warp summarises one chunk.
 
 Legend: S rows, V vocabulary, B blocks of a row, C chunks of a row, K blocks of a chunk.
 """
@@ -11,26 +20,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, least_of_block
+from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, least_exponential
 
 
 @triton.jit
 def block_maxima(
     logits,  # [S, V] float32
-    temperatures,
-    top_ks,
-    top_ps,
+    temperatures,  # [S] float32; 0: greedy
+    top_ks,  # [S] int32
+    top_ps,  # [S] float32
     keys,  # [S] int64
-    maxima,  # [S, B] float32, of logits
-    lucky,  # [S, B] float32, the logit of the id that has the least variable, so the most noise; nothing for greedy rows
-    noise,  # [S, B] float32, of that id; nothing for greedy rows
-    weights,  # [S, C, 2] float32, the largest value and the sum of exp(value - largest); for rows with top-p alone
+    maxima,  # [S, B] float32: the largest logit of each block
+    noisiest,  # [S, B] float32: the logit of the id with the largest noise; not written for greedy rows
+    max_noise,  # [S, B] float32: that noise; not written for greedy rows
+    chunk_sums,  # [S, C, 2] float32: largest scaled logit and sum of exp(scaled - largest); for rows with top-p alone
     num_ids,
-    stride,
+    stride,  # elements from row to row of logits
     num_blocks,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # K
 ):
-    """One chunk of a row. Its size is fixed, since sums of weights must not depend on how many rows there are."""
+    """Summarise one chunk of one row. A chunk's size is fixed, since a row's sums must not depend on the number of rows."""
+    # load the chunk's logits
     c, s = tl.program_id(0), tl.program_id(1)
     row = logits + s.to(tl.int64) * stride
     b = c * BLOCKS + tl.arange(0, BLOCKS)
@@ -38,19 +48,24 @@ def block_maxima(
     at = s.to(tl.int64) * num_blocks + b
     n = b[:, None] * NOISE_BLOCK + tl.arange(0, NOISE_BLOCK)[None, :]  # [K, 64]
     value = tl.load(row + n, mask=n < num_ids, other=float("-inf"))
-    most = tl.max(value, 1)
-    tl.store(maxima + at, most, mask=inside)
+
+    # the largest logit of each block
+    max_logit = tl.max(value, 1)
+    tl.store(maxima + at, max_logit, mask=inside)
     temperature = tl.load(temperatures + s)
     if temperature != 0.0:
-        exponential, place = least_of_block(tl.load(keys + s), b)
+        # the largest noise of each block, and the logit of the id that has it
+        exponential, place = least_exponential(tl.load(keys + s), b)
         token = b * NOISE_BLOCK + place
-        tl.store(noise + at, (-tl.log(exponential)).to(tl.float32), mask=inside)
-        tl.store(lucky + at, tl.load(row + token, mask=token < num_ids, other=float("-inf")), mask=inside)
+        tl.store(max_noise + at, (-tl.log(exponential)).to(tl.float32), mask=inside)
+        tl.store(noisiest + at, tl.load(row + token, mask=token < num_ids, other=float("-inf")), mask=inside)
+
+        # the chunk's softmax sum, which top-p alone needs
         top_k = tl.load(top_ks + s)
         if (tl.load(top_ps + s) < 1.0) & ((top_k <= 0) | (top_k >= num_ids)):
             value = tl.div_rn(value, tl.zeros_like(value) + temperature)
             largest = tl.max(tl.max(value, 1), 0)
             anchor = tl.where(largest == float("-inf"), 0.0, largest)
-            place_of = weights + (s.to(tl.int64) * tl.num_programs(0) + c) * 2
+            place_of = chunk_sums + (s.to(tl.int64) * tl.num_programs(0) + c) * 2
             tl.store(place_of, largest)
             tl.store(place_of + 1, tl.sum(tl.sum(tl.exp(value - anchor), 1), 0))

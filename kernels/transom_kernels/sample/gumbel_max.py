@@ -1,6 +1,18 @@
-"""The winner of values plus noise among the ids of a row that stay, drawing only the noise that may matter.
+"""Device functions that find the Gumbel-max sample of a row, computing noise only for the ids that may win.
 
-Legend: B blocks of a row, T blocks of a round, L places for ids, N ids drawn at once.
+The sample is the id with the largest score = logit / temperature + Gumbel noise, among the ids that the filters keep. The kernel
+`block_maxima` has left three numbers of each block of 64 ids: its largest logit, its largest noise, and the logit of the id that
+has this noise (the noisiest id). They bound each block's scores from above and give one exact score of it:
+
+    block   largest logit   largest noise   bound   logit of noisiest id   its score
+      0          7.0             2.0          9.0            1.0              3.0
+      1          3.0             5.0          8.0            2.5              7.5      <- known: the winner scores at least 7.5
+      2          1.0             4.0          5.0            0.0              4.0      <- bound below 7.5: skipped
+
+A *cut_key key* is the sort key (`gumbel_noise.sort_key`) of the least scaled logit that stays; a *scaled* logit is divided by the
+temperature. The *mass* of an id is exp(scaled logit - largest scaled logit), its softmax weight before normalisation.
+
+Legend: B blocks of a row, T blocks of an iteration, L places in a list of ids.
 """
 
 from __future__ import annotations
@@ -8,131 +20,144 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.sample.gumbel_noise import LOWEST, NOISE_BLOCK, gumbel, load_tempered, order, pack
+from transom_kernels.sample.gumbel_noise import LOWEST_KEY, NOISE_BLOCK, compact, gumbel, load_scaled, sort_key
 
-SLACK = tl.constexpr(4e-6)  # noise up to 41, rounded to float32; added to it, before a value's size can swallow it
-SEARCHED = tl.constexpr(256)  # values that are held against 16 thresholds at once
+SLACK = tl.constexpr(4e-6)  # rounding error of noise (at most 41) that is stored as float32; makes bounds safe
+SEARCH_WIDTH = tl.constexpr(256)  # values that are compared with 16 thresholds at once
 NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def winner(score, token):
-    """The best score and the lowest id that has it; id 0 where nothing scores."""
+def argmax_lowest_id(score, token):
+    """The best score and the lowest id that has it; id 0 where every score is -inf."""
     best = tl.max(score, 0)
     found = tl.min(tl.where((score == best) & (score > float("-inf")), token, NO_ID), 0)
     return best, tl.where(found == NO_ID, 0, found)
 
 
 @triton.jit
-def block_ids(blocks, first, count, num_blocks, ROUND: tl.constexpr):
-    """A round of listed blocks [T] and their ids [T, 64]; past the list, ids that no row has."""
+def ids_of_blocks(blocks, first, count, num_blocks, ROUND: tl.constexpr):
+    """One iteration of a list of blocks: its blocks [T] and their ids [T, 64]; past the list's end, ids that no row has."""
     t = first + tl.arange(0, ROUND)
     block = tl.load(blocks + t, mask=t < count, other=num_blocks)
     return block, block[:, None] * NOISE_BLOCK + tl.arange(0, NOISE_BLOCK)[None, :]
 
 
 @triton.jit
-def list_blocks(maxima, blocks, temperature, cut, num_blocks, BLOCK_B: tl.constexpr):
-    """Lists the blocks that have ids from `cut` on, in the order of floats; how many."""
+def list_blocks_from(maxima, blocks, temperature, cut_key, num_blocks, BLOCK_B: tl.constexpr):
+    """List the blocks that have an id with a sort key of `cut_key` or more; returns their number."""
     count = tl.full([], 0, tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
-        most = load_tempered(maxima, b, b < num_blocks, temperature)
-        count += pack((order(most) >= cut) & (most > float("-inf")), b, blocks + count)
+        max_logit = load_scaled(maxima, b, b < num_blocks, temperature)
+        count += compact((sort_key(max_logit) >= cut_key) & (max_logit > float("-inf")), b, blocks + count)
     return count
 
 
 @triton.jit
-def draw(row, ids, count, key, temperature, DRAWN: tl.constexpr):
-    """The best score of `count` listed ids, which ascend, and its id."""
-    top_score, top_id = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
-    for first in range(0, count, DRAWN):
-        i = first + tl.arange(0, DRAWN)
+def best_of_listed(row, ids, count, key, temperature, NOISE_WIDTH: tl.constexpr):
+    """The max_scaled score of `count` listed ids, which ascend, and its id."""
+    best_score, best_id = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
+    for first in range(0, count, NOISE_WIDTH):
+        i = first + tl.arange(0, NOISE_WIDTH)
         token = tl.load(ids + i, mask=i < count, other=0)
-        value = load_tempered(row, token, i < count, temperature)
-        score, found = winner(value.to(tl.float64) + gumbel(key, token), token)
-        if score > top_score:
-            top_score = score
-            top_id = found
-    return top_score, top_id
+        value = load_scaled(row, token, i < count, temperature)
+        score, found = argmax_lowest_id(value.to(tl.float64) + gumbel(key, token), token)
+        if score > best_score:
+            best_score = score
+            best_id = found
+    return best_score, best_id
 
 
 @triton.jit
-def _hopeful_blocks(maxima, lucky, noise, blocks, temperature, cut, num_blocks, BLOCK_B: tl.constexpr):
-    """Lists the blocks that may hold the winner; how many, and a score that the winner reaches."""
-    reached = tl.full([], float("-inf"), tl.float64)
+def _candidate_blocks(maxima, noisiest, max_noise, blocks, temperature, cut_key, num_blocks, BLOCK_B: tl.constexpr):
+    """List the blocks that may hold the winner; returns their number and a score that the winner reaches."""
+    known_score = tl.full([], float("-inf"), tl.float64)
     for first in range(0, num_blocks, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
-        drawn = tl.load(noise + b, mask=b < num_blocks, other=0.0).to(tl.float64) - SLACK
-        value = load_tempered(lucky, b, b < num_blocks, temperature)
-        surely = tl.where(order(value) >= cut, value.to(tl.float64) + drawn, float("-inf"))
-        reached = tl.maximum(reached, tl.max(surely, 0))
+        noise_bound = tl.load(max_noise + b, mask=b < num_blocks, other=0.0).to(tl.float64) - SLACK
+        value = load_scaled(noisiest, b, b < num_blocks, temperature)
+        noisiest_score = tl.where(sort_key(value) >= cut_key, value.to(tl.float64) + noise_bound, float("-inf"))
+        known_score = tl.maximum(known_score, tl.max(noisiest_score, 0))
     count = tl.full([], 0, tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
-        drawn = tl.load(noise + b, mask=b < num_blocks, other=0.0).to(tl.float64) + SLACK
-        most = load_tempered(maxima, b, b < num_blocks, temperature)
-        may_win = (most.to(tl.float64) + drawn >= reached) & (order(most) >= cut) & (most > float("-inf"))
-        count += pack(may_win, b, blocks + count)
-    return count, reached
+        noise_bound = tl.load(max_noise + b, mask=b < num_blocks, other=0.0).to(tl.float64) + SLACK
+        max_logit = load_scaled(maxima, b, b < num_blocks, temperature)
+        may_win = (
+            (max_logit.to(tl.float64) + noise_bound >= known_score)
+            & (sort_key(max_logit) >= cut_key)
+            & (max_logit > float("-inf"))
+        )
+        count += compact(may_win, b, blocks + count)
+    return count, known_score
 
 
 @triton.jit
-def race(
-    row, maxima, lucky, noise, blocks, ids, key, temperature, cut, num_ids, num_blocks,
-    BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr, DRAWN: tl.constexpr,
+def gumbel_argmax(
+    row, maxima, noisiest, max_noise, blocks, ids, key, temperature, cut_key, num_ids, num_blocks,
+    BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr, NOISE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The id that wins among those from `cut` on, in the order of floats."""
-    num_hopeful, reached = _hopeful_blocks(maxima, lucky, noise, blocks, temperature, cut, num_blocks, BLOCK_B)
-    top_score, top_id = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
+    """The id with the max_scaled score among those with a sort key of `cut_key` or more."""
+    num_candidates, known_score = _candidate_blocks(
+        maxima, noisiest, max_noise, blocks, temperature, cut_key, num_blocks, BLOCK_B
+    )
+    best_score, best_id = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
     num_listed = tl.full([], 0, tl.int32)
-    for first in range(0, num_hopeful, ROUND):
-        block, n = block_ids(blocks, first, num_hopeful, num_blocks, ROUND)
-        value = load_tempered(row, n, n < num_ids, temperature)
-        drawn = tl.load(noise + block, mask=block < num_blocks, other=0.0).to(tl.float64) + SLACK
-        may_win = (value.to(tl.float64) + drawn[:, None] >= reached) & (order(value) >= cut) & (value > float("-inf"))
+    for first in range(0, num_candidates, ROUND):
+        block, n = ids_of_blocks(blocks, first, num_candidates, num_blocks, ROUND)
+        value = load_scaled(row, n, n < num_ids, temperature)
+        noise_bound = tl.load(max_noise + block, mask=block < num_blocks, other=0.0).to(tl.float64) + SLACK
+        may_win = (
+            (value.to(tl.float64) + noise_bound[:, None] >= known_score)
+            & (sort_key(value) >= cut_key)
+            & (value > float("-inf"))
+        )
         flat = tl.reshape(may_win, [ROUND * NOISE_BLOCK])
-        num_listed += pack(flat, tl.reshape(n, [ROUND * NOISE_BLOCK]), ids + num_listed)
-        if (num_listed > BLOCK_L - ROUND * NOISE_BLOCK) | (first + ROUND >= num_hopeful):
-            score, found = draw(row, ids, num_listed, key, temperature, DRAWN)
-            if score > top_score:  # later ids are higher
-                top_score = score
-                top_id = found
+        num_listed += compact(flat, tl.reshape(n, [ROUND * NOISE_BLOCK]), ids + num_listed)
+        if (num_listed > BLOCK_L - ROUND * NOISE_BLOCK) | (first + ROUND >= num_candidates):
+            score, found = best_of_listed(row, ids, num_listed, key, temperature, NOISE_WIDTH)
+            if score > best_score:  # strictly: earlier ids are lower, and the lowest of equal scores wins
+                best_score = score
+                best_id = found
             num_listed = tl.full([], 0, tl.int32)
-    return top_id
+    return best_id
 
 
 @triton.jit
 def mass_from(
-    row, maxima, blocks, temperature, best, cut, num_ids, num_blocks, BLOCK_B: tl.constexpr, ROUND: tl.constexpr
+    row, maxima, blocks, temperature, max_scaled, cut_key, num_ids, num_blocks, BLOCK_B: tl.constexpr, ROUND: tl.constexpr
 ):  # fmt: skip
-    """The weights of a row's ids from `cut` on, in the order of floats; the best id weighs 1."""
-    count = list_blocks(maxima, blocks, temperature, cut, num_blocks, BLOCK_B)
+    """The mass of a row's ids with a sort key of `cut_key` or more; the most likely id has mass 1."""
+    count = list_blocks_from(maxima, blocks, temperature, cut_key, num_blocks, BLOCK_B)
     total = tl.zeros([], tl.float64)
     for first in range(0, count, ROUND):
-        _, n = block_ids(blocks, first, count, num_blocks, ROUND)
-        value = load_tempered(row, n, n < num_ids, temperature)
-        weight = tl.where(order(value) >= cut, tl.exp(value - best), 0.0)
+        _, n = ids_of_blocks(blocks, first, count, num_blocks, ROUND)
+        value = load_scaled(row, n, n < num_ids, temperature)
+        weight = tl.where(sort_key(value) >= cut_key, tl.exp(value - max_scaled), 0.0)
         total += tl.sum(tl.sum(weight, 1).to(tl.float64), 0)
     return total
 
 
 @triton.jit
-def kth_largest(values, places, count, k, temperature, LISTED: tl.constexpr, ROUNDS: tl.constexpr):
-    """The order of the k-th largest of `count` values, of its 32 bits the first 4 for each round, the others 0.
+def kth_largest_key(values, places, count, k, temperature, LISTED: tl.constexpr, ROUNDS: tl.constexpr):
+    """The sort key of the k-th largest of `count` scaled logits, exact in its upper `4 * ROUNDS` bits; the lower bits are 0.
 
-    They lie side by side, or if LISTED at `places`. Sixteen thresholds at a time, which settles four bits.
+    A radix search: each round counts how many values reach each of 16 thresholds, which settles four bits. The values are
+    `values[0..count)`, or `values[places[0..count)]` if LISTED.
     """
-    found = tl.full([], LOWEST, tl.int32)
-    digit = tl.arange(0, 16)
+    found = tl.full([], LOWEST_KEY, tl.int32)
+    thresholds = tl.arange(0, 16)
     for round in range(ROUNDS):
         step = 1 << (28 - 4 * round)
-        passed = tl.zeros([SEARCHED, 16], tl.int32)  # added up once: threads need not wait for each other in between
-        for first in range(0, count, SEARCHED):
-            i = first + tl.arange(0, SEARCHED)
+        reaching = tl.zeros(
+            [SEARCH_WIDTH, 16], tl.int32
+        )  # summed once after the loop, so that threads need not wait for each other in it
+        for first in range(0, count, SEARCH_WIDTH):
+            i = first + tl.arange(0, SEARCH_WIDTH)
             n = tl.load(places + i, mask=i < count, other=0) if LISTED else i
-            value = order(load_tempered(values, n, i < count, temperature))
-            passed += ((value[:, None] >= (found + digit * step)[None, :]) & (i < count)[:, None]).to(tl.int32)
-        reached = tl.sum(passed, 0)
-        found += tl.maximum(tl.sum((reached >= k).to(tl.int32), 0) - 1, 0) * step
+            value = sort_key(load_scaled(values, n, i < count, temperature))
+            reaching += ((value[:, None] >= (found + thresholds * step)[None, :]) & (i < count)[:, None]).to(tl.int32)
+        num_reaching = tl.sum(reaching, 0)
+        found += tl.maximum(tl.sum((num_reaching >= k).to(tl.int32), 0) - 1, 0) * step
     return found

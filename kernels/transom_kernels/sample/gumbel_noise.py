@@ -1,6 +1,12 @@
-"""What the sampling kernels share: the noise, the order of floats, and lists that are packed without gaps.
+"""Device functions that the sampling kernels share: Gumbel noise, sortable keys of floats, and stream compaction.
 
-Legend: B blocks of 64 ids, as the noise has them.
+*Gumbel noise* of a token id is `-log(X)` of an exponential variable X. The largest `logit / temperature + noise` of a row is a
+sample of its softmax (the Gumbel-max trick). Noise is a function of the row's key and the token id alone; `reference.py` defines
+it.
+
+A *sort key* is a float32 as an int32 with an equal order, so that comparisons and bitwise searches work on integers.
+
+Legend: B blocks of 64 token ids.
 """
 
 from __future__ import annotations
@@ -8,27 +14,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NOISE_BLOCK = tl.constexpr(64)
-LOWEST = tl.constexpr(-(2**31))  # under the order of every float
+NOISE_BLOCK = tl.constexpr(64)  # token ids of a block; a block's largest noise is one random number
+LOWEST_KEY = tl.constexpr(-(2**31))  # below the sort key of every float
 
 
 @triton.jit
-def order(x):
-    """float32 as int32 that sorts alike; both zeros are 0."""
+def sort_key(x):
+    """The sort key of a float32: an int32 with an equal order; both zeros give 0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
-def load_tempered(row, n, inside, temperature):
-    """Values of a row over its temperature, rounded as the reference's; -inf where there are none."""
+def load_scaled(row, n, inside, temperature):
+    """Logits `row[n]` divided by the temperature, rounded as the reference rounds; -inf where not `inside`."""
     value = tl.load(row + n, mask=inside, other=float("-inf"))
     return tl.div_rn(value, tl.zeros_like(value) + temperature)
 
 
 @triton.jit
 def random_bits(key, counter):
-    """SplitMix64's finaliser over wrapping 64-bit integers, as unsigned."""
+    """64 random bits: SplitMix64's finaliser over `key + counter * GOLDEN`, wrapping, as unsigned."""
     value = (key + counter * -7046029254386353131).to(tl.uint64, bitcast=True)
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -37,30 +43,32 @@ def random_bits(key, counter):
 
 @triton.jit
 def uniform(bits):
-    """Inside (0, 1), an odd multiple of 2 ** -53."""
+    """A float64 inside (0, 1) from random bits: an odd multiple of 2 ** -53."""
     return ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 
 @triton.jit
-def least_of_block(key, block):
-    """The least exponential variable of each block, float64, and the place in the block that has it."""
+def least_exponential(key, block):
+    """The least exponential variable of each block (its largest noise), float64, and the offset in the block of the id that
+    has it.
+    """
     bits = random_bits(key, -1 - block.to(tl.int64))
     return -tl.log(uniform(bits)) / 64, (bits & 63).to(tl.int32)
 
 
 @triton.jit
 def gumbel(key, token):
-    """Noise of each token id, float64."""
-    exponential, place = least_of_block(key, token // 64)
+    """The Gumbel noise of each token id, float64."""
+    exponential, place = least_exponential(key, token // 64)
     own = -tl.log(uniform(random_bits(key, token.to(tl.int64))))
     return -tl.log(exponential + tl.where(token % 64 == place, 0.0, own))
 
 
 @triton.jit
-def pack(chosen, items, target):
-    """Writes the items that are chosen side by side, in their order, for all threads to read; how many there are."""
+def compact(chosen, items, target):
+    """Store the chosen items at `target` without gaps, in order, for all threads to read; returns their number."""
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # some thread may still read what lay there
+    tl.debug_barrier()  # another thread may still read the old items
     tl.store(target + place, items, mask=chosen)
     tl.debug_barrier()
     return tl.sum(chosen.to(tl.int32), 0)

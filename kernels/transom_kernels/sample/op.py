@@ -1,4 +1,4 @@
-"""`sample`: penalties, temperature, top-k, top-p, min-p and seeded noise, to one token a row.
+"""The operator `sample`: logits to one token id per row, by penalties, temperature, top-k, top-p, min-p and seeded Gumbel noise.
 
 Legend: S rows, V vocabulary, C changes to logits.
 """
@@ -13,10 +13,11 @@ from transom_kernels.sample.reference import sample_reference
 
 
 def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """The token of each row of `logits` [S, V] float32, [S] int64; of equal scores the lowest id. Changes are made in place.
+    """Sample one token id of each row of `logits` [S, V] float32; returns [S] int64.
 
-    A row without a score above -inf (all are forbidden, or NaN) gives an id all the same.
-    top_p is taken over what top_k left, min_p is relative to the most likely token; equal logits stay or go together.
+    `params` gives each row's logit changes, temperature, top_k, top_p, min_p and noise key. Changes are applied to `logits` in
+    place. top_p counts the probability that top_k left; min_p is relative to the most likely token; equal logits are kept or
+    removed together. Of equal scores the lowest id wins. A row whose scores are all -inf or NaN still gets an id.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -1,4 +1,4 @@
-"""The sampling parameters of each row, as tensors.
+"""The sampling parameters of a step's rows, as tensors: the arguments of `op.sample`.
 
 Legend: S rows, C changes to logits.
 """
@@ -10,15 +10,18 @@ from dataclasses import dataclass
 import torch
 
 NOISE_BLOCK = 64
-"""Token ids that share one draw of the noise's maximum."""
+"""Token ids of a noise block. The largest noise of a block is one random number; see `reference.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleParams:
-    """Of each row. Filters are off at `top_k` 0, `top_p` 1 and `min_p` 0; `temperature` 0 takes the most likely token.
+    """Temperature, filters, noise key and logit changes of each row.
 
-    Changes come first: logit `change_id` of row `change_row` is divided by `change_factor` if positive, multiplied if negative,
-    then `change_minus` is subtracted. A row and an id make a pair once at most.
+    A filter is off at `top_k` 0, `top_p` 1 and `min_p` 0. `temperature` 0 takes the most likely token (greedy).
+
+    Logit changes (penalties and biases) come before everything else: the logit of token `change_id` in row `change_row` is divided
+    by `change_factor` if it is positive, multiplied by it if it is negative, and then `change_minus` is subtracted. A pair of row
+    and id occurs at most once.
     """
 
     temperature: torch.Tensor  # [S] float32
