@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 from transom_cluster.blockmap.feed import Feed, sse_json
 from transom_cluster.blockmap.outbox import Outbox
 from transom_cluster.http.client_disconnect import run_until_disconnect
+from transom_cluster.http.request_state import request_state
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.request_outcome import is_endless
 
 LOOK_S = 0.25  # for workers that came or went, and for the router's end
 SILENCE_S = 5.0
@@ -40,7 +40,7 @@ class BlockStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, and leave nothing behind."""
-        is_endless(scope)
+        request_state(scope).outcome.mark_endless()
         try:
             await run_until_disconnect(self._send_all(send), receive)
         finally:

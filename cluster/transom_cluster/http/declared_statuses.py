@@ -11,11 +11,19 @@ from typing import Any
 from starlette.routing import BaseRoute
 
 from transom_cluster.http.api_keys import shows_all_clients
-from transom_cluster.telemetry.request_outcome import CLIENT_LEFT
+from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
 from transom_worker.config import ServerConfig
 
 OTHER = "other"  # the endpoint of paths that do not exist
-_EVERYWHERE = (200, 401, 405, 413, 431, CLIENT_LEFT, 500)  # 413: whoever looks (GET) may send a body, too
+_EVERYWHERE = (
+    200,
+    401,
+    405,
+    413,
+    431,
+    CLIENT_DISCONNECTED_STATUS,
+    500,
+)  # 413: whoever looks (GET) may send a body, too
 _OF_OTHERS = (401, 404, 413, 429, 431, 500)
 _HIDDEN: Mapping[str, tuple[int, ...]] = {  # routes that the document leaves out
     "/blocks": (304, 404),

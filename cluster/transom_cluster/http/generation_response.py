@@ -10,12 +10,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from transom_cluster.http.client_disconnect import run_until_disconnect
+from transom_cluster.http.request_state import request_state
 from transom_cluster.http.response_metrics import ResponseMetrics
 from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_from_info
 from transom_cluster.openai.writers import Writer, data_line
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.request_outcome import broke_off
 from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_worker.contract import OutputEvent, Request
@@ -42,10 +42,10 @@ class GenerationResponse(Response):
         writer: Writer,
         *,
         stream: bool,
-        timeline: RequestTimeline | None = None,
+        timeline: RequestTimeline,
     ) -> None:
         super().__init__()
-        self._timeline = timeline or RequestTimeline(requests)
+        self._timeline = timeline
         self._router = router
         self._requests = requests
         self._writer = writer
@@ -54,7 +54,6 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
-        scope.setdefault("state", {})["request_id"] = self._requests[0].request_id  # for metrics of the whole request
         await run_until_disconnect(self._run(scope, receive, send), receive, left=self._timeline.client_left)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +97,7 @@ class GenerationResponse(Response):
             ended = error is not None or output.num_unfinished == 0
             if error is not None:  # the status is long sent: it is said in the stream
                 text += data_line(error.body)
-                broke_off(scope, error)
+                request_state(scope).outcome.break_with(error)
             elif ended:
                 text += self._writer.stream_end()
             if text:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
 from transom_cluster.http.client_limits import ClientLimits
 from transom_cluster.http.declared_statuses import OTHER
+from transom_cluster.http.request_state import request_state
 from transom_cluster.http.routed_path import routed_path
 from transom_cluster.openai.errors import (
     WireError,
@@ -22,7 +23,6 @@ from transom_cluster.openai.errors import (
     wire_error,
     wrong_api_key,
 )
-from transom_cluster.telemetry.request_outcome import Outcome, broke_off
 from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
@@ -36,7 +36,7 @@ MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
 
 class MetricsMiddleware:
-    """Counts and times every request by the route's path, so that labels stay few. Sets `scope["state"]["arrival_s"]`."""
+    """Counts and times every request by the route's path, so that labels stay few."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
         self._app = app
@@ -48,19 +48,19 @@ class MetricsMiddleware:
             await self._app(scope, receive, send)
             return
         start_s = time.perf_counter()
-        scope.setdefault("state", {})["arrival_s"] = time.time()
-        outcome = Outcome(scope)
+        state = request_state(scope)
+        outcome = state.outcome
 
         async def counted_send(message: Message) -> None:
-            outcome.begins(message)
+            outcome.message_sending(message)
             await send(message)
-            outcome.is_sent(message)
+            outcome.message_sent(message)
 
         try:
             await self._app(scope, receive, counted_send)
         finally:
             endpoint, elapsed_s = _endpoint(scope), time.perf_counter() - start_s
-            self._metrics.finished(endpoint, outcome.status, elapsed_s, request_id=scope["state"].get("request_id", ""))
+            self._metrics.finished(endpoint, outcome.status, elapsed_s, request_id=state.engine_request_id)
             if outcome.break_reason is not None:
                 self._metrics.broke_off(endpoint, outcome.break_reason)
 
@@ -104,7 +104,7 @@ class ErrorMiddleware:
             details = "".join(traceback_lines(error, with_messages=self._show_messages))
             logger.error("%s %s failed.\n%s", scope["method"], scope["path"], details)
             if has_begun:
-                broke_off(scope, wire_error(error))
+                request_state(scope).outcome.break_with(wire_error(error))
             else:
                 await send_error(wire_error(error), send)
 
@@ -125,7 +125,7 @@ class HeaderLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Refuses requests without one of the keys, and names the client of the others: `scope["state"]["client"]`.
+    """Refuses requests without one of the keys, and names the client of the others.
 
     Where there are keys of admins, these open everything, and nothing else opens what shows all clients together.
     """
@@ -149,7 +149,7 @@ class ApiKeyMiddleware:
             if wants_key and admin is None and client is None:
                 await send_error(wrong_api_key(missing=not given), send)
                 return
-            scope["state"]["client"] = client or admin or ONLY_CLIENT
+            request_state(scope).client = client or admin or ONLY_CLIENT
         await self._app(scope, receive, send)
 
 
@@ -167,7 +167,7 @@ class ClientLimitMiddleware:
             return
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(self._limits.request(scope["state"]["client"]))
+                stack.enter_context(self._limits.request(request_state(scope).client))
             except RateLimited as error:
                 await send_error(wire_error(error), send)
                 return

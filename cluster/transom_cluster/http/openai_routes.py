@@ -1,4 +1,7 @@
-"""The routes that take prompts: chat completions, completions, /tokenize, /detokenize."""
+"""The routes that take prompts: /v1/chat/completions, /v1/completions, /tokenize, /detokenize.
+
+Engine request: a `contract.Request`; one HTTP request becomes one engine request per prompt and choice (`n`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from transom_cluster.http.api_keys import client_cache_salt
 from transom_cluster.http.generation_response import GenerationResponse
-from transom_cluster.http.request_id_middleware import set_request_id
+from transom_cluster.http.request_id_middleware import set_response_id
+from transom_cluster.http.request_state import RequestState, request_state
 from transom_cluster.http.routed_path import routed_path
 from transom_cluster.openai.body import Model, parse_body
 from transom_cluster.openai.chat_types import ChatCompletionRequest
@@ -35,7 +39,6 @@ from transom_cluster.openai.writers import ResponseMetadata, Writer
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_cluster.telemetry.span_attributes import request_attributes
-from transom_cluster.telemetry.tracing import RequestTrace
 from transom_worker import contract
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError, RequestTimeout
@@ -44,98 +47,100 @@ logger = logging.getLogger("transom.router")
 
 
 class OpenAiRoutes:
-    """Handlers bound to one router. Bodies are parsed here, whatever their content type, so that errors name fields."""
+    """Route handlers for one router. They parse bodies themselves, whatever the content type, so that errors name fields."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     def add_routes(self, api: FastAPI) -> None:
-        """Register the routes."""
+        """Add the routes to the app."""
         handlers = (self.chat_completions, self.completions, self.tokenize, self.detokenize)
         for path, handler in zip(BODIES, handlers, strict=True):
             api.add_api_route(path, handler, methods=["POST"], response_model=None)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
-        header = self._header(request, "chatcmpl")
-        wanted = await self._parse(request, ChatCompletionRequest, CHAT_RULES)
-        await self._router.prepare(wanted.model)
-        params = wanted.params()
+        state = request_state(request.scope)
+        metadata = self._begin_response(state, "chatcmpl")
+        body = await self._parse(request, ChatCompletionRequest, CHAT_RULES)
+        await self._router.prepare(body.model)
+        params = body.params()
         prompt = await chat_prompt(
             self._router.tokenizer,
-            wanted.messages,
-            add_generation_prompt=wanted.add_generation_prompt,
-            template_kwargs=wanted.chat_template_kwargs,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            template_kwargs=body.chat_template_kwargs,
         )
-        requests = self._requests(request, header, wanted, [prompt], params, prompt_param="messages")
+        requests = self._engine_requests(state, metadata, body, [prompt], params, prompt_param="messages")
         writer = ChatWriter(
-            header,
+            metadata,
             requests,
             self._router.tokenizer,
-            include_usage=wanted.include_usage,
+            include_usage=body.include_usage,
             num_top_logprobs=params.logprobs,
         )
-        return self._answer(request, requests, writer, params, stream=bool(wanted.stream))
+        return self._response(state, request, requests, writer, params, stream=bool(body.stream))
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        header = self._header(request, "cmpl")
-        wanted = await self._parse(request, CompletionRequest, COMPLETION_RULES)
-        await self._router.prepare(wanted.model)
-        params = wanted.params()
-        texts = wanted.prompts()
-        prompts = await completion_prompts(self._router.tokenizer, texts, add_special_tokens=wanted.add_special_tokens)
-        requests = self._requests(request, header, wanted, prompts, params, prompt_param="prompt")
+        state = request_state(request.scope)
+        metadata = self._begin_response(state, "cmpl")
+        body = await self._parse(request, CompletionRequest, COMPLETION_RULES)
+        await self._router.prepare(body.model)
+        params = body.params()
+        given = body.prompts()
+        prompts = await completion_prompts(self._router.tokenizer, given, add_special_tokens=body.add_special_tokens)
+        requests = self._engine_requests(state, metadata, body, prompts, params, prompt_param="prompt")
         writer = CompletionWriter(
-            header,
+            metadata,
             requests,
             self._router.tokenizer,
-            include_usage=wanted.include_usage,
+            include_usage=body.include_usage,
             num_top_logprobs=params.logprobs,
-            echoed=self._echoed(texts, prompts, params.n) if wanted.echo else None,
-            echo_only=wanted.echo_only,
+            echoed=self._echoed_prompts(given, prompts, params.n) if body.echo else None,
+            echo_only=body.echo_only,
         )
-        return self._answer(request, requests, writer, params, stream=bool(wanted.stream))
+        return self._response(state, request, requests, writer, params, stream=bool(body.stream))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
-        wanted = await self._parse(request, TokenizeRequest, TOKENIZE_RULES)
-        await self._router.prepare(wanted.model)
+        body = await self._parse(request, TokenizeRequest, TOKENIZE_RULES)
+        await self._router.prepare(body.model)
         tokenizer, limits = self._router.tokenizer, self._router.limits
-        token_ids = (await self._tokenize_prompt(wanted)).token_ids
-        body: dict[str, Any] = {
+        token_ids = (await self._tokenize_prompt(body)).token_ids
+        response: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": limits.max_model_len,
             "tokens": list(token_ids),
-            "token_strs": [tokenizer.token(i) for i in token_ids] if wanted.return_token_strs else None,
+            "token_strs": [tokenizer.token(i) for i in token_ids] if body.return_token_strs else None,
         }
-        return JSONResponse(body)
+        return JSONResponse(response)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        wanted = await self._parse(request, DetokenizeRequest, NO_RULES)
-        await self._router.prepare(wanted.model)
-        check_vocabulary(wanted.tokens, self._router.limits.vocab_size, param="tokens")
-        text = await asyncio.to_thread(self._router.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
+        body = await self._parse(request, DetokenizeRequest, NO_RULES)
+        await self._router.prepare(body.model)
+        check_vocabulary(body.tokens, self._router.limits.vocab_size, param="tokens")
+        text = await asyncio.to_thread(self._router.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
-    async def _tokenize_prompt(self, wanted: TokenizeRequest) -> Prompt:
+    async def _tokenize_prompt(self, body: TokenizeRequest) -> Prompt:
         tokenizer = self._router.tokenizer
-        if (wanted.prompt is None) == (wanted.messages is None):
+        if (body.prompt is None) == (body.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        if wanted.messages is not None:
-            if wanted.add_special_tokens:
+        if body.messages is not None:
+            if body.add_special_tokens:
                 raise RequestError(
-                    "add_special_tokens is true; special tokens of messages are the chat template's business, leave it out.",
+                    "add_special_tokens is true; the chat template decides about special tokens of messages, leave it out.",
                     param="add_special_tokens",
                 )
             return await chat_prompt(
                 tokenizer,
-                wanted.messages,
-                add_generation_prompt=wanted.add_generation_prompt,
-                template_kwargs=wanted.chat_template_kwargs,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                template_kwargs=body.chat_template_kwargs,
             )
-        text, add_special = wanted.prompt or "", wanted.add_special_tokens is not False
+        text, add_special = body.prompt or "", body.add_special_tokens is not False
         if len(text) > MAX_INLINE_CHARS:
             ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special)
         else:
@@ -145,51 +150,51 @@ class OpenAiRoutes:
     async def _parse(self, request: Request, model: type[Model], rules: FieldRules) -> Model:
         try:
             async with asyncio.timeout(self._router.config.limits.request_timeout_s):
-                body = await request.body()
+                raw = await request.body()
         except TimeoutError:
             raise RequestTimeout("The request's body did not arrive in time; send it faster, or send less.") from None
-        return parse_body(body, model, rules)
+        return parse_body(raw, model, rules)
 
-    def _requests(
+    def _engine_requests(
         self,
-        request: Request,
-        header: ResponseMetadata,
-        wanted: SamplingFields,
+        state: RequestState,
+        metadata: ResponseMetadata,
+        body: SamplingFields,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
         prompt_param: str,
     ) -> list[contract.Request]:
-        """What the workers get, with what the server adds of its own: seed, deadline, and the client's salt."""
+        """Build the engine requests. The server adds a seed, a deadline and, with `--salt-by-key`, the client's cache salt."""
         router, config = self._router, self._router.config
         if config.log_prompts:
             for prompt in prompts:
-                logger.info(
-                    "%s asks: %r", header.id, router.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-                )
-        arrival_s, timeout_s = request.state.arrival_s, config.limits.request_timeout_s
+                text = router.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+                logger.info("The prompt of %s: %r", metadata.id, text)
+        timeout_s = config.limits.request_timeout_s
         return build_requests(
-            header.id,
+            metadata.id,
             prompts,
             params,
             router.limits,
             engine_seed=router.engine_seed,
-            arrival_s=arrival_s,
-            deadline_s=None if timeout_s is None else arrival_s + timeout_s,
-            priority=wanted.priority,
-            cache_salt=client_cache_salt(wanted.cache_salt, request.state.client)
-            if config.salt_by_key
-            else wanted.cache_salt,
+            arrival_s=state.arrival_s,
+            deadline_s=None if timeout_s is None else state.arrival_s + timeout_s,
+            priority=body.priority,
+            cache_salt=client_cache_salt(body.cache_salt, state.client) if config.salt_by_key else body.cache_salt,
             prompt_param=prompt_param,
         )
 
-    def _header(self, request: Request, prefix: str) -> ResponseMetadata:
-        header = ResponseMetadata(id=f"{prefix}-{secrets.token_hex(12)}", model=self._router.config.served_model_name)
-        set_request_id(request, header.id)
-        return header
+    def _begin_response(self, state: RequestState, prefix: str) -> ResponseMetadata:
+        """Choose the response's id, so that also an error of this request names it."""
+        model = self._router.config.served_model_name
+        metadata = ResponseMetadata(id=f"{prefix}-{secrets.token_hex(12)}", model=model)
+        set_response_id(state, metadata.id)
+        return metadata
 
-    def _answer(
+    def _response(
         self,
+        state: RequestState,
         request: Request,
         requests: Sequence[contract.Request],
         writer: Writer,
@@ -197,29 +202,28 @@ class OpenAiRoutes:
         *,
         stream: bool,
     ) -> GenerationResponse:
-        """The response, and what is told of it to those who ask later."""
-        trace: RequestTrace | None = getattr(request.state, "trace", None)
-        if trace is not None:
-            trace.describe(request_attributes(params, num_choices=len(requests), stream=stream))
+        """The response that will run `requests`, with the timeline and the span that describe it."""
+        if state.trace is not None:
+            state.trace.describe(request_attributes(params, num_choices=len(requests), stream=stream))
         timeline = RequestTimeline(
             requests,
             endpoint=routed_path(request.scope),
-            client=request.state.client,
+            client=state.client,
             stream=stream,
-            outer_id=request.state.outer_id,
-            trace=trace,
+            outer_id=state.x_request_id,
+            trace=state.trace,
         )
-        request.state.timeline = timeline
+        state.engine_request_id, state.timeline = requests[0].request_id, timeline
         return GenerationResponse(self._router, requests, writer, stream=stream, timeline=timeline)
 
-    def _echoed(
-        self, texts: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int
+    def _echoed_prompts(
+        self, given: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int
     ) -> list[EchoedPrompt]:
-        """Each prompt as it came, once per choice; token ids are decoded."""
+        """Each prompt as the client sent it, once per choice; token ids are decoded."""
         decode = self._router.tokenizer.decode
         echoed = []
         for i, prompt in enumerate(prompts):
-            given = texts[i]
-            text = given if isinstance(given, str) else decode(given, skip_special_tokens=False)
+            sent = given[i]
+            text = sent if isinstance(sent, str) else decode(sent, skip_special_tokens=False)
             echoed += [EchoedPrompt(text=text, token_ids=prompt.token_ids)] * num_choices
         return echoed

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 
+from transom_cluster.http.request_state import request_state
 from transom_cluster.http.request_timeline_report import recent_requests, request_report
 from transom_cluster.openai.errors import HttpError, not_found
 from transom_cluster.router.router import Router
@@ -21,11 +22,11 @@ def add_routes(api: FastAPI, router: Router) -> None:
 
     @api.get("/debug/requests", summary="This client's last requests, a line each", responses=_ERRORS)
     async def requests(request: Request, state: _State = None, limit: _Limit = 100) -> dict[str, Any]:
-        return {"requests": await recent_requests(router, request.state.client, state, limit)}
+        return {"requests": await recent_requests(router, request_state(request.scope).client, state, limit)}
 
     @api.get("/debug/requests/{request_id:path}", summary="What happened to a request, step by step")
     async def timeline(request: Request, request_id: str) -> dict[str, Any]:
-        found = await request_report(router, request_id, request.state.client)
+        found = await request_report(router, request_id, request_state(request.scope).client)
         if found is None:
             raise _unknown(request_id)
         return found

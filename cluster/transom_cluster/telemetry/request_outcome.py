@@ -1,66 +1,70 @@
-"""What came of an HTTP request, also where the status that was sent does not tell: an answer that broke off had begun with 200."""
+"""How one HTTP request ended, also where the status code that was sent does not say it.
+
+A streamed response sends 200 with its first byte. If the worker then fails, or the client disconnects, the request did not succeed
+although 200 was sent. Metrics count such a request with the status of its error, or with 499 for a client that disconnected.
+
+Broken response: a response that ended after its first byte and before its last.
+"""
 
 from __future__ import annotations
 
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from transom_cluster.openai.errors import STREAM_CODES, WireError
 
-CLIENT_LEFT = 499  # nobody is sent this status; access logs of proxies have made it known
-LEFT = "client_left"
-REFUSED = "request_refused"  # whatever is the request's own fault, found late
-BREAK_REASONS = (*STREAM_CODES, REFUSED, LEFT)
-"""Why an answer may end before its last byte: the codes of the errors that a stream may have, and who left."""
+CLIENT_DISCONNECTED_STATUS = 499  # never sent; proxies' access logs made this number known
+CLIENT_DISCONNECTED = "client_left"
+REQUEST_REFUSED = "request_refused"  # a fault of the request itself that shows only after the first byte
+BREAK_REASONS = (*STREAM_CODES, REQUEST_REFUSED, CLIENT_DISCONNECTED)
+"""Why a response may break: the codes of errors that a stream may end with, a fault of the request, a client that disconnected."""
 
 
-def broke_off(scope: Scope, error: WireError) -> None:
-    """An answer that had begun ends with this error."""
-    scope.setdefault("state", {})["broke_off"] = error
+class RequestOutcome:
+    """The outcome of one request. The middleware feeds it with the response's messages, and reads it once the request has ended."""
 
+    __slots__ = ("_error", "_is_complete", "_is_endless", "_sent_status")
 
-def is_endless(scope: Scope) -> None:
-    """The response goes on until its client leaves, which is then its end."""
-    scope.setdefault("state", {})["endless"] = True
-
-
-class Outcome:
-    """One request's: fed with the messages of its response once they are sent, asked when nothing more is done for it."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
+    def __init__(self) -> None:
         self._sent_status: int | None = None
-        self._is_whole = False
+        self._is_complete = False
+        self._is_endless = False
+        self._error: WireError | None = None
 
-    def begins(self, message: Message) -> None:
-        """This message is about to be sent."""
+    def message_sending(self, message: Message) -> None:
+        """Note a message of the response before it is sent."""
         if message["type"] == "http.response.start":
             self._sent_status = message["status"]
 
-    def is_sent(self, message: Message) -> None:
-        """It has been."""
+    def message_sent(self, message: Message) -> None:
+        """Note a message of the response after it was sent."""
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._is_whole = True
+            self._is_complete = True
+
+    def break_with(self, error: WireError) -> None:
+        """The response has begun and ends with `error`."""
+        self._error = error
+
+    def mark_endless(self) -> None:
+        """The response has no end of its own: it is complete when the client disconnects."""
+        self._is_endless = True
 
     @property
     def status(self) -> int:
-        """The one that was sent; that of the error where the answer broke off; 499 where the client left first."""
+        """The status that metrics count: the error's for a broken response, 499 for a client that disconnected, else the sent one."""
         if self._error is not None:
             return self._error.status
-        return CLIENT_LEFT if self._sent_status is None or self._was_left else self._sent_status
+        if self._sent_status is None or self._client_disconnected:
+            return CLIENT_DISCONNECTED_STATUS
+        return self._sent_status
 
     @property
     def break_reason(self) -> str | None:
-        """Why the answer broke off after its first byte, one of `BREAK_REASONS`; None where it did not."""
+        """Why the response broke, one of `BREAK_REASONS`; None if it did not break."""
         if self._error is not None:
-            return self._error.code if self._error.code in STREAM_CODES else REFUSED
-        return LEFT if self._was_left else None
+            return self._error.code if self._error.code in STREAM_CODES else REQUEST_REFUSED
+        return CLIENT_DISCONNECTED if self._client_disconnected else None
 
     @property
-    def _was_left(self) -> bool:
-        """Whether the client left in the middle of the answer."""
-        return self._sent_status is not None and not self._is_whole and not self._scope["state"].get("endless", False)
-
-    @property
-    def _error(self) -> WireError | None:
-        error: WireError | None = self._scope.get("state", {}).get("broke_off")
-        return error
+    def _client_disconnected(self) -> bool:
+        """Whether the client disconnected after the response's first byte and before its last."""
+        return self._sent_status is not None and not self._is_complete and not self._is_endless

@@ -1,0 +1,47 @@
+"""What the middleware and the routes know about the HTTP request that they handle, in one typed object.
+
+`RequestIdMiddleware`, the outermost layer, creates the object and stores it in the ASGI scope. Inner layers and routes read it with
+`request_state`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from transom_cluster.telemetry.request_outcome import RequestOutcome
+from transom_cluster.telemetry.request_timeline import ONLY_CLIENT, RequestTimeline
+from transom_cluster.telemetry.tracing import RequestTrace
+
+_KEY = "transom"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState:
+    """The state of one HTTP request.
+
+    Fields that are empty at first are set by the layer that learns them: `client` by `ApiKeyMiddleware`, `response_id` as soon as a
+    route has chosen it, `engine_request_id` (of the first choice) and `timeline` once the prompt is tokenised.
+    """
+
+    x_request_id: str  # the header that the client or Ray Serve sent; empty without one
+    trace: RequestTrace | None  # None: the request has no span
+    arrival_s: float = field(default_factory=time.time)
+    outcome: RequestOutcome = field(default_factory=RequestOutcome)
+    client: str = ONLY_CLIENT
+    response_id: str = ""
+    engine_request_id: str = ""
+    timeline: RequestTimeline | None = None
+
+
+def attach_request_state(scope: Scope, state: RequestState) -> None:
+    """Store a request's state in its scope."""
+    scope.setdefault("state", {})[_KEY] = state
+
+
+def request_state(scope: Scope) -> RequestState:
+    """The state of the request that `scope` belongs to."""
+    state: RequestState = scope["state"][_KEY]
+    return state
