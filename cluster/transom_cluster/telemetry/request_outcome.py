@@ -50,7 +50,10 @@ class RequestOutcome:
 
     @property
     def status(self) -> int:
-        """The status for metrics: the error's for a broken response, 499 for a client that disconnected, else the one that was sent."""
+        """The status that metrics count.
+
+        It is the error's status for a broken response, 499 for a client that disconnected, and else the status that was sent.
+        """
         if self._error is not None:
             return self._error.status
         if self._sent_status is None or self._client_disconnected:
