@@ -41,7 +41,7 @@ def test_one_rank_needs_nobody() -> None:
 
 
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
-    with pytest.raises(RankLost, match=r"cannot meet at 192\.0\.2\.1"):
+    with pytest.raises(RankLost, match=r"cannot rendezvous at 192\.0\.2\.1"):
         Rendezvous(["a", "b"], ip="192.0.2.1")
 
 

@@ -131,7 +131,7 @@ def test_ranks_in_the_group_of_their_owner(cluster: None, tiny_model: Path, expe
     assert ray.get(owner.answers.remote("again")) == expected
     again = ray.get(owner.rank_processes.remote())
     (told,) = ray.get(owner.stop.remote(again[1]))
-    assert re.search("Rank 1 .*did not come within", told)
+    assert re.search("Rank 1 .*was not ready within", told)
     wait_until_gone(*again)
     again = ray.get(owner.rank_processes.remote())
     ray.kill(owner)

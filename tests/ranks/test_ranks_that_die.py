@@ -26,7 +26,7 @@ STEP_TIMEOUTS_S = {  # a rank that only waits for a core is not to be taken for 
 }
 SEEN = {  # a kill is noticed, not waited for; of a rank that hangs the others say which it is
     signal.SIGKILL: r"Rank {} .*(was killed by SIGKILL|died)",
-    signal.SIGSTOP: r"Rank {} .*did not come within",
+    signal.SIGSTOP: r"Rank {} .*was not ready within",
 }
 
 

@@ -1,4 +1,7 @@
-"""A rank's place among the ranks that share one model, its share of anything cut by whole units, and how ranks add up."""
+"""Tensor parallelism: a rank's place among the ranks of a worker, its share of heads or columns, and the collectives.
+
+A *rank* is one process with one device. All ranks of a worker run the same collectives in the same order.
+"""
 
 from __future__ import annotations
 

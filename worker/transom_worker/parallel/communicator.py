@@ -1,4 +1,7 @@
-"""What ranks do together: add tensors up, gather them, pass one on. Every rank makes the same calls in the same order."""
+"""The interface of the ranks' collectives: all-reduce, gather and broadcast.
+
+Every rank of a worker makes the same calls in the same order; a collective ends when all ranks have made the call.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +11,48 @@ import torch
 
 
 class Communicator(Protocol):
-    """The ranks of one worker. Tensors may be of any shape and floating or integer dtype, contiguous or not.
+    """The collectives of one worker's ranks. Tensors may have any shape and any floating or integer dtype, contiguous or not.
 
-    Every method may raise `RankLost` when a peer is gone or does not come in time; the communicator is useless from then on.
+    Every method raises `RankLost` when another rank has ended or is late; the communicator cannot be used after that.
     """
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place; the same bits on every rank. Returns `x`."""
+        """Replace `x` by its sum over all ranks, bit for bit the same on every rank, and return `x`."""
         ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """On the first rank every rank's tensor in order of rank, on others None. Sizes may differ in the last axis alone."""
+        """Return the tensors of all ranks, in order of rank, on the first rank, and None on the others.
+
+        The tensors may differ in the size of their last axis only.
+        """
         ...
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """The first rank's `x` on every rank, in place. Returns `x`."""
+        """Replace `x` by the first rank's `x`, and return it."""
         ...
 
     def close(self) -> None:
-        """Free what it holds; idempotent."""
+        """Free the communicator's resources. Idempotent."""
         ...
 
 
 class SingleRank:
-    """One rank: nothing to do."""
+    """The communicator of a worker with one rank: every collective returns its own tensor."""
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`."""
+        """Return `x`."""
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """`x` alone."""
+        """Return a list that holds `x` alone."""
         return [x]
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`."""
+        """Return `x`."""
         return x
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 SINGLE_RANK = SingleRank()

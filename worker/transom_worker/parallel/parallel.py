@@ -9,7 +9,7 @@ from transom_worker.parallel.communicator import SINGLE_RANK, Communicator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Rank `rank` of `size`, and how it speaks with the others."""
+    """Rank `rank` of `size` ranks, with the communicator that connects it to the others."""
 
     rank: int = 0
     size: int = 1
@@ -21,11 +21,14 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that samples and reports."""
+        """Whether this is the first rank, which samples tokens and reports results."""
         return self.rank == 0
 
     def share(self, units: int) -> slice:
-        """This rank's [start, end) of `units` heads, columns or rows: contiguous, the first ranks take one more if uneven."""
+        """Return this rank's contiguous range of `units` heads, columns or rows.
+
+        Where `units` is no multiple of the number of ranks, the first ranks take one more: 7 units on 3 ranks are 3, 2 and 2.
+        """
         base, extra = divmod(units, self.size)
         start = self.rank * base + min(self.rank, extra)
         return slice(start, start + base + (self.rank < extra))

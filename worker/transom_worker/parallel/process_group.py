@@ -1,4 +1,4 @@
-"""Ranks on several hosts, or on CUDA devices, add up through torch.distributed: gloo on CPUs, nccl on CUDA."""
+"""The communicator for ranks on several hosts or on CUDA devices: torch.distributed, with gloo on CPUs and nccl on CUDA."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ c10d: Any = torch.distributed  # its stubs lack much of what it exports
 
 
 class ProcessGroup:
-    """A communicator over a process group of its own."""
+    """A communicator over a torch.distributed process group that belongs to this worker alone."""
 
     def __init__(self, address: str, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
-        """Meets the other ranks at "ip:port", where a TCPStore listens; names are never looked up.
+        """Connect to the other ranks through the TCPStore that listens at `address`, "IP:PORT"; host names are never looked up.
 
         Raises:
-            RankLost: nobody listens there, or a rank did not come within `timeout_s`.
+            RankLost: no store listens there, or a rank did not connect within `timeout_s`.
         """
         self._rank, self._size, self._device, self._timeout_s = rank, size, device, timeout_s
         ip, _, port = address.rpartition(":")
@@ -30,14 +30,14 @@ class ProcessGroup:
         self._group: Any = self._try(lambda: make(ip, int(port), rank, size, timedelta(seconds=timeout_s)))
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place; the same bits on every rank."""
+        """See `Communicator.all_reduce_`."""
         if not x.is_contiguous():
             return x.copy_(self.all_reduce_(x.contiguous()))
         self._run(lambda group: group.allreduce([x]))
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """On the first rank every rank's tensor, on others None."""
+        """See `Communicator.gather`. Tensors are padded to the widest last axis on the way."""
         widths = torch.zeros(self._size, dtype=torch.int64, device=x.device)
         widths[self._rank] = x.shape[-1]
         sizes: list[int] = self.all_reduce_(widths).tolist()
@@ -48,14 +48,14 @@ class ProcessGroup:
         return [part[..., :width] for part, width in zip(parts, sizes, strict=True)] if self._rank == 0 else None
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """The first rank's `x` on every rank, in place."""
+        """See `Communicator.broadcast_`."""
         if not x.is_contiguous():
             return x.copy_(self.broadcast_(x.contiguous()))
         self._run(lambda group: group.broadcast([x]))
         return x
 
     def close(self) -> None:
-        """Close the connections: whoever waits for this rank gets RankLost. Idempotent."""
+        """Close the connections; ranks that wait for this rank raise RankLost. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -71,20 +71,20 @@ class ProcessGroup:
             return action()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            late = f"Rank {self._rank} lost the others, or they are late by {self._timeout_s:g} s"
+            late = f"Rank {self._rank} lost the other ranks, or they are late by {self._timeout_s:g} s"
             raise RankLost(f"{late}: {reason}") from error
 
 
 def listen(ip: str) -> Any:
-    """A store at a free port of `ip` by which ranks find each other, while it is referenced; `port` is its port.
+    """Open a TCPStore at a free port of `ip`, through which ranks find each other. It listens while the result is referenced.
 
     Raises:
-        RankLost: `ip` is not this host's.
+        RankLost: `ip` is no address of this host.
     """
     try:
         listener = socket.create_server((ip, 0), family=_family(ip))
     except OSError as error:
-        raise RankLost(f"The ranks cannot meet at {ip}: {error}.") from error
+        raise RankLost(f"The ranks cannot rendezvous at {ip}: {error}.") from error
     port = listener.getsockname()[1]
     return c10d.TCPStore(ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -1,7 +1,9 @@
-"""The memory that ranks on one host share: a line of integers and two buffers for each.
+"""The memory that the ranks of one host share.
 
-It belongs to no folder: whoever makes it holds a descriptor, ranks open that through its process and map it, and the kernel frees
-it with the last of them, however they end.
+    rank 0's integers | rank 1's integers | ... | buffer 0 of rank 0, rank 1, ... | buffer 1 of rank 0, rank 1, ...
+
+The memory is an anonymous file (memfd) in no folder. The process that creates it keeps a descriptor; ranks open that descriptor
+through /proc and map the file. The operating system frees the memory with the last of these processes, however they end.
 """
 
 from __future__ import annotations
@@ -11,15 +13,13 @@ import os
 
 import torch
 
-BUFFER_BYTES = (
-    2**22
-)  # of each of a rank's two buffers, of which only what is used takes memory; larger tensors go in pieces
-LINE = 16  # integers of 8 bytes: two cache lines, since neighbours are fetched in pairs
-MAX_VIEWS = 512  # kept of tensors' shapes
+BUFFER_BYTES = 2**22  # of each buffer; only pages that are used take memory, and larger tensors are sent in pieces
+LINE = 16  # integers of 8 bytes for each rank: two cache lines, since processors fetch neighbouring lines in pairs
+MAX_VIEWS = 512  # cached tensor views, by dtype and shape
 
 
 class MemoryFile:
-    """Zeroed memory for `size` ranks; other processes of this user and pid namespace open it by `path` while this is open."""
+    """Zeroed memory for `size` ranks. Processes of the same user and pid namespace open it by `path` until `close`."""
 
     def __init__(self, size: int) -> None:
         self._fd = os.memfd_create("transom-ranks")
@@ -27,17 +27,21 @@ class MemoryFile:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Nobody can open it any more; those who have it keep it. Idempotent."""
+        """Close the descriptor: no further process can open the memory. Mappings stay valid. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class RankMemory:
-    """One rank's mapping. `integers[rank * LINE + i]` is integer i of a rank's line."""
+    """One rank's mapping of the shared memory. `integers[rank * LINE + i]` is integer `i` of rank `rank`."""
 
     def __init__(self, path: str, size: int) -> None:
-        """Raises OSError where there is no such file, ValueError where it was made for another number of ranks."""
+        """Map the memory at `path`.
+
+        Raises:
+            OSError: there is no such file.  ValueError: the file was made for another number of ranks.
+        """
         with open(path, "r+b") as file:
             if os.fstat(file.fileno()).st_size != _total_bytes(size):
                 raise ValueError(f"{path} was not made for {size} ranks.")
@@ -49,7 +53,7 @@ class RankMemory:
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[torch.Tensor]] = {}
 
     def views(self, which: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Buffer `which` (0 or 1) of every rank as a tensor of that dtype and shape, which must fit."""
+        """Return buffer `which` (0 or 1) of every rank as tensors of the dtype and shape of `like`, which must fit a buffer."""
         key = (which, like.dtype, like.shape)
         found = self._views.get(key)
         if found is None:
