@@ -6,6 +6,7 @@ import pytest
 from demo_model import check, continuations, demo_prompts, generate, load_oracle, make
 from transformers import LlamaForCausalLM
 
+from how_many import ALL_TESTS
 from tiny_checkpoints import HybridCase
 
 # a real model computes for minutes where others compute beside it
@@ -17,11 +18,11 @@ def oracle() -> LlamaForCausalLM:
     return load_oracle()
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.exhaustive), 4])
 def test_windows_on_real_weights_are_a_hybrid(oracle: LlamaForCausalLM, sinks: int) -> None:
     """SSF with a window of 40 equals transformers with the same masks: cold, from the cache, with the hybrid cache off."""
     case = HybridCase(window=40, sinks=sinks, pattern="SSF")
-    some = demo_prompts()[2:-1:2]
+    some = demo_prompts()[2:-1:2] if ALL_TESTS else demo_prompts()[4::2]
     with make(**case.settings()) as llm:
         assert len(llm.engine.info.layout.groups) == 2
         cold = generate(llm, some)
