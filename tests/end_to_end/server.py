@@ -21,8 +21,10 @@ from prometheus_client.samples import Sample
 from free_ports import free_port
 
 PATIENCE_S = 240.0
+API_KEY = "sesame"
+KEY = {"Authorization": f"Bearer {API_KEY}"}  # a server without keys does not look at it
 # One for all, since a client takes 20 ms to make; each request has a connection of its own, and so comes to any router.
-HTTP = httpx.Client(timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(headers=KEY, timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 LOOK_S = 0.3  # a look at all processes, or at a page of metrics, takes a tenth of a second of a core
 RAY_WAS_LATE = "timed out during startup"
 Seen = TypeVar("Seen")
@@ -129,7 +131,7 @@ def look_until(look: Callable[[], Seen], is_it: Callable[[Seen], bool]) -> Seen:
     """Look again and again until what is seen is as it should be; what was seen then."""
     end_s = time.monotonic() + PATIENCE_S
     while not is_it(seen := look()):
-        assert time.monotonic() < end_s, seen
+        assert time.monotonic() < end_s, repr(seen)[-4000:]
         time.sleep(LOOK_S)
     return seen
 

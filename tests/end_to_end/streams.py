@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from server import PATIENCE_S
+from server import KEY, PATIENCE_S
 
 BEGUN_CHUNKS = 5
 
@@ -66,23 +66,19 @@ def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
         stream.num_chunks += 1
 
 
-def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+def client_of(url: str) -> httpx.AsyncClient:
     """A client with as many connections as it takes."""
-    return httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None)
-    )
+    return httpx.AsyncClient(base_url=url, headers=KEY, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
 
 
 async def ask_all(
     url: str,
     requests: Sequence[dict[str, Any]],
     disturb: Callable[[], None] = lambda: None,
-    *,
-    headers: dict[str, str] | None = None,
 ) -> list[Stream]:
     """Ask all at once, and `disturb` when every answer has begun."""
     streams = [Stream() for _ in requests]
-    async with client_of(url, headers) as client:
+    async with client_of(url) as client:
         asking = asyncio.gather(*(ask(client, *pair) for pair in zip(requests, streams, strict=True)))
         while not asking.done() and any(stream.num_chunks < BEGUN_CHUNKS for stream in streams):
             await asyncio.sleep(0.01)

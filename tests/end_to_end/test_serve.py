@@ -10,9 +10,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from server import (
+    API_KEY,
     HTTP,
     PATIENCE_S,
     Server,
@@ -30,13 +32,12 @@ from free_ports import free_port
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 MODEL = "smollm2"
-KEY = {"Authorization": "Bearer sesame"}
 QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
 
 
 @pytest.fixture(scope="session")
 def client(demo_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE_S)
 
 
 def test_models_and_health(client: openai.OpenAI, demo_server: Server) -> None:
@@ -44,6 +45,13 @@ def test_models_and_health(client: openai.OpenAI, demo_server: Server) -> None:
     assert client.models.retrieve(MODEL).id == MODEL
     assert HTTP.get(f"{demo_server.url}/health").status_code == 200
     assert "version" in HTTP.get(f"{demo_server.url}/version").json()
+
+
+def test_no_answer_without_the_key(demo_server: Server) -> None:
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        reply = httpx.post(f"{demo_server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
+        assert reply.status_code == 401
 
 
 def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
@@ -69,11 +77,11 @@ def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
 
 
 async def test_many_async_clients_get_what_one_gets(demo_server: Server) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{demo_server.url}/v1", api_key="x", max_retries=0) as client:
-        prompts = [f"The number {i} is followed by" for i in range(12)]
+    async with openai.AsyncOpenAI(base_url=f"{demo_server.url}/v1", api_key=API_KEY, max_retries=0) as client:
+        prompts = [f"The number {i} is followed by" for i in range(6)]
 
         async def ask(prompt: str) -> str:
-            out = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12)
+            out = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8)
             return out.choices[0].text
 
         together = await asyncio.gather(*(ask(prompt) for prompt in prompts))
@@ -159,9 +167,9 @@ def test_metrics_count_tokens(client: openai.OpenAI, demo_server: Server) -> Non
 
 def check_that_a_stream_outlives_the_only_worker(server: Server, body: dict[str, object]) -> None:
     """It stands still until the worker has been replaced, and goes on where it was."""
-    whole = asyncio.run(ask_all(server.url, [body], headers=KEY))
+    whole = asyncio.run(ask_all(server.url, [body]))
     (victim,) = wait_for_replicas(server, ":Worker", 1)
-    cut = asyncio.run(ask_all(server.url, [body], lambda: os.kill(victim, signal.SIGKILL), headers=KEY))
+    cut = asyncio.run(ask_all(server.url, [body], lambda: os.kill(victim, signal.SIGKILL)))
     assert cut[0].error is None
     assert cut[0].is_whole
     assert cut[0].text == whole[0].text
@@ -171,32 +179,33 @@ def check_that_a_stream_outlives_the_only_worker(server: Server, body: dict[str,
 
 def worker_states(server: Server) -> list[str]:
     """What the router thinks of each worker."""
-    workers = HTTP.get(server.url, headers=KEY).json()["workers"]
+    workers = HTTP.get(server.url).json()["workers"]
     return [worker["state"] for worker in workers]
 
 
+@pytest.mark.exhaustive
 def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path, tiny_model: Path) -> None:
     """A second server beside the first: API key, windows, HAProxy, a killed worker; SIGTERM lets an answer end, then all."""
     server = start_server(
         str(tiny_model),
         tmp_path / "log",
-        *("--api-key", "sesame", "--window", "64", "--sinks", "4", "--window-pattern", "SSF", "--haproxy"),
+        *("--api-key", API_KEY, "--window", "64", "--sinks", "4", "--window-pattern", "SSF", "--haproxy"),
         *("--served-model-name", "tiny", "--kv-cache-memory-bytes", "16MiB", "--worker-wait-s", str(PATIENCE_S)),
     )
     try:
         url = f"{server.url}/v1/completions"
         body = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
-        assert HTTP.post(url, json=body).status_code == 401
-        assert HTTP.post(url, json=body, headers=KEY).status_code == 200
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0, timeout=PATIENCE_S) as client:
+        assert httpx.post(url, json=body, timeout=PATIENCE_S).status_code == 401
+        assert HTTP.post(url, json=body).status_code == 200
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE_S) as client:
             stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=3, temperature=0, stream=True)
             assert len(list(stream)) >= 2
-        (worker,) = HTTP.get(server.url, headers=KEY).json()["workers"]
+        (worker,) = HTTP.get(server.url).json()["workers"]
         assert len(worker["cache"]) == 2
         body = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
         check_that_a_stream_outlives_the_only_worker(server, body)
         terminate = partial(server.process.send_signal, signal.SIGTERM)
-        (drained,) = asyncio.run(ask_all(server.url, [body], terminate, headers=KEY))
+        (drained,) = asyncio.run(ask_all(server.url, [body], terminate))
         assert drained.is_whole
         assert drained.error is None
     finally:

@@ -1,0 +1,157 @@
+"""Looks at a server of two routers from outside: its workers, ranks and pages; and deploys it again under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from server import HTTP, Server, look_until, ray_address, replica_pids
+from streams import Stream, ask_until
+
+Page = dict[str, list[Sample]]
+
+
+def check_answers(streams: list[Stream], undisturbed: list[Stream], max_tokens: int) -> None:
+    """Every answer is whole, with each token once."""
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    assert all(stream.is_whole for stream in streams)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert {stream.usage["completion_tokens"] for stream in streams if stream.usage} == {max_tokens}
+
+
+def page_of(server: Server, path: str = "/metrics") -> Page:
+    """A page of metrics, by family; the usual one has all routers', workers' and ranks'."""
+    text = HTTP.get(f"{server.url}{path}").text
+    return {family.name: family.samples for family in text_string_to_metric_families(text)}
+
+
+def workers_of_routers(server: Server) -> list[tuple[dict[str, float], set[str]]]:
+    """What each of the routers knows: how many workers in which state, and which workers' prefixes."""
+    page = page_of(server)
+    routers: dict[str, tuple[dict[str, float], set[str]]] = {}
+    for sample in page.get("transom_router_workers", []):
+        states, _ = routers.setdefault(sample.labels["router"], ({}, set()))
+        if sample.value:
+            states[sample.labels["state"]] = sample.value
+    for sample in page.get("transom_router_mirror_version", []):
+        if sample.labels["router"] in routers:
+            routers[sample.labels["router"]][1].add(sample.labels["worker"])
+    return list(routers.values())
+
+
+def wait_for_workers(server: Server, count: int, *, other_than: Set[str] = frozenset()) -> set[str]:
+    """Wait until both routers have streams to the same `count` workers, and not to just those of before; who they are."""
+
+    def agree(routers: list[tuple[dict[str, float], set[str]]]) -> bool:
+        first, *others = routers or [({}, set())]
+        states, names = first
+        return others == [first] and states == {"open": count} and len(names) == count and names != other_than
+
+    return look_until(lambda: workers_of_routers(server), agree)[0][1]
+
+
+def wait_for_ranks(server: Server, count: int, *, without: int) -> None:
+    """Wait until all workers compute with `count` ranks of which none is the killed one.
+
+    A kill whose answers had all been computed is noticed after them, and routers know nothing of it: a worker starts its ranks
+    again by itself.
+    """
+
+    def pids() -> tuple[set[int], set[int]]:
+        told = {int(sample.labels["pid"]) for sample in page_of(server).get("transom_rank_info", [])}
+        return told, set(replica_pids(server, "RankActor"))
+
+    look_until(pids, lambda seen: seen[0] == seen[1] and len(seen[0]) == count and without not in seen[0])
+
+
+def worker_changes(server: Server) -> dict[tuple[str, str], float]:
+    """How many workers joined, were lost or drained, by router."""
+    samples = page_of(server).get("transom_router_worker_changes", [])
+    return {(sample.labels["router"], sample.labels["change"]): sample.value for sample in samples}
+
+
+def check_pages(server: Server, num_ranks: int) -> None:
+    """New connections come to either router; each process that discovery names has a page of its own behind the same address."""
+    # twenty in a row, so that both routers have answered; a process that is slow may be missing at first
+    look_until(
+        lambda: [page_of(server) for _ in range(20)],
+        lambda pages: all(has_all_processes(page, num_ranks) for page in pages),
+    )
+    kinds = ["router", "router", "worker", "worker"]
+    targets = look_until(
+        lambda: HTTP.get(f"{server.url}/metrics/sd").json(),
+        lambda found: sorted(one["labels"]["__meta_transom_kind"] for one in found) == kinds,
+    )
+    for one in targets:
+        assert one["targets"] == [server.url.removeprefix("http://")]
+        path = f"/metrics/process?name={one['labels']['__param_name']}"
+        wait_for_page_of_its_own(server, path, one["labels"]["__meta_transom_kind"])
+
+
+def wait_for_page_of_its_own(server: Server, path: str, kind: str) -> None:
+    """A page of one process only; there is none while that is slow."""
+    look_until(lambda: page_of(server, path), lambda page: num_labels(page, "transom_build_info", kind) == 1)
+
+
+def has_all_processes(page: Page, num_ranks: int) -> bool:
+    """Two routers and so many ranks; a worker without ranks of its own counts as one."""
+    num_routers = num_labels(page, "transom_router_process_cpu_seconds", "router")
+    return (num_routers, num_labels(page, "transom_rank_info", "worker", "rank")) == (2, num_ranks)
+
+
+def num_labels(page: Page, family: str, *labels: str) -> int:
+    """The number of different values that a family's labels have together on a page of metrics."""
+    samples = [sample.labels for sample in page.get(family, [])]
+    return len({tuple(found[label] for label in labels) for found in samples if found.keys() >= set(labels)})
+
+
+def check_prefixes(server: Server) -> None:
+    """Requests of new connections come to either router; both find the worker that has the prefix."""
+    body = {"prompt": "Once upon a time there was a very long prompt. " * 20, "max_tokens": 1}
+    before = look_until(lambda: mirror_versions(server), mirrors_agree)
+    cached = []
+    for _ in range(8):
+        usage = HTTP.post(f"{server.url}/v1/completions", json=body).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        # the answer went through one router, and may be here before the other knows what it left in the cache
+        look_until(lambda: mirror_versions(server), lambda versions: versions != before and mirrors_agree(versions))
+    assert cached[0] == 0
+    assert cached[1:] == [(usage["prompt_tokens"] - 1) // 16 * 16] * 7
+
+
+def mirror_versions(server: Server) -> dict[tuple[str, str], float]:
+    """How far each router knows the prefixes of each worker."""
+    samples = page_of(server).get("transom_router_mirror_version", [])
+    return {(sample.labels["router"], sample.labels["worker"]): sample.value for sample in samples}
+
+
+def mirrors_agree(versions: dict[tuple[str, str], float]) -> bool:
+    """Whether both routers know each of the two workers equally well."""
+    return len(versions) == 4 and len({(worker, version) for (_, worker), version in versions.items()}) == 2
+
+
+def redeploy_under_load(
+    server: Server, settings: dict[str, Any], requests: list[dict[str, Any]], *, pause_s: float
+) -> list[list[Stream]]:
+    """Replace all workers and routers while clients ask again and again; the answers of each client."""
+    script = [sys.executable, str(Path(__file__).with_name("redeploy.py")), ray_address(server), json.dumps(settings)]
+    deploying = subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        answers = asyncio.run(ask_until(server.url, requests, lambda: deploying.poll() is not None, pause_s=pause_s))
+        assert deploying.wait() == 0
+    finally:
+        deploying.kill()
+        deploying.wait()
+    return answers
+
+
+def replicas(server: Server) -> set[int]:
+    """All workers' and routers' processes."""
+    return {*replica_pids(server, ":Worker"), *replica_pids(server, ":Router")}
