@@ -26,10 +26,10 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 def cpu_seconds() -> Counter[str]:
     """CPU used so far by each kind of process below this one."""
-    from transom_cluster.commands.process_tree import processes_below
+    from transom_cluster.commands.process_tree import descendants_of
 
     used: Counter[str] = Counter()
-    for process in processes_below(os.getpid()):
+    for process in descendants_of(os.getpid()):
         try:
             stat = Path(f"/proc/{process.pid}/stat").read_text()
             command = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace")

@@ -17,7 +17,7 @@ from transom_cluster.cli import app
 from transom_cluster.commands import local_ray
 from transom_cluster.commands import serve as serve_command
 from transom_cluster.commands.chat import ChatFailed, ChatSession, run_chat
-from transom_cluster.commands.process_tree import Process, children_of, end_processes, processes_below
+from transom_cluster.commands.process_tree import children_of, descendants_of, end_processes, is_running
 from transom_worker.settings import Settings
 
 
@@ -196,12 +196,12 @@ def test_processes_that_were_started_are_found_and_ended():
     parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     grandchild = int(parent.stdout.readline())
-    below = processes_below(parent.pid)
+    below = descendants_of(parent.pid)
     assert [process.pid for process in below] == [grandchild]
-    end_processes([Process(below[0].pid, below[0].start_ticks - 1)])  # an earlier owner of that pid: nothing to end
-    assert processes_below(parent.pid) == below
     end_processes(below)
     assert parent.wait(120) == 0
+    end_processes(below)  # they have ended: there is nothing to kill
+    assert not is_running(below[0])
     parent.stdout.close()
 
 

@@ -201,7 +201,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(api):
 
 
 async def test_a_bug_shows_no_internals(api, monkeypatch):
-    monkeypatch.setattr(api.router, "answer", lambda _: 1 / 0)
+    monkeypatch.setattr(api.router, "generate", lambda _: 1 / 0)
     error = problem(await api.complete(), 500)
     assert "division" not in error["message"]
 

@@ -132,7 +132,7 @@ def break_it(api: Api, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif where == "stream":
         monkeypatch.setattr("transom_cluster.openai.usage.UsageTotals.add", bug)
     else:
-        monkeypatch.setattr(api.router, "answer", bug)
+        monkeypatch.setattr(api.router, "generate", bug)
 
 
 @pytest.mark.parametrize("where", BUGS)

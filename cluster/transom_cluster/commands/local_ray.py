@@ -20,10 +20,10 @@ from typing import Any
 from transom_cluster.commands.log_follower import LogFollower
 from transom_cluster.commands.process_tree import (
     children_of,
+    descendants_of,
     end_processes,
     is_running,
     kill_processes,
-    processes_below,
 )
 from transom_cluster.commands.startup_progress import StartupProgress
 from transom_cluster.serve.worker_resources import check_gpus
@@ -107,7 +107,7 @@ class LocalRay:
 
     def stop(self) -> None:
         """End every process that was started here; takes seconds at most. Idempotent."""
-        started = processes_below(os.getpid())
+        started = descendants_of(os.getpid())
         if self._folder is not None:
             import ray
 

@@ -28,8 +28,8 @@ from transom_cluster.http.middleware import (
 )
 from transom_cluster.http.openai_routes import OpenAiRoutes
 from transom_cluster.http.request_id_middleware import RequestIdMiddleware
-from transom_cluster.openai.document import complete_openapi
 from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
+from transom_cluster.openai.openapi_document import complete_openapi_document
 from transom_cluster.router.router import Router
 from transom_worker.errors import RequestError, TransomError
 
@@ -59,7 +59,7 @@ def build_api(router: Router) -> FastAPI:
         routes.add_routes(api, router)
     document = api.openapi()
     admin_paths = frozenset(path for path in document["paths"] if admins.are_required and shows_all_clients(path))
-    complete_openapi(document, wants_key=keys.are_required, open_paths=OPEN_PATHS, admin_paths=admin_paths)
+    complete_openapi_document(document, wants_key=keys.are_required, open_paths=OPEN_PATHS, admin_paths=admin_paths)
     for endpoint, statuses in declared_statuses(api.routes, document, router.config).items():
         router.metrics.may_end(endpoint, statuses)
     return api

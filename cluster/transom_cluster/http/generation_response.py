@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -13,7 +12,8 @@ from transom_cluster.http.client_disconnect import run_until_disconnect
 from transom_cluster.http.request_state import request_state
 from transom_cluster.http.response_metrics import ResponseMetrics
 from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_from_info
-from transom_cluster.openai.writers import Writer, data_line
+from transom_cluster.openai.response_types import ChatCompletion, Completion
+from transom_cluster.openai.writers import ResponseWriter, data_line
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_timeline import RequestTimeline
@@ -39,7 +39,7 @@ class GenerationResponse(Response):
         self,
         router: Router,
         requests: Sequence[Request],
-        writer: Writer,
+        writer: ResponseWriter,
         *,
         stream: bool,
         timeline: RequestTimeline,
@@ -65,7 +65,7 @@ class GenerationResponse(Response):
                 body = await self._collect(output)
                 await JSONResponse(body)(scope, receive, send)
 
-    async def _collect(self, output: OutputStream) -> dict[str, Any]:
+    async def _collect(self, output: OutputStream) -> ChatCompletion | Completion:
         """All events as one body; raises a choice's error."""
         events: list[list[OutputEvent]] = [[] for _ in self._requests]
         while True:
@@ -130,7 +130,7 @@ class GenerationResponse(Response):
 
     def _shown(self, index: int, event: OutputEvent) -> OutputEvent:
         self._meter.came(index, event)
-        event = self._writer.shown(event)
+        event = self._writer.shown_event(event)
         self._meter.shown(event)
         self._writer.usage.add(index, event)
         return event

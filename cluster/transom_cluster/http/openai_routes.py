@@ -9,7 +9,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -24,8 +23,8 @@ from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
-from transom_cluster.openai.document import BODIES
 from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
+from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.prompts import (
     MAX_INLINE_CHARS,
     Prompt,
@@ -33,9 +32,10 @@ from transom_cluster.openai.prompts import (
     check_vocabulary,
     completion_prompts,
 )
+from transom_cluster.openai.response_types import Text, Tokens
 from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
-from transom_cluster.openai.writers import ResponseMetadata, Writer
+from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_cluster.telemetry.span_attributes import request_attributes
@@ -55,7 +55,7 @@ class OpenAiRoutes:
     def add_routes(self, api: FastAPI) -> None:
         """Add the routes to the app."""
         handlers = (self.chat_completions, self.completions, self.tokenize, self.detokenize)
-        for path, handler in zip(BODIES, handlers, strict=True):
+        for path, handler in zip(POST_ENDPOINTS, handlers, strict=True):
             api.add_api_route(path, handler, methods=["POST"], response_model=None)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -108,7 +108,7 @@ class OpenAiRoutes:
         await self._router.prepare(body.model)
         tokenizer, limits = self._router.tokenizer, self._router.limits
         token_ids = (await self._tokenize_prompt(body)).token_ids
-        response: dict[str, Any] = {
+        response: Tokens = {
             "count": len(token_ids),
             "max_model_len": limits.max_model_len,
             "tokens": list(token_ids),
@@ -122,7 +122,7 @@ class OpenAiRoutes:
         await self._router.prepare(body.model)
         check_vocabulary(body.tokens, self._router.limits.vocab_size, param="tokens")
         text = await asyncio.to_thread(self._router.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text})
+        return JSONResponse(Text(prompt=text))
 
     async def _tokenize_prompt(self, body: TokenizeRequest) -> Prompt:
         tokenizer = self._router.tokenizer
@@ -197,7 +197,7 @@ class OpenAiRoutes:
         state: RequestState,
         request: Request,
         requests: Sequence[contract.Request],
-        writer: Writer,
+        writer: ResponseWriter,
         params: SamplingParams,
         *,
         stream: bool,

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.http.request_state import RequestState, attach_request_state
 from transom_cluster.http.routed_path import routed_path
-from transom_cluster.openai.document import BODIES
+from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
 from transom_cluster.telemetry.span_attributes import response_attributes
 from transom_cluster.telemetry.tracing import RequestTrace, RouterTracing
@@ -72,7 +72,7 @@ class RequestIdMiddleware:
                     _log_access(scope, state, status, time.perf_counter() - start_s)
 
     def _begin_trace(self, scope: Scope, headers: Headers) -> RequestTrace | None:
-        if self._tracing is None or scope["method"] != "POST" or (path := routed_path(scope)) not in BODIES:
+        if self._tracing is None or scope["method"] != "POST" or (path := routed_path(scope)) not in POST_ENDPOINTS:
             return None
         return self._tracing.begin(path, headers, time.time())
 
@@ -86,7 +86,7 @@ def set_response_id(state: RequestState, response_id: str) -> None:
 def _log_access(scope: Scope, state: RequestState, status: int, seconds: float) -> None:
     """Log one line for a request. Its path is the route's pattern, since a path that a client made up may quote a prompt."""
     path = routed_path(scope)
-    path = getattr(scope.get("route"), "path", path if path in BODIES else "other")
+    path = getattr(scope.get("route"), "path", path if path in POST_ENDPOINTS else "other")
     facts: dict[str, Any] = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
     if state.response_id:
         facts["request_id"] = state.response_id

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
 from transom_cluster import __version__
+from transom_cluster.openai.response_types import Health, ModelCard, ModelList
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_pool import describe_connection
 
@@ -35,9 +36,9 @@ def _add_state(api: FastAPI, router: Router) -> None:
     @api.get("/health", summary="200 when requests can be served")
     async def health() -> Response:
         if router.is_ready:
-            return JSONResponse({"status": "ok"})
+            return JSONResponse(Health(status="ok"))
         status = "this router is being stopped" if router.is_draining else "no worker is ready"
-        return JSONResponse({"status": status}, status_code=503, headers={"retry-after": "1"})
+        return JSONResponse(Health(status=status), status_code=503, headers={"retry-after": "1"})
 
     @api.get("/version", summary="The server's version")
     async def version() -> dict[str, str]:
@@ -48,7 +49,7 @@ def _add_models(api: FastAPI, router: Router) -> None:
     started_s = int(time.time())
     name = router.config.served_model_name
 
-    def model_card() -> dict[str, Any]:
+    def model_card() -> ModelCard:
         limits = router.known_limits
         return {
             "id": name,
@@ -60,11 +61,11 @@ def _add_models(api: FastAPI, router: Router) -> None:
             "max_model_len": None if limits is None else limits.max_model_len,
         }
 
-    @api.get("/v1/models", summary="The served models")
-    async def models() -> dict[str, Any]:
+    @api.get("/v1/models", summary="The served models", response_model=None)
+    async def models() -> ModelList:
         return {"object": "list", "data": [model_card()]}
 
-    @api.get("/v1/models/{model_id:path}", summary="One model")
-    async def model(model_id: str) -> dict[str, Any]:
+    @api.get("/v1/models/{model_id:path}", summary="One model", response_model=None)
+    async def model(model_id: str) -> ModelCard:
         router.check_model(model_id)
         return model_card()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
+from transom_cluster.openai.response_types import ErrorBody
 from transom_worker import errors
 from transom_worker.contract import ErrorInfo
 
@@ -47,7 +47,7 @@ class WireError:
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorBody:
         """OpenAI's error object. What a client sent is quoted briefly at most."""
         message, param = _cut(self.message, MAX_MESSAGE_CHARS), self.param and _cut(self.param, MAX_PARAM_CHARS)
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from transom_cluster.openai.response_types import ChosenToken, TextLogprobs, TokenEntry
 from transom_worker.contract import Logprob, TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI sends this for tokens that were ruled out
@@ -17,7 +18,7 @@ class TokenNames(Protocol):
         """The bytes that a token adds to the text."""
 
 
-def chat_logprobs(positions: Sequence[TokenLogprobs], num_top: int, names: TokenNames) -> list[dict[str, Any]]:
+def chat_logprobs(positions: Sequence[TokenLogprobs], num_top: int, names: TokenNames) -> list[ChosenToken]:
     """The entries of `logprobs.content`."""
     return [
         {
@@ -36,7 +37,7 @@ class CompletionLogprobs:
         self._names = names
         self._offset = 0
 
-    def object(self, positions: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
+    def next_tokens(self, positions: Sequence[tuple[int, TokenLogprobs | None]]) -> TextLogprobs:
         """The object for the next tokens of this choice: (token id, log-probabilities or None)."""
         tokens, offsets, logprobs, tops = [], [], [], []
         for token_id, position in positions:
@@ -55,7 +56,7 @@ class CompletionLogprobs:
         return top
 
 
-def _entry(entry: Logprob, names: TokenNames) -> dict[str, Any]:
+def _entry(entry: Logprob, names: TokenNames) -> TokenEntry:
     raw = names.token_bytes(entry.token_id)
     token = raw.decode("utf-8", errors="backslashreplace")
     return {"token": token, "logprob": _finite(entry.logprob), "bytes": list(raw)}

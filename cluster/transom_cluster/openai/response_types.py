@@ -1,21 +1,24 @@
-"""Bodies of answers as the API's own description shows them. Writers build them as plain dicts; tests hold the two together."""
+"""The JSON bodies of responses, as typed dicts.
+
+The writers and routes build these dicts, so mypy checks each field that they send. The OpenAPI document shows the same types:
+`openai.openapi_document` makes its schemas from them. A response has no field besides the ones that its type names.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 FinishReason = Literal["stop", "length"]
+"""Why a choice ended without an error: a stop condition, or the maximum length."""
+
+_exact = with_config(ConfigDict(extra="forbid"))
 
 
-class ResponseModel(BaseModel):
-    """Base of answers: nothing besides what is named."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class ErrorObject(ResponseModel):
+@_exact
+class ErrorObject(TypedDict):
     """What went wrong; `param` names the field."""
 
     message: str
@@ -24,19 +27,22 @@ class ErrorObject(ResponseModel):
     code: str | None
 
 
-class ErrorBody(ResponseModel):
+@_exact
+class ErrorBody(TypedDict):
     """Every error's body, and the event that ends a stream which fails."""
 
     error: ErrorObject
 
 
-class CachedTokens(ResponseModel):
+@_exact
+class CachedTokens(TypedDict):
     """Prompt tokens that came from the cache."""
 
     cached_tokens: int
 
 
-class UsageObject(ResponseModel):
+@_exact
+class UsageObject(TypedDict):
     """Token counts of the whole request."""
 
     prompt_tokens: int
@@ -45,7 +51,8 @@ class UsageObject(ResponseModel):
     prompt_tokens_details: CachedTokens
 
 
-class TokenEntry(ResponseModel):
+@_exact
+class TokenEntry(TypedDict):
     """A token with its natural log-probability; one that was ruled out has -9999."""
 
     token: str
@@ -53,20 +60,23 @@ class TokenEntry(ResponseModel):
     bytes: list[int]
 
 
+@_exact
 class ChosenToken(TokenEntry):
     """The token of one position, and the most likely ones there."""
 
     top_logprobs: list[TokenEntry]
 
 
-class ChatLogprobs(ResponseModel):
+@_exact
+class ChatLogprobs(TypedDict):
     """A log-probability for every token of the message."""
 
     content: list[ChosenToken]
     refusal: None
 
 
-class AssistantMessage(ResponseModel):
+@_exact
+class AssistantMessage(TypedDict):
     """The answer's text."""
 
     role: Literal["assistant"]
@@ -74,7 +84,8 @@ class AssistantMessage(ResponseModel):
     refusal: None
 
 
-class ChatChoice(ResponseModel):
+@_exact
+class ChatChoice(TypedDict):
     """One of `n` answers."""
 
     index: int
@@ -83,7 +94,8 @@ class ChatChoice(ResponseModel):
     finish_reason: FinishReason
 
 
-class ChatCompletion(ResponseModel):
+@_exact
+class ChatCompletion(TypedDict):
     """The answer to a chat."""
 
     id: str
@@ -95,7 +107,8 @@ class ChatCompletion(ResponseModel):
     usage: UsageObject
 
 
-class TextLogprobs(ResponseModel):
+@_exact
+class TextLogprobs(TypedDict):
     """Parallel lists, an entry a token; null where nothing comes before the token."""
 
     tokens: list[str]
@@ -104,7 +117,8 @@ class TextLogprobs(ResponseModel):
     text_offset: list[int]
 
 
-class TextChoice(ResponseModel):
+@_exact
+class TextChoice(TypedDict):
     """One of `n` continuations of one of the prompts, prompt by prompt."""
 
     index: int
@@ -113,7 +127,8 @@ class TextChoice(ResponseModel):
     finish_reason: FinishReason
 
 
-class Completion(ResponseModel):
+@_exact
+class Completion(TypedDict):
     """The continuations of all prompts."""
 
     id: str
@@ -125,7 +140,8 @@ class Completion(ResponseModel):
     usage: UsageObject
 
 
-class Tokens(ResponseModel):
+@_exact
+class Tokens(TypedDict):
     """Token ids of a text or a chat."""
 
     count: int
@@ -134,13 +150,15 @@ class Tokens(ResponseModel):
     token_strs: list[str] | None
 
 
-class Text(ResponseModel):
+@_exact
+class Text(TypedDict):
     """The text of token ids."""
 
     prompt: str
 
 
-class ModelCard(ResponseModel):
+@_exact
+class ModelCard(TypedDict):
     """A served model; its length is null until a worker was there."""
 
     id: str
@@ -152,14 +170,16 @@ class ModelCard(ResponseModel):
     max_model_len: int | None
 
 
-class ModelList(ResponseModel):
+@_exact
+class ModelList(TypedDict):
     """The served models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Health(ResponseModel):
+@_exact
+class Health(TypedDict):
     """Whether requests can be served."""
 
     status: str

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from transom_cluster.openai.response_types import UsageObject
 from transom_worker.contract import OutputEvent, Request, Usage
 
 
@@ -23,7 +23,7 @@ class UsageTotals:
             self._last[index] = event.usage
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> UsageObject:
         """OpenAI's usage object."""
         prompt_tokens = cached_tokens = 0
         for request, usage in zip(self._requests, self._last, strict=True):

@@ -1,7 +1,10 @@
-"""From output events to OpenAI's bodies: what both endpoints share, and the interface that the ingress drives.
+"""The base of the two response writers, which turn the engine's output events into OpenAI's JSON.
 
-A writer belongs to one HTTP request. `chunk` turns one event of one choice into server-sent events; `body` turns all events
-of all choices into one object. A stream's constant JSON is built once; per token only the text is serialised.
+A writer belongs to one HTTP request. For a stream, `chunk` turns each event of a choice into server-sent events. For a plain
+response, `body` turns all events of all choices into one JSON object.
+
+A stream's constant JSON is built once per request; per token only the text is serialised. For example the text " sky" of choice 0
+costs one `json.dumps(" sky")` between two strings that were made before the first token.
 """
 
 from __future__ import annotations
@@ -9,11 +12,12 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transom_cluster import __version__
+from transom_cluster.openai.response_types import ChatCompletion, Completion, FinishReason
 from transom_cluster.openai.usage import UsageTotals
 from transom_worker.contract import OutputEvent, Request
 
@@ -23,14 +27,14 @@ FINGERPRINT = f"transom-{__version__}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseMetadata:
-    """The fields that every object of one answer repeats."""
+    """The fields that every JSON object of one response repeats."""
 
     id: str
     model: str
     created_s: int = field(default_factory=lambda: int(time.time()))
 
-    def fields(self, kind: str) -> dict[str, Any]:
-        """In OpenAI's names; `kind` is the object's type."""
+    def chunk_fields(self, kind: str) -> dict[str, Any]:
+        """The fields under OpenAI's names, for a chunk; `kind` is the chunk's `object` type."""
         return {
             "id": self.id,
             "object": kind,
@@ -40,43 +44,52 @@ class ResponseMetadata:
         }
 
 
-def data_line(payload: dict[str, Any]) -> str:
-    """One server-sent event. ASCII, since some clients split lines at Unicode's line separators."""
+def data_line(payload: Mapping[str, object]) -> str:
+    """One server-sent event. It is ASCII, since some clients split lines at Unicode's line separators."""
     return f"data: {json.dumps(payload, separators=(',', ':'))}\n\n"
 
 
-class Writer(ABC):
-    """One answer's writer; see the module's docstring."""
+class ResponseWriter(ABC):
+    """Writes one response. With `include_usage` every chunk has a field `usage`, which is null in all chunks but the last."""
 
     chunk_kind: str
+    """The `object` type of the stream's chunks."""
 
-    def __init__(self, header: ResponseMetadata, requests: Sequence[Request], *, include_usage: bool) -> None:
-        self.header = header
+    def __init__(self, metadata: ResponseMetadata, requests: Sequence[Request], *, include_usage: bool) -> None:
+        self.metadata = metadata
         self.usage = UsageTotals(requests)
         self._include_usage = include_usage
-        opening = json.dumps(header.fields(self.chunk_kind), separators=(",", ":"))[:-1]
+        opening = json.dumps(metadata.chunk_fields(self.chunk_kind), separators=(",", ":"))[:-1]
         self._opening = f'data: {opening},"choices":[{{"index":'
         self._closing = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
 
-    def shown(self, event: OutputEvent) -> OutputEvent:
-        """The event as this answer shows it."""
+    def shown_event(self, event: OutputEvent) -> OutputEvent:
+        """The part of an event that the client gets."""
         return event
 
     @abstractmethod
     def chunk(self, index: int, event: OutputEvent) -> str:
-        """Server-sent events for one event of choice `index`; may be empty."""
+        """The server-sent events for one event of choice `index`; may be empty."""
 
     @abstractmethod
-    def body(self, events: Sequence[Sequence[OutputEvent]]) -> dict[str, Any]:
-        """The whole answer, from the events of each choice."""
+    def body(self, events: Sequence[Sequence[OutputEvent]]) -> ChatCompletion | Completion:
+        """The whole response, from the events of each choice. Every choice has ended without an error."""
 
     def stream_end(self) -> str:
-        """What closes a stream in which every choice has ended."""
+        """The server-sent events that close a stream in which every choice has ended."""
         if not self._include_usage:
             return DONE
-        return data_line({**self.header.fields(self.chunk_kind), "choices": [], "usage": self.usage.body}) + DONE
+        last = {**self.metadata.chunk_fields(self.chunk_kind), "choices": [], "usage": self.usage.body}
+        return data_line(last) + DONE
 
 
-def last_finish_reason(events: Sequence[OutputEvent]) -> str | None:
-    """Why a choice ended."""
-    return events[-1].finish_reason if events else None
+def final_finish_reason(events: Sequence[OutputEvent]) -> FinishReason:
+    """The finish reason of a choice that has ended without an error.
+
+    Raises:
+        ValueError: the choice has not ended, or has ended with an error.
+    """
+    reason = events[-1].finish_reason if events else None
+    if reason == "stop" or reason == "length":
+        return reason
+    raise ValueError(f"The choice ended with {reason!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from transom_cluster.openai import response_types
 from transom_cluster.openai.body import WireModel
@@ -13,7 +13,7 @@ from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
 
-BODIES: dict[str, tuple[type[WireModel], FieldRules, type[BaseModel]]] = {
+POST_ENDPOINTS: dict[str, tuple[type[WireModel], FieldRules, type[Any]]] = {
     # path of a POST: its body, what becomes of other fields, the answer
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES, response_types.ChatCompletion),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES, response_types.Completion),
@@ -21,7 +21,7 @@ BODIES: dict[str, tuple[type[WireModel], FieldRules, type[BaseModel]]] = {
     "/detokenize": (DetokenizeRequest, NO_RULES, response_types.Text),
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
-_LOOKED_AT: dict[str, type[BaseModel]] = {
+_LOOKED_AT: dict[str, type[Any]] = {
     "/health": response_types.Health,
     "/v1/models": response_types.ModelList,
     "/v1/models/{model_id}": response_types.ModelCard,
@@ -47,7 +47,7 @@ _EVENT = {  # of each event of a stream
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
-def complete_openapi(
+def complete_openapi_document(
     document: dict[str, Any], *, wants_key: bool, open_paths: frozenset[str], admin_paths: frozenset[str] = frozenset()
 ) -> None:
     """Put bodies, answers and errors into the framework's document, in place. `admin_paths` want an admin's key."""
@@ -71,8 +71,8 @@ def complete_openapi(
 
 
 def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    if path in BODIES:
-        content = _json(_add(BODIES[path][2], schemas))
+    if path in POST_ENDPOINTS:
+        content = _json(_add(POST_ENDPOINTS[path][2], schemas))
     elif path in _LOOKED_AT:
         content = _json(_add(_LOOKED_AT[path], schemas))
     elif path in _PAGES:
@@ -106,9 +106,9 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _add(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
     """Add a model's schema and those that it refers to; a reference to it."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schema.pop("$defs", {}))
     schemas.setdefault(model.__name__, schema)
     return {"$ref": f"#/components/schemas/{model.__name__}"}
@@ -116,7 +116,7 @@ def _add(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """A body's schema with the fields that are ignored or refused, as far as they may be sent."""
-    model, rules, _ = BODIES[path]
+    model, rules, _ = POST_ENDPOINTS[path]
     reference = _add(model, schemas)
     properties = schemas[model.__name__]["properties"]
     for name in sorted(rules.ignored):
