@@ -62,7 +62,7 @@ def measure(num_blocks: int, num_sequences: int, num_frames: int) -> dict[str, A
     gc.collect()
     gc.freeze()  # as the engine does after start
     log = BlockMapLog()
-    scheduler.listen(log.events)
+    scheduler.listen(log)
     snapshots = Snapshots(scheduler, log.events)
     encoder = Encoder(Identity("w", "m"), scheduler.cache.layout, log.history)
     snapshots.begin()

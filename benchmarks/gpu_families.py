@@ -124,7 +124,7 @@ def written(checkpoint: Path, device: str, *, tiny: bool, num_threads: int) -> d
     engine, found = _engine(checkpoint, device, num_threads=num_threads), {}
     for situation in SITUATIONS:
         if situation == "repaired":
-            lose_windows(engine._scheduler.cache)
+            lose_windows(engine.scheduler.cache)
         found[situation] = run(engine, _requests(situation, tiny=tiny))
     engine.shutdown()
     return found

@@ -1,9 +1,9 @@
-"""What metrics cost: the engine's observer in every step, and a scrape every five seconds at worker and router.
+"""What metrics cost: the engine's events in every step, and a scrape every five seconds at worker and router.
 
     python benchmarks/metrics_cost.py [--model smollm2] [--batches 1,16] [--steps 100] [--json FILE]
 
 Processor time, not elapsed time, of one thread that computes everything: so that a busy machine moves the figures little. Each
-call of the observer is timed by itself, and what timing an empty call takes is taken off again.
+event's sinks are timed by itself, and what timing an empty call takes is taken off again.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def main() -> None:
 
 
 def step_costs(engine: Engine, batch: int, num_steps: int) -> dict[str, float]:
-    """Requests from admission to their end, all in one batch: the observer's share of the engine thread's time."""
-    observer = engine.observer
-    timed: Any = Timed(observer)
-    engine.observer = timed
+    """Requests from admission to their end, all in one batch: the sinks' share of the engine thread's time."""
+    events = engine.events
+    timed: Any = Timed(events)
+    engine.events = timed
     try:
         _run(engine, batch, 4)  # every method is found
         timed.reset()
@@ -96,14 +96,14 @@ def step_costs(engine: Engine, batch: int, num_steps: int) -> dict[str, float]:
         num_calls_of_step = _run(engine, batch, num_steps)
         total_s = thread_time() - begin_s
     finally:
-        engine.observer = observer
+        engine.events = events
     empty_s = _empty_call_s()
     spent_s = {name: max(0.0, spent - timed.num_calls[name] * empty_s) for name, spent in timed.spent_s.items()}
     own_s = sum(spent_s.values())
     return {
         "batch": batch,
         "step_ms": 1e3 * total_s / num_calls_of_step,
-        "observer_us_per_step": 1e6 * own_s / num_calls_of_step,
+        "events_us_per_step": 1e6 * own_s / num_calls_of_step,
         "token_us": 1e6 * spent_s["token"] / max(1, timed.num_calls["token"]),
         "publish_us": 1e6 * spent_s["published"] / max(1, timed.num_calls["published"]),
         "share_percent": 100 * own_s / total_s,
@@ -131,11 +131,11 @@ def scrape_costs(engine: Engine) -> dict[str, float]:
 
 def report(steps: list[dict[str, float]], scrapes: dict[str, float]) -> None:
     """Two tables, and what all of it comes to."""
-    print("| batch | step, ms | observer, us a step | of it us a token | published, us | share of the step |")
+    print("| batch | step, ms | events, us a step | of it us a token | published, us | share of the step |")
     print("|---|---|---|---|---|---|")
     for one in steps:
         print(
-            f"| {one['batch']} | {one['step_ms']:.1f} | {one['observer_us_per_step']:.0f} | {one['token_us']:.2f} "
+            f"| {one['batch']} | {one['step_ms']:.1f} | {one['events_us_per_step']:.0f} | {one['token_us']:.2f} "
             f"| {one['publish_us']:.0f} | {one['share_percent']:.2f} % |"
         )
     worker = 100 * scrapes["worker_page"] / 1e3 / SCRAPE_EVERY_S

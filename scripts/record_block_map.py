@@ -41,11 +41,11 @@ class Recording:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        log = engine.observer.blocks
+        log = engine.block_map_log
         self._snapshots = Snapshots(engine.scheduler, log.events)
         self._encoder = Encoder(Identity("demo", "tiny"), engine.scheduler.cache.layout, log.history)
         self._snapshots.begin()
-        for group in range(len(engine.cache_shape.groups)):
+        for group in range(len(engine.scheduler.cache.shape.groups)):
             self._encoder.start(group, self._snapshots.copy(group))
         self._frames: list[bytes] = []
         self._frame_at_s = 0.0
@@ -152,7 +152,7 @@ def main(target: Path) -> None:
     play(recording)
     engine.shutdown()
     trace = recording.trace()
-    totals = {group.name: sum(group.evicted_blocks.values()) for group in engine.stats().groups}
+    totals = {group.name: sum(group.evicted_blocks.values()) for group in engine.scheduler.stats().groups}
     print(f"{recording.num_frames} frames, {len(trace):,} bytes, events {dict(recording.events)}, evicted {totals}")
     missing = {"hit", "repair", "preempted", "admitted", "finished"} - recording.events.keys()
     if missing or not all(totals.values()) or len(trace) > MAX_BYTES:

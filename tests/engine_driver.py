@@ -62,5 +62,5 @@ def run(engine: Engine, requests: list[Request]) -> list[Whole]:
         for event in engine.step():
             answers[event.request_id].add(event, first_position=resumed[event.request_id])
     assert all(whole.finish_reason for whole in answers.values())
-    assert sum(group.active_blocks for group in engine.stats().groups) == 0
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
     return list(answers.values())

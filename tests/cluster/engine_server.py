@@ -53,7 +53,7 @@ class EngineServer:
 
     @property
     def num_active_blocks(self) -> int:
-        return sum(group.active_blocks for group in self.replica.engine.stats().groups)
+        return sum(group.active_blocks for group in self.replica.engine.scheduler.stats().groups)
 
     def left(self) -> dict[str, int]:
         """What of requests is still there, anywhere."""
@@ -61,7 +61,7 @@ class EngineServer:
             "waiting at the router": self.router.num_waiting,
             "in flight at the router": self.router.num_in_flight,
             "known to the worker": len(self.replica._routers),
-            "known to the engine": len(self.replica.engine._answers),
+            "known to the engine": len(self.replica.engine.requests),
             "active blocks": self.num_active_blocks,
         }
         return {name: count for name, count in counts.items() if count}

@@ -55,13 +55,13 @@ async def ask(server: EngineServer, prompt: str, max_tokens: int) -> None:
 @pytest.fixture
 def ran(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Steps take longer than it takes to look at them, until this is set."""
-    event, receive = threading.Event(), server.replica.engine._executor.receive
+    event, receive = threading.Event(), server.replica.engine.executor.receive
 
     def slow() -> StepResult:
         event.wait(0.1)
         return receive()
 
-    monkeypatch.setattr(server.replica.engine._executor, "receive", slow)
+    monkeypatch.setattr(server.replica.engine.executor, "receive", slow)
     return event
 
 
@@ -79,7 +79,7 @@ async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
         await asking
         assert ran.is_set()
         cached = [key for key, block in seen.shown.items() if block.state in (HELD, LOOSE)]
-        stats = server.replica.engine.stats()
+        stats = server.replica.engine.scheduler.stats()
         assert len(cached) == sum(group.cached_blocks for group in stats.groups) > 0
         assert seen.header["free_pages"] == stats.free_pages
         group, block = cached[0]

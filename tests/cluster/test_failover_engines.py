@@ -205,8 +205,8 @@ async def test_texts_are_those_of_an_undisturbed_run(
         assert one.usage.num_output_tokens == whole.usage.num_output_tokens
     assert expected[0].ends[0][0] == "stop"
     for replica in replicas:
-        await until(lambda replica=replica: not replica.engine._running)
-        assert sum(group.active_blocks for group in replica.engine.stats().groups) == 0
+        await until(lambda replica=replica: not replica.engine.requests)
+        assert sum(group.active_blocks for group in replica.engine.scheduler.stats().groups) == 0
 
 
 async def test_a_failing_step_moves_its_requests(
@@ -216,7 +216,7 @@ async def test_a_failing_step_moves_its_requests(
     requests, expected = undisturbed
     values = {"model": str(tiny_model), "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 8, "dtype": "float32"}
     failing, sound = (WorkerReplica(Settings.parse(**values).engine_config(), "tiny", f"f{i}") for i in range(2))
-    receive, num_steps = failing.engine._executor.receive, 0
+    receive, num_steps = failing.engine.executor.receive, 0
 
     def fail() -> Any:
         nonlocal num_steps
@@ -225,7 +225,7 @@ async def test_a_failing_step_moves_its_requests(
             raise RuntimeError("the device fell over")
         return receive()
 
-    monkeypatch.setattr(failing.engine._executor, "receive", fail)
+    monkeypatch.setattr(failing.engine.executor, "receive", fail)
     async with routed(tiny_model, Mortal(failing), Mortal(sound)) as router:
         got = await answers_of(router, requests)
     assert num_steps > 10

@@ -38,7 +38,7 @@ def server(tiny_model) -> Iterator[EngineServer]:
     with engine_server(tiny_model, **SETTINGS) as running:
         before = probe(running)
         crowd(running)
-        assert running.replica.engine.num_preemptions > 0
+        assert running.replica.engine.scheduler.work.num_preemptions > 0
         yield running
         asyncio.run(running.until_quiet())
         assert probe(running) == before

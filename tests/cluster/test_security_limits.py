@@ -272,7 +272,7 @@ def late_server(tiny_model, monkeypatch):
     monkeypatch.setattr("transom_worker.engine.engine.time", now)
     config = {"limits": LimitsConfig(request_timeout_s=3600.0)}
     with engine_server(tiny_model, server=config, kv_cache_memory_bytes="4MiB") as running:
-        executor = running.replica.engine._executor
+        executor = running.replica.engine.executor
         receive = executor.receive
 
         def counted():

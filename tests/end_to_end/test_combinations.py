@@ -124,12 +124,12 @@ def check(engine: Engine, want: list[list[int]], where: object, seen: Seen, *, l
     got = run(engine, fresh)
     assert [whole.token_ids for whole in got] == want, where
     if lose:
-        lose_windows(engine._scheduler.cache)
+        lose_windows(engine.scheduler.cache)
     rest = run(engine, resumed)
     assert [whole.token_ids for whole in rest] == [w[i % NUM_TOKENS :] for i, w in enumerate(want)], where
-    seen.preemptions += engine.num_preemptions
+    seen.preemptions += engine.scheduler.work.num_preemptions
     seen.hits += sum(whole.num_cached_tokens for whole in got + rest)
-    seen.repaired += engine.stats().outcome_tokens.get("repaired", 0)
+    seen.repaired += engine.scheduler.stats().outcome_tokens.get("repaired", 0)
     engine.shutdown()
 
 

@@ -38,7 +38,7 @@ def requests(name: str) -> list[Request]:
 
 def after_loss(engine: Engine, length: int) -> tuple[int, int]:
     """Where computing starts once a prompt's blocks are there but for the windows, and how many tokens are repaired."""
-    specs = [retention.spec for retention in engine._scheduler.cache.retentions]
+    specs = [retention.spec for retention in engine.scheduler.cache.retentions]
     whole = (length - 1) // BLOCK * BLOCK
     start = repair_start(specs, whole) // BLOCK * BLOCK
     within_sinks = max(spec.num_sink_blocks for spec in specs) * BLOCK  # nothing else is live there
@@ -73,15 +73,15 @@ def test_every_way_to_start_gives_the_same_tokens(
         ("again", whole_units),
     ):
         if way == "repair":
-            lose_windows(engine._scheduler.cache)
+            lose_windows(engine.scheduler.cache)
         answers = run(engine, requests(way))
         assert [answer.token_ids for answer in answers] == expected[name], way
         assert [answer.num_cached_tokens for answer in answers] == starts, way
-    engine._scheduler.cache.evict_all()
+    engine.scheduler.cache.evict_all()
     answers = run(engine, requests("evicted"))
     assert [answer.token_ids for answer in answers] == expected[name]
     assert not any(answer.num_cached_tokens for answer in answers)
-    outcomes = engine.stats().outcome_tokens
+    outcomes = engine.scheduler.stats().outcome_tokens
     assert outcomes["repaired"] == sum(tokens for _, tokens in repairs) > 0
     assert sum(outcomes.values()) == 5 * sum(LENGTHS)
     engine.shutdown()
@@ -94,11 +94,11 @@ def test_without_repair_lost_windows_are_computed_from_the_last_good_boundary(
         str(tiny_model), **CASES["windows"].settings(), block_size=BLOCK, max_model_len=256, window_repair=False
     )
     run(engine, requests("miss"))
-    lose_windows(engine._scheduler.cache)
+    lose_windows(engine.scheduler.cache)
     answers = run(engine, requests("lost"))
     assert [answer.token_ids for answer in answers] == expected["windows"]
     assert not any(answer.num_cached_tokens for answer in answers)
-    assert "repaired" not in engine.stats().outcome_tokens
+    assert "repaired" not in engine.scheduler.stats().outcome_tokens
     engine.shutdown()
 
 
@@ -112,6 +112,6 @@ def test_an_answer_goes_on_behind_a_repair(tiny_model: Path) -> None:
         assert answer.token_ids == reference_greedy(tiny_model, first, 30, case, guess=answer.token_ids)
         first = [*first, *answer.token_ids, 77 + turn]
         if turn == 0:
-            lose_windows(engine._scheduler.cache)
+            lose_windows(engine.scheduler.cache)
         assert answer.num_cached_tokens == (0, after_loss(engine, 101)[0], 128)[turn]
     engine.shutdown()

@@ -135,10 +135,10 @@ class FamilyTests:
         family.ask(engine, "cold")
         hits = family.ask(engine, "hit")
         assert [whole.num_cached_tokens for whole in hits] == [(n - 1) // BLOCK * BLOCK for n in LENGTHS]
-        lose_windows(engine._scheduler.cache)
+        lose_windows(engine.scheduler.cache)
         family.ask(engine, "repaired")
-        kept = [retention.keeps_everything for retention in engine._scheduler.cache.retentions]
-        assert (engine.stats().outcome_tokens.get("repaired", 0) > 0) == (any(kept) and not all(kept))
+        kept = [retention.keeps_everything for retention in engine.scheduler.cache.retentions]
+        assert (engine.scheduler.stats().outcome_tokens.get("repaired", 0) > 0) == (any(kept) and not all(kept))
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("chunk", [1024, 45])
@@ -147,7 +147,7 @@ class FamilyTests:
         engine = long.engine(max_model_len=LONG_PROMPT + LONG_ANSWER, max_num_batched_tokens=chunk)
         for name in ("cold", "hit"):
             long.ask(engine, name, [len(LENGTHS)])
-        lose_windows(engine._scheduler.cache)
+        lose_windows(engine.scheduler.cache)
         long.ask(engine, "repaired", [len(LENGTHS)])
 
 
@@ -160,7 +160,7 @@ class SmallPoolTests:
         tight = plan.request_bytes + plan.in_flight_bytes + 4 * plan.page_bytes
         engine = family.engine(kv_cache_memory_bytes=tight, **few)
         family.ask(engine, "tight", [3, 1, 0, 3, 1, 3, 0, 3, 2, 1, 2])
-        assert engine.num_preemptions > 0
+        assert engine.scheduler.work.num_preemptions > 0
 
     def test_without_the_hybrid_cache(self, family: Family) -> None:
         engine = family.engine(hybrid_kv_cache=False, max_num_batched_tokens=200)

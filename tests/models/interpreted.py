@@ -69,11 +69,11 @@ def run_engine(
         wholes = {}
         for situation in situations:
             if situation == "repaired":
-                lose_windows(engine._scheduler.cache)
+                lose_windows(engine.scheduler.cache)
             chosen = lengths if situation == "cold" else lengths[1:]
             requests = [make_request(f"{situation}{n}", prompt(n), max_tokens=NUM_TOKENS) for n in chosen]
             wholes[situation] = run(engine, requests)
-        made = Run(wholes, ranks.logits(), dict(engine.stats().outcome_tokens))
+        made = Run(wholes, ranks.logits(), dict(engine.scheduler.stats().outcome_tokens))
         engine.shutdown()
     return made
 
@@ -112,7 +112,7 @@ def _in_a_small_pool(folder: Path, kernels: Kernels, size: int, settings: dict[s
         engine, _ = make_sharded_engine(str(folder), size, kv_cache_memory_bytes=tight, **(SETTINGS | settings))
         lengths = (LENGTHS[1], LENGTHS[1] - 1)
         wholes = run(engine, [make_request(f"{n}", prompt(n), max_tokens=6) for n in lengths])
-        assert engine.num_preemptions > 0
+        assert engine.scheduler.work.num_preemptions > 0
         engine.shutdown()
     return [whole.token_ids for whole in wholes]
 

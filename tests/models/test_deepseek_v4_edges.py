@@ -125,10 +125,10 @@ def test_repairs_at_every_boundary(
     engine = start(folder, block_size=block_size, max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight)
     fill(engine, boundaries)
     for index, ids in enumerate(continuations(boundaries)):
-        lose_windows(engine._scheduler.cache)
+        lose_windows(engine.scheduler.cache)
         (start_of_replay,) = check(engine, [ids], oracle, answers)
         assert 0 < start_of_replay < boundaries[index]
-    assert engine.stats().outcome_tokens["repaired"] > 0
+    assert engine.scheduler.stats().outcome_tokens["repaired"] > 0
 
 
 def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(

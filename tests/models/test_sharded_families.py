@@ -94,7 +94,7 @@ def ask(engine: Engine, ranks: ThreadRanks) -> Answers:
     ranks.logits()
     wholes = {"cold": put(engine, "cold"), "hit": put(engine, "hit")}
     assert all(whole.num_cached_tokens > 0 for whole in wholes["hit"][1:])
-    lose_windows(engine._scheduler.cache)
+    lose_windows(engine.scheduler.cache)
     wholes["repaired"] = put(engine, "repaired")
     return Answers(wholes, ranks.logits())
 
@@ -143,7 +143,7 @@ def test_preempted_on_several_ranks(one_rank: OneRank, size: int) -> None:
     wholes = put(engine, "tight", lengths)
     by_length = dict(zip(LENGTHS, tokens(one_rank.answers.wholes["cold"]), strict=True))
     assert tokens(wholes) == [by_length[n] for n in lengths]
-    assert engine.num_preemptions > 0
+    assert engine.scheduler.work.num_preemptions > 0
     engine.shutdown()
 
 

@@ -52,7 +52,7 @@ def test_engine_and_command_agree_on_every_integer(model: Path, steps_in_flight:
         assert {"model": str(model), **plan.as_json()} == planned
         assert len(plan.groups) == (2 if "hybrid" in str(model) else 1)
         assert [group.num_layers for group in plan.groups] in ([4], [1, 3])
-        stats = engine.stats()
+        stats = engine.scheduler.stats()
         assert (stats.num_pages, stats.page_bytes) == (planned["num_pages"], planned["page_bytes"])
         longest = planned["concurrency"][-1]
         assert (

@@ -15,7 +15,7 @@ GONE_TIMEOUT_S = 120.0
 
 def process_ids(engine: Engine) -> list[int]:
     """The ranks' processes, in order of rank."""
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor, RanksExecutor)
     return [rank.process_id for rank in executor.ranks]
 

@@ -30,7 +30,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
     """What was submitted behind it is dropped on every rank, so that later results are not taken for its."""
     expected = run(engine, [make_request("before", PROMPT, max_tokens=4)])[0].token_ids
-    executor = engine._executor
+    executor = engine.executor
     executor.submit(StepPlan(step_id=1_000, version=99))
     executor.submit(StepPlan(step_id=1_001))
     with pytest.raises(StepFailed, match="version 99"):
@@ -42,7 +42,7 @@ def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
 
 def test_results_that_nobody_waits_for_any_more(engine: Engine) -> None:
     """After an interrupt ranks have run what the engine has forgotten."""
-    executor = engine._executor
+    executor = engine.executor
     executor.submit(StepPlan(step_id=2_000))
     executor.drop_in_flight()
     executor.submit(StepPlan(step_id=2_001))
@@ -92,9 +92,9 @@ def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.Monkey
 
 
 def test_a_plan_that_fails_in_the_middle(engine: Engine) -> None:
-    executor = engine._executor
+    executor = engine.executor
     engine.add(make_request("r", PROMPT))
-    plan = engine._scheduler.schedule()
+    plan = engine.scheduler.schedule()
     assert plan is not None
     plan.logits_from = [plan.start[0] + plan.count[0]]  # and it is to sample
     executor.submit(plan)

@@ -89,7 +89,7 @@ class Owner:
         from engine_driver import make_request
 
         lost = threading.Event()
-        self.engine.on_lost(lost.set)
+        self.engine.executor.on_lost(lost.set)
         self.engine.add(make_request("lost", PROMPTS[0], max_tokens=NUM_TOKENS))
         os.kill(pid, signal.SIGKILL)
         assert lost.wait(120)

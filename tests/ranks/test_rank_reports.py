@@ -14,7 +14,7 @@ from transom_worker.scheduling.step import StepPlan
 
 def test_every_rank_tells_what_it_uses(tiny_model: Path) -> None:
     engine = make_engine(str(tiny_model), device="cpu", tensor_parallel_size=2)
-    executor = engine._executor
+    executor = engine.executor
     try:
         assert [report.use.busy_s for report in executor.rank_reports()] == [0.0, 0.0]
         run(engine, [make_request("a", list(range(5, 45)), max_tokens=4)])
@@ -25,7 +25,7 @@ def test_every_rank_tells_what_it_uses(tiny_model: Path) -> None:
             assert time.monotonic() < give_up_s
             executor.submit(StepPlan(step_id=next(step_ids)))
             executor.receive()
-        engine._publish_stats()
+        engine.publish()
         reports = executor.rank_reports()
         assert [report.info.process_id for report in reports] == process_ids(engine)
         for report in reports:

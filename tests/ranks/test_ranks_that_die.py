@@ -77,14 +77,14 @@ def test_a_lost_rank_costs_a_restart(
         engine.add(request)
     for _ in range(steps_before):
         engine.step()
-    submit = engine._executor.submit
+    submit = engine.executor.submit
 
     def submit_and_strike(plan: StepPlan) -> None:
         submit(plan)
         monkeypatch.undo()
         os.kill(pids[rank], how)
 
-    monkeypatch.setattr(engine._executor, "submit", submit_and_strike)
+    monkeypatch.setattr(engine.executor, "submit", submit_and_strike)
     events = [event for event in engine.step() if event.error is not None]
     while not events:  # the step that was under way may have answered
         events = [event for event in engine.step() if event.error is not None]
@@ -97,7 +97,7 @@ def test_a_lost_rank_costs_a_restart(
     wait_until_gone(*pids)
     with pytest.raises(WorkerLost, match="again"):
         engine.add(make_request("early", [5, 6]))
-    assert sum(group.active_blocks for group in engine.stats().groups) == 0
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
     engine.step()
     assert not engine.is_restarting
     assert [whole.token_ids for whole in run(engine, requests(f"{name}-again"))] == expected

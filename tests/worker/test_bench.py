@@ -30,7 +30,7 @@ def test_every_decode_step_has_the_whole_batch(engine: Engine) -> None:
         assert figure.tokens_per_s * figure.step_ms / 1e3 == pytest.approx(figure.batch)
         assert 0 < figure.outside_forward_ms < figure.step_ms
     assert not engine.has_work
-    assert sum(group.active_blocks for group in engine.stats().groups) == 0
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
     assert json.loads(json.dumps(figures.as_json()))["decode"][1]["batch"] == 6
 
 

@@ -28,7 +28,7 @@ class Watch:
     def __init__(self, scheduler: Scheduler, between: Callable[[], object] = lambda: None) -> None:
         self.scheduler = scheduler
         self.log = BlockMapLog()
-        scheduler.listen(self.log.events)
+        scheduler.listen(self.log)
         self.snapshots = Snapshots(scheduler, self.log.events)
         self.encoder = Encoder(Identity("w", "m"), scheduler.cache.layout, self.log.history)
         self.map = Map()

@@ -35,13 +35,13 @@ class Worker:
         self.driver = Driver(layout(("full", "window"), num_pages=num_pages), max_num_batched_tokens=64)
         self.log = BlockMapLog()
         self.scheduler = self.driver.scheduler
-        self.scheduler.listen(self.log.events)
+        self.scheduler.listen(self.log)
         self.num_pictures = 0
         self.map = BlockMap(Identity("w0", "tiny"), self.scheduler, self.log, OnEngine(self._post))
 
     def step(self) -> None:
         self.driver.step()
-        self.log.changed()
+        self.log.num_changes += 1
 
     def run(self, name: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> None:
         """A request from its beginning to its end."""
@@ -130,7 +130,7 @@ async def test_evictions_show_once_and_repairs_while_they_last() -> None:
         seen.take(await anext(frames))
         cached = {key for key, block in seen.shown.items() if key[0] == 1}
         lose_windows(worker.scheduler.cache)
-        worker.log.changed()
+        worker.log.num_changes += 1
         seen.take(await anext(frames))
         evicted = {key for key, block in seen.blocks.items() if block.state == EVICTED}
         assert evicted
@@ -141,7 +141,7 @@ async def test_evictions_show_once_and_repairs_while_they_last() -> None:
         assert not [block for block in seen.blocks.values() if block.state == EVICTED]
         worker.driver.add(request("back", [*PROMPT, 9, 9], 2))
         worker.driver.schedule()
-        worker.log.changed()
+        worker.log.num_changes += 1
         await follow(frames, seen, lambda: any(event["kind"] == "repair" for event in seen.events))
         repaired = {key for key, block in seen.shown.items() if block.state == REPAIR}
         assert repaired
@@ -225,7 +225,7 @@ async def test_a_failure_ends_all_watchers_and_the_next_begin_anew(monkeypatch: 
         await anext(frames)
         with monkeypatch.context() as broken:
             broken.setattr(worker.scheduler, "sequences_with_blocks", lambda: [][0])
-            worker.log.changed()
+            worker.log.num_changes += 1
             with pytest.raises(IndexError):
                 await anext(frames)
     await until(lambda: worker.keeps_nothing)

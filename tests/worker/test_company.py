@@ -59,7 +59,7 @@ def test_sampled_answers_do_not_depend_on_company(
         assert (got.token_ids, got.text) == (expected.token_ids, expected.text)
         assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
         assert close(got.logprobs, expected.logprobs)
-    assert engine.num_preemptions > 0
+    assert engine.scheduler.work.num_preemptions > 0
     engine.shutdown()
 
 
@@ -90,7 +90,7 @@ def test_prompt_logprobs_under_pressure(tiny_model: Path, chunk: int, steps_in_f
         for i, prompt in enumerate(PROMPTS)
     ]
     found = prompt_logprobs(engine, asked)
-    assert engine.num_preemptions > 0
+    assert engine.scheduler.work.num_preemptions > 0
     for request in asked:
         prompt, (first, *rest) = list(request.prompt_token_ids), found[request.request_id]
         expected = reference_logits(tiny_model, prompt).log_softmax(-1)

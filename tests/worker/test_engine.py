@@ -1,4 +1,4 @@
-"""The engine's door and its ends: what it refuses, what it says, and that nothing is left."""
+"""The engine's admission and its ends: what it refuses, its messages, and that no block stays in use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine_driver import Whole, make_engine, make_request, run
+from transom_worker.contract import OutputEvent
 from transom_worker.engine.engine import Engine
-from transom_worker.engine.output import Answer, Progress
+from transom_worker.engine.running_request import RunningRequest
 from transom_worker.errors import (
     ConfigError,
     EngineDead,
@@ -21,6 +22,7 @@ from transom_worker.errors import (
     RequestTooLarge,
     WorkerLost,
 )
+from transom_worker.scheduling.outputs import SequenceOutput
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
         ([1], {"resumed": [3, -7]}, "resumed_output_ids", "-7"),
     ],
 )
-def test_wrong_requests_are_refused_at_the_door(
+def test_wrong_requests_are_refused_at_admission(
     engine: Engine, prompt: list[int], params: dict[str, object], param: str, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message) as caught:
@@ -104,21 +106,21 @@ def test_a_deadline_ends_a_request_with_an_error(engine: Engine) -> None:
 def test_abort_frees_blocks_before_the_next_step(engine: Engine) -> None:
     engine.add(make_request("r", list(range(5, 45)), max_tokens=100))
     engine.step()
-    assert sum(group.active_blocks for group in engine.stats().groups) > 0
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) > 0
     assert engine.abort("r")
     assert not engine.abort("r")
     while engine.has_work:
         assert engine.step() == []
-    assert sum(group.active_blocks for group in engine.stats().groups) == 0
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
 
 
-def test_a_failing_step_answers_everybody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_ends_every_request_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise MemoryError("no memory left on device")
 
     for i in range(3):
         engine.add(make_request(f"r{i}", [5, 6, 7]))
-    monkeypatch.setattr(engine._executor, "receive", fail)
+    monkeypatch.setattr(engine.executor, "receive", fail)
     events = engine.step()
     assert {event.request_id for event in events} == {"r0", "r1", "r2"}
     assert all(event.error and "no memory left" in event.error.message for event in events)
@@ -127,18 +129,20 @@ def test_a_failing_step_answers_everybody(engine: Engine, monkeypatch: pytest.Mo
         engine.add(make_request("late", [5]))
 
 
-def test_a_failure_while_answering_loses_no_other_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two requests end in one step; the second one's text fails. The first one's last event still goes out."""
-    push = Answer.push
+    token_event = RunningRequest.token_event
 
-    def fail(answer: Answer, token_id: int) -> Progress:
-        if answer.request.request_id == "r1":
+    def fail(running: RunningRequest, output: SequenceOutput) -> OutputEvent:
+        if output.request_id == "r1":
             raise UnicodeError("no such text")
-        return push(answer, token_id)
+        return token_event(running, output)
 
     for i in range(2):
         engine.add(make_request(f"r{i}", [5, 6, 7], max_tokens=1))
-    monkeypatch.setattr(Answer, "push", fail)
+    monkeypatch.setattr(RunningRequest, "token_event", fail)
     events = {event.request_id: event for event in engine.step()}
     assert events["r0"].finish_reason == "length"
     assert events["r1"].error is not None
@@ -147,7 +151,7 @@ def test_a_failure_while_answering_loses_no_other_answer(engine: Engine, monkeyp
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_an_interrupt_costs_the_requests_in_flight_alone(
+def test_an_interrupt_drops_the_requests_in_flight_alone(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, steps_in_flight: int
 ) -> None:
     engine = make_engine(str(tiny_model), max_num_seqs=2, steps_in_flight=steps_in_flight)
@@ -160,7 +164,7 @@ def test_an_interrupt_costs_the_requests_in_flight_alone(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._executor._runner._model, "forward", interrupt)  # type: ignore[attr-defined]
+        patch.setattr(engine.executor._runner._model, "forward", interrupt)  # type: ignore[attr-defined]
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     answer = Whole()
@@ -185,11 +189,11 @@ def test_a_deadline_is_its_own_requests_alone(engine: Engine) -> None:
     assert [event.error for event in events] == [None] * 5
 
 
-def test_kv_events_tell_what_is_findable(engine: Engine) -> None:
+def test_index_updates_have_what_can_be_found(engine: Engine) -> None:
     run(engine, [make_request("r", list(range(5, 45)), max_tokens=8)])
-    update = engine.take_kv_update()
+    update = engine.scheduler.cache.take_update()
     assert update is not None
     assert (update.after, update.version, update.whole) == (0, 2, False)
     assert [(run.action, run.group, len(run.digests)) for run in update.runs] == [("added", 0, 2)]
-    assert engine.take_kv_update() is None
-    assert engine.whole_kv_index().version == 2
+    assert engine.scheduler.cache.take_update() is None
+    assert engine.scheduler.cache.whole_index().version == 2

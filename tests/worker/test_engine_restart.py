@@ -74,7 +74,7 @@ def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]
 
 
 def executor_of(engine: Engine) -> Fragile:
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor, Fragile)
     return executor
 
@@ -92,7 +92,7 @@ def test_everybody_is_told_and_served_again(engine: Engine) -> None:
     assert set(errors) == {"r0", "r1", "r2", "r3"}
     assert {error.kind for error in errors.values()} == {"WorkerLost"}
     assert all("killed by SIGKILL" in error.message for error in errors.values())
-    stats = engine.stats()
+    stats = engine.scheduler.stats()
     assert sum(group.active_blocks + group.cached_blocks for group in stats.groups) == 0  # what ranks held is gone
     assert engine.load().num_running == engine.load().num_waiting == 0
     with pytest.raises(WorkerLost, match="again"):
@@ -105,14 +105,14 @@ def test_everybody_is_told_and_served_again(engine: Engine) -> None:
 
 def test_a_mirror_of_the_index_is_told_that_all_is_gone(engine: Engine) -> None:
     run(engine, [make_request("before", PROMPT, max_tokens=4)])
-    engine.take_kv_update()
+    engine.scheduler.cache.take_update()
     engine.add(make_request("lost", PROMPT, max_tokens=4))
     executor_of(engine).lose_after = 0
     engine.step()
-    update = engine.take_kv_update()
+    update = engine.scheduler.cache.take_update()
     assert update is not None
     assert {run.action for run in update.runs} == {"removed"}
-    assert not any(run.digests for run in engine.whole_kv_index().runs)
+    assert not any(run.digests for run in engine.scheduler.cache.whole_index().runs)
 
 
 @pytest.mark.parametrize("refusal", [RankLost("no memory"), ConfigError("no memory for so many ranks")])

@@ -87,16 +87,14 @@ def test_wrong_use_is_told(llm: LLM, tiny_model: Path) -> None:
 def test_a_small_queue_keeps_the_batch_full(tiny_model: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1, max_num_seqs=4, max_waiting=0) as llm:
-        scheduled, most = llm.engine.metrics.scheduled, 0
-
-        def watch(*, num_tokens: int, num_seqs: int) -> None:
-            nonlocal most
-            most = max(most, num_seqs)
-            scheduled(num_tokens=num_tokens, num_seqs=num_seqs)
-
-        llm.engine.metrics.scheduled = watch  # type: ignore[method-assign]
         assert all(out.outputs[0].finish_reason == "length" for out in llm.generate(["a"] * 9, params, use_tqdm=False))
-        assert most == 4
+        steps = {
+            sample.labels["le"]: sample.value
+            for family in llm.engine.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == "transom_step_sequences_bucket"
+        }
+        assert steps["2.0"] < steps["4.0"] == steps["+Inf"]  # 4 sequences in a step at most
 
 
 def test_neither_ray_nor_fastapi_is_imported(tiny_model: Path) -> None:

@@ -102,13 +102,13 @@ def test_outcomes_sum_to_the_prompt_tokens_on_every_page(engine: Engine) -> None
     assert pages[-1] == (166, 166)
 
 
-def test_the_oldest_of_the_queue_is_told_while_it_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_how_long_the_oldest_queued_request_waits(engine: Engine) -> None:
     """One that has not begun is in no histogram."""
-    monkeypatch.setattr("transom_worker.engine.engine.STATS_PERIOD_S", -1.0)
     engine.add(make_request("runs", [5, 6, 7], max_tokens=3))
     engine.add(replace(make_request("waits", [5, 6, 7], max_tokens=3), arrival_s=time.time() - 1000))
     engine.add(replace(make_request("came later", [5, 6, 7], max_tokens=3), arrival_s=time.time() - 500))
     engine.step()
+    engine.publish()
     assert total(engine, "transom_queue_seconds_count") == 1
     assert total(engine, "transom_queue_oldest_seconds") >= 1000
     engine.abort("waits")
@@ -118,7 +118,7 @@ def test_the_oldest_of_the_queue_is_told_while_it_waits(engine: Engine, monkeypa
     assert total(engine, "transom_queue_oldest_seconds") == 0
 
 
-def test_what_is_not_taken_is_counted_by_reason(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_requests_are_counted_by_reason(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(str(tiny_model), max_num_seqs=1, max_waiting=0)
     thread = EngineThread(engine, lambda _: None)
     try:
@@ -140,8 +140,8 @@ def test_preempted_requests_count_once(tiny_model: Path) -> None:
         str(tiny_model), kv_cache_memory_bytes=300 << 10, block_size=8, max_model_len=256, max_num_seqs=8
     )
     run(engine, [make_request(f"r{i}", [40 + i] * 60, max_tokens=24) for i in range(8)])
-    assert engine.num_preemptions > 0
-    assert total(engine, "transom_preemptions_total", mode="recompute") == engine.num_preemptions
+    assert engine.scheduler.work.num_preemptions > 0
+    assert total(engine, "transom_preemptions_total", mode="recompute") == engine.scheduler.work.num_preemptions
     assert total(engine, "transom_prompt_tokens_total") == total(engine, "transom_prefix_tokens_total") == 480
     assert total(engine, "transom_queue_seconds_count") == total(engine, "transom_prefill_seconds_count") == 8
     engine.shutdown()
@@ -171,7 +171,7 @@ def test_the_cache_tells_its_fragments_its_checkpoints_and_how_long_blocks_stay(
         checkpoints=CheckpointStats(current={"prompt": 4, "fork": 2}),
         num_compacted_blocks=7,
     )
-    metrics.publish(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
+    metrics.published(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
     assert total(metrics, "transom_kv_fragmentation_ratio") == 0.2
     assert total(metrics, "transom_kv_waste_ratio") == 0.01
     assert total(metrics, "transom_kv_checkpoints", kind="prompt") == 4

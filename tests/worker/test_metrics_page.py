@@ -18,7 +18,8 @@ from transom_worker.engine.engine import Engine
 from transom_worker.kvcache import prefix_outcome
 from transom_worker.kvcache.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
 from transom_worker.kvcache.tree import CheckpointKind
-from transom_worker.telemetry.metrics import EngineMetrics, RequestTimes, build_versions, fixed_values
+from transom_worker.telemetry.metrics import EngineMetrics, build_versions, fixed_values
+from transom_worker.telemetry.request_times import RequestTimes
 
 OWN = {"model", "worker"}
 TIMES = ("queue", "prefill", "first_token", "decode")
@@ -170,7 +171,7 @@ def test_ranks_memory_and_headroom(engine: Engine) -> None:
     assert values(engine, "transom_rank_busy_seconds_total")["0",] > engine.forward_s
     (info,) = values(engine, "transom_rank_info")
     assert info[:2] == ("0", "cpu")
-    stats = engine.stats()
+    stats = engine.scheduler.stats()
     assert values(engine, "transom_kv_pool_bytes") == {(): stats.num_pages * stats.page_bytes}
     headroom = values(engine, "transom_kv_headroom_requests")
     assert headroom["max",] >= 1  # what is cached can be evicted
@@ -196,7 +197,8 @@ def test_both_formats_parse_and_openmetrics_has_exemplars(engine: Engine) -> Non
 def test_whatever_an_id_is_the_page_stays_whole(request_id: str, trace_parent: str | None) -> None:
     metrics = EngineMetrics()
     times = RequestTimes(1.0, request_id=request_id, trace_parent=trace_parent)
-    metrics.admitted(times, num_prompt_tokens=3)
+    times.scheduled_s = 2.0
+    metrics.first_scheduled(times, num_prompt_tokens=3)
     families = {family.name: family for family in parse_openmetrics(metrics.text(openmetrics=True).decode())}
     exemplars = [sample.exemplar for sample in families["transom_queue_seconds"].samples if sample.exemplar]
     labels = exemplars[0].labels if exemplars else {}

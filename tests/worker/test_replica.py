@@ -43,13 +43,13 @@ async def collect(stream: AsyncIterator[WorkerMessage], ids: set[str]) -> dict[s
 
 
 def active_blocks(replica: WorkerReplica) -> float:
-    return sum(group.active_blocks for group in replica.engine.stats().groups)
+    return sum(group.active_blocks for group in replica.engine.scheduler.stats().groups)
 
 
 @contextlib.contextmanager
 def held(replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch, *, after_steps: int) -> Iterator[None]:
     """The engine stands still after some steps, so that whatever runs then runs until the end."""
-    release, steps, receive = threading.Event(), itertools.count(), replica.engine._executor.receive
+    release, steps, receive = threading.Event(), itertools.count(), replica.engine.executor.receive
 
     def hold() -> StepResult:
         if next(steps) == after_steps:
@@ -57,7 +57,7 @@ def held(replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch, *, after_steps
         return receive()
 
     with monkeypatch.context() as patched:
-        patched.setattr(replica.engine._executor, "receive", hold)
+        patched.setattr(replica.engine.executor, "receive", hold)
         try:
             yield
         finally:
@@ -100,7 +100,7 @@ async def test_a_long_step_does_not_block_the_event_loop(
 ) -> None:
     """While a step is stuck, everything else that the replica is asked is answered."""
     entered, release = threading.Event(), threading.Event()
-    receive = replica.engine._executor.receive
+    receive = replica.engine.executor.receive
 
     def slow() -> StepResult:
         entered.set()
@@ -109,7 +109,7 @@ async def test_a_long_step_does_not_block_the_event_loop(
 
     stream = replica.open_stream("r")
     await anext(stream)
-    monkeypatch.setattr(replica.engine._executor, "receive", slow)
+    monkeypatch.setattr(replica.engine.executor, "receive", slow)
     assert await replica.submit("r", [request("slow", max_tokens=2)]) == [None]
     assert await asyncio.to_thread(entered.wait, 60)
     assert (await replica.info()).vocab_size == 2048
@@ -241,7 +241,7 @@ async def test_a_failing_step_answers_everybody_and_fails_the_health_check(
 
     stream = replica.open_stream("r")
     await anext(stream)
-    monkeypatch.setattr(replica.engine._executor, "receive", fail)
+    monkeypatch.setattr(replica.engine.executor, "receive", fail)
     assert await replica.submit("r", [request("doomed")]) == [None]
     (event,) = (await collect(stream, {"doomed"}))["doomed"]
     assert event.error is not None

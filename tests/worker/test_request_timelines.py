@@ -25,7 +25,7 @@ from transom_worker.telemetry.request_timelines import (
 
 
 def events_of(engine: Engine, request_id: str, what: str | None = None) -> list[dict[str, Any]]:
-    steps = engine.observer.timelines.events_of(request_id)
+    steps = engine.timelines.events_of(request_id)
     json.dumps(steps)
     return [step for step in steps if what in (None, step["what"])]
 
@@ -67,7 +67,7 @@ def test_a_window_repair_is_an_event(tiny_model: Path) -> None:
     engine = make_engine(str(tiny_model), block_size=4, window=8, window_pattern="SF")
     prompt = list(range(1, 62))
     run(engine, [make_request("a", prompt)])
-    lose_windows(engine._scheduler.cache)
+    lose_windows(engine.scheduler.cache)
     run(engine, [make_request("b", prompt)])
     [admitted] = events_of(engine, "b", "admitted")
     assert admitted["hit"] > 0
@@ -103,10 +103,10 @@ def test_preemptions_and_recomputed_tokens(tiny_model: Path, chunk: int, steps_i
         steps_in_flight=steps_in_flight,
     )
     run(engine, [make_request(f"cmpl-{i}-0-0", list(range(i + 1, i + 20)), max_tokens=40) for i in range(4)])
-    assert engine.num_preemptions > 0
+    assert engine.scheduler.work.num_preemptions > 0
     steps = [step for i in range(4) for step in events_of(engine, f"cmpl-{i}")]
     preempted = [step for step in steps if step["what"] == "preempted"]
-    assert len(preempted) == engine.num_preemptions
+    assert len(preempted) == engine.scheduler.work.num_preemptions
     assert all(step["tokens_lost"] > 0 and step["mode"] == "recompute" for step in preempted)
     assert sum(step["what"] == "admitted_again" for step in steps) == len(preempted)
     again = [step for step in steps if step["what"] == "recompute"]
@@ -118,7 +118,7 @@ def test_preemptions_and_recomputed_tokens(tiny_model: Path, chunk: int, steps_i
         num_prefills = sum(step["what"] in ("prefill", "recompute") for step in own)
         assert 40 - num_prefills <= decoded < 40, own  # a prefill brings a token, unless it is preempted as well
         assert next(step for step in own if step["what"] == "finished")["output_tokens"] == 40
-    assert engine.observer.timelines.num_prefilling == 0
+    assert engine.timelines.num_prefilling == 0
 
 
 def test_running_requests_have_events_too(tiny_model: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_long_decode_is_a_few_events(tiny_model: Path, monkeypatch: pytest.Mon
     engine.add(make_request("a", [1, 2, 3], max_tokens=40))
     while engine.has_work:
         engine.step()
-        engine._publish_stats()
+        engine.publish()
     runs = events_of(engine, "a", "decode")
     assert len(runs) > 1
     assert sum(step["tokens"] for step in runs) == 39

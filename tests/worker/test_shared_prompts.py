@@ -63,5 +63,5 @@ def test_together_is_as_alone(tiny_model: Path, name: str) -> None:
                 192,
                 0,
             ]  # whole units of 8 tokens
-        assert (engine.num_preemptions > 0) == (kib != ROOMY_KIB)
+        assert (engine.scheduler.work.num_preemptions > 0) == (kib != ROOMY_KIB)
         engine.shutdown()

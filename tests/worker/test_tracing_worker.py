@@ -34,7 +34,7 @@ class Traced:
         self.exporter = InMemorySpanExporter()
         config = TracingConfig(endpoint=ENDPOINT, sample_ratio=sample_ratio)
         own = Tracing(config, role="worker", name="w7", exporter=self.exporter)
-        self.engine.observer.timelines.exporter = TimelineExporter([RequestSpans(own, "w7")], close_formats=own.close)
+        self.engine.timelines.exporter = TimelineExporter([RequestSpans(own, "w7")], close_formats=own.close)
 
     def spans(self) -> tuple[ReadableSpan, ...]:
         """All spans, after the engine's end."""

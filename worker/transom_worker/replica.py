@@ -47,7 +47,7 @@ class WorkerReplica:
         self._blocks = BlockMap(
             Identity(worker, model_name or config.model.model),
             self.engine.scheduler,
-            self.engine.observer.blocks,
+            self.engine.block_map_log,
             OnEngine(self._thread.call),
         )
         logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
@@ -124,7 +124,7 @@ class WorkerReplica:
             worker=self._worker,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
-            cache=self.engine.cache_shape,
+            cache=self.engine.scheduler.cache.shape,
             device=info.memory.device,
             num_ranks=self.engine.config.ranks.size,
             weight_bytes=info.memory.weight_bytes,
@@ -143,7 +143,7 @@ class WorkerReplica:
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
-        return self.engine.observer.timelines.events_of(request_id)
+        return self.engine.timelines.events_of(request_id)
 
     async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
         """Frames of the live block map, the first one whole; see docs/block_map.md."""

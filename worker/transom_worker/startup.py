@@ -32,7 +32,7 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker)
         engine.report = startup_report(engine.info, model=model_name or files.name)
-        engine.observer.timelines.exporter = timeline_exporter(config, worker, tracing)
+        engine.timelines.exporter = timeline_exporter(config, worker, tracing)
     except BaseException:
         executor.shutdown()
         raise

@@ -43,9 +43,6 @@ class EventLog:
         self._is_on = False
         self.take()
 
-    def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """See `SchedulerListener`: a request without blocks is nothing to show."""
-
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """A request was let in, for the first time or again."""
         if not self._is_on:

@@ -1,11 +1,11 @@
-"""The last five minutes of one worker's pool, a small entry a second, kept whether somebody watches or not."""
+"""The last five minutes of one worker's KV pool, one small entry per second, kept whether a watcher is connected or not."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 
-from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.stats import CacheStats
 
 MAX_ENTRIES = 300
 PERIOD_S = 1.0
@@ -21,14 +21,17 @@ class History:
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
 
-    def note(self, cache: KvCache, now_s: float | None = None) -> None:
-        """Called a few times a second; replaces the newest entry until that is a second after the one before."""
+    def add(self, stats: CacheStats, now_s: float | None = None) -> None:
+        """Add an entry; it replaces the newest entry where that is less than a second after the one before it."""
         now_s = time.time() if now_s is None else now_s
-        groups = tuple((pool.num_active, pool.num_pinned, len(pool.evictable), pool.num_free) for pool in cache.pools)
+        groups = tuple(
+            (group.active_blocks, group.pinned_blocks, group.cached_blocks - group.pinned_blocks, group.free_blocks)
+            for group in stats.groups
+        )
         entries = self._entries
         if len(entries) > 1 and entries[-1][0] - entries[-2][0] < PERIOD_S:
             entries.pop()
-        entries.append((now_s, cache.arena.num_free, groups))
+        entries.append((now_s, stats.free_pages, groups))
 
     def entries(self, now_s: float) -> list[list[object]]:
         """As frames have them: one a second up to `now_s`, oldest first, of the last five minutes."""

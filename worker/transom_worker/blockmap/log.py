@@ -1,25 +1,56 @@
-"""What the engine's observer keeps for the block map: all of it together costs an addition a call while nobody watches."""
+"""What the live block map keeps of an engine's events. While no watcher is connected, an event costs one addition."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transom_worker.blockmap.events import EventLog
 from transom_worker.blockmap.history import History
-from transom_worker.kvcache.manager import KvCache
+from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.step import StepPlan, StepTimings
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
+from transom_worker.telemetry.metrics.state import WorkerState
+from transom_worker.telemetry.request_times import RequestTimes
 
 
-class BlockMapLog:
-    """One engine's. Written on the engine's thread."""
+class BlockMapLog(EngineEventSink):
+    """One engine's history and newest events, and a counter that tells whether anything has changed since a snapshot."""
 
     def __init__(self) -> None:
         self.history = History()
         self.events = EventLog()
-        self.num_changes = 0  # grows whenever a picture may look different from now on; read from any thread
+        self.num_changes = 0  # grows whenever a new snapshot may differ from the one before; read from any thread
 
-    def changed(self) -> None:
-        """Requests or blocks are not as they were."""
+    def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
+        """A request has entered the scheduler's queue."""
         self.num_changes += 1
 
-    def published(self, cache: KvCache) -> None:
-        """A few times a second, and when the engine rests."""
+    def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
+        """The scheduler has admitted a request; `tokens` by outcome of the prefix cache search."""
+        self.events.admitted(sequence, tokens=tokens)
+
+    def preempted(self, sequence: Sequence, *, mode: str) -> None:
+        """The scheduler preempts a request."""
+        self.events.preempted(sequence, mode=mode)
+
+    def scheduled(self, plan: StepPlan) -> None:
+        """The engine has sent a step's plan to the ranks."""
         self.num_changes += 1
-        self.history.note(cache)
+
+    def stepped(self, rank_times: StepTimings, engine_times: EngineStepTimes) -> None:
+        """A step's result has arrived."""
+        self.num_changes += 1
+
+    def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
+        """A request has ended."""
+        self.num_changes += 1
+        self.events.finished(times.request_id, finish_reason)
+
+    def ranks_lost(self) -> None:
+        """The engine has lost a rank: the cache is empty."""
+        self.num_changes += 1
+
+    def published(self, state: WorkerState) -> None:
+        """A fraction of a second has passed, or the engine becomes idle."""
+        self.num_changes += 1
+        self.history.add(state.stats)

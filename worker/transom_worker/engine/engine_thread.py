@@ -1,6 +1,7 @@
 """Runs an engine on a thread of its own, so that the step loop never blocks an event loop.
 
-Commands (add, abort) wait in an inbox that the engine's thread empties between steps; an idle engine wakes at once.
+Other threads post commands (add, abort, send the index) to an inbox. The engine's thread runs them between two steps; an idle
+engine wakes up at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Owns an engine and its thread. `deliver` is called on that thread with each step's events and what changed besides."""
+    """Owns an engine and its thread.
+
+    The thread calls `deliver` with each step's events, the changes of the prefix index, and the load, every `LOAD_PERIOD_S` at
+    most.
+    """
 
     def __init__(self, engine: Engine, deliver: Deliver) -> None:
         self._engine = engine
@@ -35,16 +40,16 @@ class EngineThread:
         self._wake = threading.Event()
         self._stopping = False
         self._load_at_s = 0.0
-        self._ended = False  # from here on nobody but the caller of `_post` empties the inbox
-        engine.on_lost(self._wake.set)
+        self._ended = False  # from here on the thread runs no command: `_post` runs it itself
+        engine.executor.on_lost(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: list[Request]) -> Future[list[ErrorInfo | None]]:
-        """Admit all of `requests` or none: one entry each, None where admission found nothing wrong.
+        """Admit all of `requests` or none: the future has one entry each, None where admission found nothing wrong.
 
-        The future cannot be cancelled: who no longer waits for it must `abort`. While ranks are started again all are refused
-        at once.
+        The future cannot be cancelled: a caller that gives up must `abort` the requests. While ranks are started again, all
+        requests are refused at once.
         """
         future: Future[list[ErrorInfo | None]] = Future()
         future.set_running_or_notify_cancel()
@@ -64,16 +69,17 @@ class EngineThread:
         self._post(command)
 
     def send_index(self, deliver: Deliver) -> None:
-        """Give one receiver the whole prefix index, in order with what `deliver` gives to all."""
+        """Give one receiver the whole prefix index, in order with the changes that the thread's `deliver` receives."""
 
         def command() -> None:
-            self._tell([])
-            deliver(WorkerMessage(kv=self._engine.whole_kv_index(), load=self._engine.load()))
+            self._deliver_news([])
+            index = self._engine.scheduler.cache.whole_index()
+            deliver(WorkerMessage(kv=index, load=self._engine.load()))
 
         self._post(command)
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Run something on the engine's thread between two steps; the future has its result."""
+        """Run `command` on the engine's thread between two steps; the future has its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -89,14 +95,15 @@ class EngineThread:
 
     @property
     def dead(self) -> Exception | None:
-        """What ended the step loop, if anything did."""
+        """What ended the step loop; None while it runs."""
         return self._engine.dead or (None if self._thread.is_alive() else EngineDead("The engine's thread has ended."))
 
     def shutdown(self) -> None:
-        """End the thread after the present step, then the engine; a restart is not waited for. Idempotent."""
+        """End the thread after the present step, then the engine; an unfinished restart of the ranks is interrupted. Idempotent."""
         self._stopping = True
         self._wake.set()
-        self._engine.interrupt()
+        if self._engine.is_restarting:
+            self._engine.executor.interrupt()
         self._thread.join()
         self._engine.shutdown()
 
@@ -104,40 +111,40 @@ class EngineThread:
         self._inbox.append(command)
         self._wake.set()
         if self._ended:
-            self._drain()
+            self._run_commands()
 
     def _run(self) -> None:
         try:
             self._loop()
             reason = EngineDead("The worker is shutting down.")
-        except Exception as error:  # a bug, but nobody may wait for ever because of it
+        except Exception as error:  # a bug, but no request may wait for ever because of it
             logger.exception("The engine's thread failed.")
             reason = EngineDead(f"The engine's thread failed: {type(error).__name__}: {error}")
         events = self._engine.fail(reason)
         self._ended = True
-        self._drain()
+        self._run_commands()
         if events:
             self._deliver(WorkerMessage(events=tuple(events)))
 
     def _loop(self) -> None:
         while not self._stopping:
-            self._drain()
+            self._run_commands()
             if self._engine.has_work:
-                self._tell(self._engine.step())
+                self._deliver_news(self._engine.step())
             else:
-                self._tell([], now=True)
+                self._deliver_news([], with_load=True)
                 self._wake.wait()
                 self._wake.clear()
 
-    def _tell(self, events: list[OutputEvent], *, now: bool = False) -> None:
-        """Deliver events, changes of the index, and the load where that is due; `now`: the engine is about to rest."""
-        kv, load, now_s = self._engine.take_kv_update(), None, time.monotonic()
-        if now or now_s - self._load_at_s > LOAD_PERIOD_S:
+    def _deliver_news(self, events: list[OutputEvent], *, with_load: bool = False) -> None:
+        """Deliver a step's events, the changes of the prefix index, and the load where that is due or `with_load` is set."""
+        kv, load, now_s = self._engine.scheduler.cache.take_update(), None, time.monotonic()
+        if with_load or now_s - self._load_at_s > LOAD_PERIOD_S:
             load, self._load_at_s = self._engine.load(), now_s
         if events or kv is not None or load is not None:
             self._deliver(WorkerMessage(events=tuple(events), kv=kv, load=load))
 
-    def _drain(self) -> None:
+    def _run_commands(self) -> None:
         while True:
             try:
                 command = self._inbox.popleft()
@@ -151,10 +158,10 @@ class EngineThread:
             try:
                 self._engine.add(request)
                 results.append(None)
-            except Exception as error:  # whatever a request sets off at the door is that request's error
+            except Exception as error:  # whatever a request sets off at admission is that request's error alone
                 if not isinstance(error, TransomError):
                     logger.exception("A request could not be admitted.", extra={"request_id": request.request_id})
-                self._engine.observer.refused(error)
+                self._engine.events.refused(error)
                 results.append(ErrorInfo.of(error))
         if any(results):
             for request, result in zip(requests, results, strict=True):

@@ -1,38 +1,60 @@
-"""One admitted request inside the engine: its answer, its times, and the events that go out for it."""
+"""`RunningRequest`: one request inside the engine, from its output tokens to the output events that leave the worker.
+
+Text and end of a request are a deterministic function of the request and its output tokens. So a request that migrates from
+another worker carries that worker's tokens (`resumed_output_ids`): they are replayed here, and the text goes on where it
+stopped, with an equal held-back end and equal stop conditions.
+"""
 
 from __future__ import annotations
 
 import time
 
-from transom_worker.contract import ErrorInfo, OutputEvent, Usage
-from transom_worker.engine.output import Answer, Progress
+from transom_worker.contract import ErrorInfo, FinishReason, OutputEvent, Request, Usage
+from transom_worker.engine.stop_strings import StopStrings
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.telemetry.metrics import RequestTimes
+from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.text.detokenizer import Detokenizer
+from transom_worker.text.tokenizer import Tokenizer
 
 
 class RunningRequest:
-    """Turns new tokens and ends into events."""
+    """Detokenises a request's tokens and checks its stop conditions.
 
-    def __init__(self, answer: Answer) -> None:
-        self.request = answer.request
-        request = answer.request
-        # The client of a resumed request has its first token: what was before is not this worker's time.
+    Order of the checks after each token: end of text and stop tokens, then stop strings, then the length. Nothing but the
+    length ends a request before `min_tokens` (until then the sampler forbids stop tokens as well).
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: frozenset[int], max_model_len: int
+    ) -> None:
+        """Replays `resumed_output_ids`; `finish_reason` is set afterwards where these end the request already."""
+        params = request.params
+        most = max_model_len - request.num_prompt_tokens
+        self.request = request
+        self.num_output_tokens = 0  # those of other workers included
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._num_chars = 0  # of all final text
+        self._num_cached_tokens: int | None = None  # unknown until the first token
+        self._index_version = 0
+        # The time before a migration is not this worker's: the client has its first token already.
         arrival_s = 0.0 if request.resumed_output_ids else request.arrival_s
         self.times = RequestTimes(
             arrival_s or time.time(), request_id=request.request_id, trace_parent=request.trace_parent
         )
-        self._answer = answer
-        self._num_cached_tokens: int | None = None  # unknown until the first token
-        self._index_version = 0
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of the answer until now, those that another worker gave included."""
-        return self._answer.num_output_tokens
+        for token_id in request.resumed_output_ids:
+            if self.finish_reason is None:
+                self._num_chars += len(self._text_of(token_id))
 
     def token_event(self, output: SequenceOutput) -> OutputEvent:
-        """The event of one new token, which may end the answer."""
-        progress = self._answer.push(output.token_id)
+        """The event of one new token, which may end the request."""
+        text = self._text_of(output.token_id)
+        text_offset = self._num_chars
+        self._num_chars += len(text)
         is_first = self._num_cached_tokens is None
         if is_first:
             self._num_cached_tokens = output.num_cached_tokens
@@ -41,40 +63,67 @@ class RunningRequest:
             request_id=output.request_id,
             position=output.position,
             token_ids=(output.token_id,),
-            text=progress.text,
-            text_offset=progress.text_offset,
+            text=text,
+            text_offset=text_offset,
             logprobs=None if output.logprobs is None else (output.logprobs,),
             prompt_logprobs=output.prompt_logprobs,
-            finish_reason=progress.finish_reason,
-            stop_reason=progress.stop_reason,
-            usage=self._usage() if is_first or progress.finish_reason else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            usage=self._usage() if is_first or self.finish_reason else None,
         )
 
-    def end_event(self, end: Progress) -> OutputEvent:
-        """The only event of an answer that its resumed tokens had ended already: `end` again, without its text."""
+    def end_event(self) -> OutputEvent:
+        """The only event of a request that its resumed tokens have ended already: the end, without text."""
         return OutputEvent(
             request_id=self.request.request_id,
-            position=self._answer.num_output_tokens,
-            text_offset=end.text_offset + len(end.text),
-            finish_reason=end.finish_reason,
-            stop_reason=end.stop_reason,
+            position=self.num_output_tokens,
+            text_offset=self._num_chars,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
             usage=self._usage(),
         )
 
     def error_event(self, error: Exception) -> OutputEvent:
-        """The last event of a request that an error ended."""
+        """The last event of a request that `error` has ended."""
         return OutputEvent(
             request_id=self.request.request_id,
-            position=self._answer.num_output_tokens,
+            position=self.num_output_tokens,
             finish_reason="error",
             usage=self._usage(),
             error=ErrorInfo.of(error),
         )
 
+    def _text_of(self, token_id: int) -> str:
+        """Add one token; returns the text that becomes final with it. Sets `finish_reason` where the token ends the request."""
+        self.num_output_tokens += 1
+        params = self.request.params
+        may_stop = self.num_output_tokens >= params.min_tokens
+        if may_stop and token_id in self._eos_token_ids:
+            return self._last_text("", "stop", None)
+        if may_stop and token_id in params.stop_token_ids:
+            piece = self._detokenizer.push(token_id) if params.include_stop_str_in_output else ""
+            return self._last_text(piece, "stop", token_id)
+        text, stop_string = self._stops.push(self._detokenizer.push(token_id), may_stop=may_stop)
+        if stop_string is not None:
+            self.finish_reason, self._stop_reason = "stop", stop_string
+        elif self.num_output_tokens >= self._max_tokens:
+            text += self._last_text("", "length", None)
+        return text
+
+    def _last_text(self, piece: str, reason: FinishReason, stop_token_id: int | None) -> str:
+        """End the request with `piece` and all text that was held back; a stop string that this completes is the end's reason."""
+        may_stop = self.num_output_tokens >= self.request.params.min_tokens
+        text, stop_string = self._stops.push(piece + self._detokenizer.flush(), may_stop=may_stop)
+        if stop_string is not None:
+            self.finish_reason, self._stop_reason = "stop", stop_string
+            return text
+        self.finish_reason, self._stop_reason = reason, stop_token_id
+        return text + self._stops.flush()
+
     def _usage(self) -> Usage:
         return Usage(
             num_prompt_tokens=self.request.num_prompt_tokens,
-            num_output_tokens=self._answer.num_output_tokens,
+            num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self._num_cached_tokens or 0,
             index_version=self._index_version,
         )

@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transom_worker.scheduling.sequence import Sequence
-from transom_worker.scheduling.step import StepPlan
+from transom_worker.scheduling.step import StepPlan, StepTimings
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
+from transom_worker.telemetry.metrics.state import WorkerState
 from transom_worker.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
+from transom_worker.telemetry.request_times import RequestTimes
 
 LEAST_PHASE_S = 1.0
 PHASE_SHARE = 0.25
@@ -86,7 +89,7 @@ class EndedTimelineConsumer(Protocol):
         """Complete what was begun; no more timelines follow. Idempotent."""
 
 
-class EngineTimelines:
+class EngineTimelines(EngineEventSink):
     """The timelines of one engine's requests. The `exporter`, where there is one, receives each timeline when its request has
     ended."""
 
@@ -104,7 +107,7 @@ class EngineTimelines:
         """Requests in the phase prefill or recompute."""
         return len(self._prefilling)
 
-    # What the scheduler reports (`SchedulerListener`)
+    # Events (see `EngineEventSink`)
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
         """A request has entered the scheduler's queue, behind `num_ahead` others."""
@@ -143,8 +146,6 @@ class EngineTimelines:
         timeline.add("preempted", now_s, mode=mode, tokens_lost=sequence.scheduled)
         self._prefilling.pop(sequence.seq_id, None)
 
-    # What the engine reports
-
     def scheduled(self, plan: StepPlan) -> None:
         """The engine has sent a plan to the ranks."""
         self._num_steps += 1
@@ -155,14 +156,14 @@ class EngineTimelines:
                 if timeline is not None and timeline.phase is not None:
                     self._count_prefill_step(timeline.phase, timeline, len(plan.seq_ids))
 
-    def first_token(self, request_id: str, now_s: float) -> None:
+    def first_token(self, times: RequestTimes, now_s: float) -> None:
         """A request has its first token at this worker."""
-        timeline = self._running.get(request_id)
+        timeline = self._running.get(times.request_id)
         if timeline is not None:
             timeline.first_token_s = now_s
             timeline.add("first_token", now_s)
 
-    def stepped(self) -> None:
+    def stepped(self, rank_times: StepTimings, engine_times: EngineStepTimes) -> None:
         """The engine has applied a step's tokens. A prefill that has brought a token is over, and decode begins."""
         for seq_id, timeline in list(self._prefilling.items()) if self._prefilling else ():
             sequence, prefill = timeline.sequence, timeline.phase
@@ -177,22 +178,21 @@ class EngineTimelines:
                 decode.num_steps -= prefill.num_steps_ahead
                 decode.num_rows -= prefill.num_rows_ahead
 
-    def finished(self, request_id: str, reason: str) -> None:
-        """A request has ended; `reason`: stop, length, abort or error."""
-        timeline = self._running.pop(request_id, None)
+    def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
+        """A request has ended: stop, length, abort or error."""
+        timeline = self._running.pop(times.request_id, None)
         if timeline is None:
             return
         now_s = time.time()
         self._end_phase(timeline, now_s)
-        sequence = timeline.sequence
-        if sequence is not None:
-            timeline.num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-            self._prefilling.pop(sequence.seq_id, None)
+        if timeline.sequence is not None:
+            self._prefilling.pop(timeline.sequence.seq_id, None)
+        timeline.num_output_tokens = num_output_tokens
         timeline.sequence = None
-        timeline.add("finished", now_s, reason=reason, output_tokens=timeline.num_output_tokens)
+        timeline.add("finished", now_s, reason=finish_reason, output_tokens=num_output_tokens)
         self._store.end(timeline, now_s)
         if self.exporter is not None:
-            self.exporter.export(timeline, reason)
+            self.exporter.export(timeline, finish_reason)
 
     def ranks_lost(self) -> None:
         """The engine has lost a rank: every request ends here."""
@@ -201,8 +201,8 @@ class EngineTimelines:
             self._end_phase(timeline, now_s)
             timeline.add("rank_lost", now_s)
 
-    def split_long_phases(self) -> None:
-        """End the phases that are long by now, and continue each as another event (see `PHASE_SHARE`)."""
+    def published(self, state: WorkerState) -> None:
+        """A fraction of a second has passed: phases that are long by now end, and continue as another event (see `PHASE_SHARE`)."""
         now_s = time.time()
         for timeline in self._running.values():
             phase = timeline.phase

@@ -1,4 +1,4 @@
-"""`EngineMetrics`: what the engine feeds, and the page that comes out."""
+"""`EngineMetrics`: the engine's events as Prometheus metrics, and the metrics page that they become."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
+from transom_worker.errors import Overloaded, RequestError, WorkerLost
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
 from transom_worker.telemetry.metrics.cache import cache_families
 from transom_worker.telemetry.metrics.identity import Identity
 from transom_worker.telemetry.metrics.own_labels import OwnLabels
 from transom_worker.telemetry.metrics.process import Process
 from transom_worker.telemetry.metrics.ranks import rank_families
-from transom_worker.telemetry.metrics.request_times import RequestTimes
 from transom_worker.telemetry.metrics.requests import Requests
 from transom_worker.telemetry.metrics.steps import Steps
 from transom_worker.telemetry.metrics.work import work_families
+from transom_worker.telemetry.request_times import RequestTimes
 
 if TYPE_CHECKING:
     from transom_worker.config import EngineConfig
     from transom_worker.execution.executor import ExecutorInfo
-    from transom_worker.scheduling.step import StepTimings
+    from transom_worker.scheduling.step import StepPlan, StepTimings
     from transom_worker.telemetry.metrics.state import WorkerState
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each histogram and counter, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they would add a series to each histogram and counter
 
 
-class EngineMetrics:
-    """One worker's metrics, in a registry of its own; `text()` is its Prometheus page."""
+REFUSAL_REASONS = ((Overloaded, "overloaded"), (WorkerLost, "worker_unavailable"), (RequestError, "request_refused"))
+"""Label values of `transom_requests_refused_total` by class of error; any other error is an `internal_error`."""
+
+
+class EngineMetrics(EngineEventSink):
+    """One worker's metrics, in a registry of its own. Counts the engine's events; `text` renders the Prometheus page."""
 
     def __init__(self, *, model: str = "", worker: str = "0") -> None:
         own = OwnLabels({"model": model, "worker": worker})
@@ -42,60 +48,66 @@ class EngineMetrics:
         for collector in (self._steps, self._state, self._identity, Process(own)):
             self.registry.register(collector)
 
+    def ready(self, start_s: float) -> None:
+        """Set the seconds that the worker took to start."""
+        self._identity.start_s = start_s
+
+    def text(self, *, openmetrics: bool = False) -> bytes:
+        """The page in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
+        page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
+        return page
+
+    # Events (see `EngineEventSink`)
+
     def started(self, config: EngineConfig, info: ExecutorInfo) -> None:
         """The executor has started with these settings."""
         self._identity.configure(config, info)
 
-    def ready(self, start_s: float) -> None:
-        """The worker took so long to start."""
-        self._identity.start_s = start_s
+    def refused(self, error: Exception) -> None:
+        """The engine has refused a request with `error`."""
+        reasons = (reason for kind, reason in REFUSAL_REASONS if isinstance(error, kind))
+        self._requests.refused(next(reasons, "internal_error"))
 
-    def refused(self, reason: str) -> None:
-        """A request was not taken; `reason`: one of `REFUSALS`."""
-        self._requests.refused(reason)
+    def first_scheduled(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
+        """A request left the queue for the first time. The published state counts its prompt tokens, with their outcomes."""
+        self._requests.first_scheduled(times, num_prompt_tokens=num_prompt_tokens)
 
-    def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
-        """A request left the queue for the first time. Its prompt tokens are in the published state, with their outcomes."""
-        self._requests.admitted(times, num_prompt_tokens=num_prompt_tokens)
+    def scheduled(self, plan: StepPlan) -> None:
+        """The engine has sent a step's plan to the ranks."""
+        self._steps.scheduled(num_tokens=plan.num_tokens, num_seqs=len(plan.seq_ids))
 
-    def scheduled(self, *, num_tokens: int, num_seqs: int) -> None:
-        """A plan went to the ranks."""
-        self._steps.scheduled(num_tokens=num_tokens, num_seqs=num_seqs)
-
-    def stepped(self, timings: StepTimings, *, schedule_s: float, wait_s: float, output_s: float) -> None:
-        """A result came back."""
-        self._steps.stepped(timings, schedule_s=schedule_s, wait_s=wait_s, output_s=output_s)
+    def first_token(self, times: RequestTimes, now_s: float) -> None:
+        """A request has its first token from this worker."""
+        self._steps.output_tokens += 1
+        times.last_token_s = now_s
+        self._requests.first_token(times, now_s)
 
     def token(self, times: RequestTimes, now_s: float) -> None:
-        """A request got a token."""
+        """A request has another token."""
         steps, last_s = self._steps, times.last_token_s
         steps.output_tokens += 1
         times.last_token_s = now_s
-        if last_s:
-            steps.inter_token.observe(now_s - last_s if now_s > last_s else 0.0)
-        else:
-            self._requests.first_token(times, now_s)
+        steps.inter_token.observe(now_s - last_s if now_s > last_s else 0.0)
+
+    def stepped(self, rank_times: StepTimings, engine_times: EngineStepTimes) -> None:
+        """A step's result has arrived, and its output events are made."""
+        self._steps.stepped(rank_times, engine_times)
 
     def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
-        """A request ended: stop, length, abort or error."""
+        """A request has ended: stop, length, abort or error."""
         self._requests.finished(times, finish_reason, num_output_tokens=num_output_tokens)
 
-    def rank_lost(self) -> None:
-        """A rank was lost, and all of them are started again."""
+    def ranks_lost(self) -> None:
+        """The engine has lost a rank and starts all ranks again."""
         self._state.num_rank_restarts += 1
 
-    def publish(self, state: WorkerState) -> None:
-        """Replace what a scrape reads of queue, cache and ranks. The engine's thread calls this a few times a second."""
+    def published(self, state: WorkerState) -> None:
+        """Replace what a scrape reads of queue, cache and ranks."""
         self._state.state = state
-
-    def text(self, *, openmetrics: bool = False) -> bytes:
-        """The page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
-        page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
-        return page
 
 
 class _StateCollector(Collector):
-    """Families of the last published state; none before the first."""
+    """Metric families of the last published state; none before the first one."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own
@@ -103,7 +115,7 @@ class _StateCollector(Collector):
         self.num_rank_restarts = 0
 
     def collect(self) -> Iterator[Metric]:
-        """At scrape time."""
+        """Make the families; the client library calls this at each scrape."""
         state = self.state
         if state is None:
             return

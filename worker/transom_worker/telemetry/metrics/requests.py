@@ -1,4 +1,4 @@
-"""Requests and their times, with exemplars; fed a few times in a request's life."""
+"""Metrics of requests and of their times, with exemplars; updated a few times per request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from transom_worker.telemetry.metrics.fixed_values import FINISH_REASONS, REFUSALS
 from transom_worker.telemetry.metrics.own_labels import OwnLabels
-from transom_worker.telemetry.metrics.request_times import RequestTimes
+from transom_worker.telemetry.request_times import RequestTimes
 
 REQUEST_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
@@ -18,7 +18,8 @@ LENGTH_BUCKETS = (1, 4, 16, *(2**power for power in range(5, 21)))  # tokens
 
 
 class Requests:
-    """Exemplars of request, queue, prefill and first-token times show in OpenMetrics alone."""
+    """Counters and histograms of requests. Exemplars (of request, queue, prefill and first-token times) show in OpenMetrics
+    alone."""
 
     def __init__(self, own: OwnLabels, registry: CollectorRegistry) -> None:
         self._own, self._registry = own, registry
@@ -64,12 +65,11 @@ class Requests:
         )
 
     def refused(self, reason: str) -> None:
-        """A request was not taken; `reason`: one of `REFUSALS`."""
+        """The engine has refused a request; `reason` is one of `REFUSALS`."""
         self._refused[reason].inc()
 
-    def admitted(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
+    def first_scheduled(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
         """A request left the queue for the first time."""
-        times.scheduled_s = time.time()
         self._prompt_length.observe(num_prompt_tokens)
         self._queue_s.observe(max(0.0, times.scheduled_s - times.arrival_s), times.exemplar)
 

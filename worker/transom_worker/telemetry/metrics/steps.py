@@ -1,4 +1,4 @@
-"""Steps and tokens, fed several times a step."""
+"""Metrics of steps and of output tokens, updated several times a step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from transom_worker.telemetry.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from transom_worker.scheduling.step import StepTimings
+    from transom_worker.telemetry.engine_events import EngineStepTimes
 
 STEP_PARTS = ("schedule", "wait", "output", "prepare", "copy", "forward", "sample")
 INTER_TOKEN_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
-    *(5.0, 10.0, 30.0),  # a preempted request waits for room between two tokens
+    *(5.0, 10.0, 30.0),  # a preempted request waits in the queue between two tokens
 )
 STEP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -25,7 +26,7 @@ SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Steps(Collector):
-    """Plain numbers that the engine's thread adds to."""
+    """Plain numbers: the engine's thread adds to them, and a scrape reads them."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own
@@ -37,24 +38,24 @@ class Steps(Collector):
         self._sequences = Tally(SEQUENCE_BUCKETS)
 
     def scheduled(self, *, num_tokens: int, num_seqs: int) -> None:
-        """A plan went to the ranks."""
+        """The engine has sent a step's plan to the ranks."""
         self._tokens.observe(num_tokens)
         self._sequences.observe(num_seqs)
 
-    def stepped(self, timings: StepTimings, *, schedule_s: float, wait_s: float, output_s: float) -> None:
-        """A result came back."""
+    def stepped(self, rank_times: StepTimings, engine_times: EngineStepTimes) -> None:
+        """A step's result has arrived."""
         self._num_steps += 1
         schedule, wait, output, prepare, copy, forward, sample = self._parts
-        schedule.observe(schedule_s)
-        wait.observe(wait_s)
-        output.observe(output_s)
-        prepare.observe(timings.prepare_s)
-        copy.observe(timings.copy_s)
-        forward.observe(timings.forward_s)
-        sample.observe(timings.sample_s)
+        schedule.observe(engine_times.schedule_s)
+        wait.observe(engine_times.wait_s)
+        output.observe(engine_times.output_s)
+        prepare.observe(rank_times.prepare_s)
+        copy.observe(rank_times.copy_s)
+        forward.observe(rank_times.forward_s)
+        sample.observe(rank_times.sample_s)
 
     def collect(self) -> Iterator[Metric]:
-        """At scrape time."""
+        """Make the metric families; the client library calls this at each scrape."""
         own = self._own
         yield own.counter("transom_output_tokens", "Tokens generated.", self.output_tokens)
         yield own.histograms(

@@ -1,4 +1,8 @@
-"""When things happened to one request, and what its exemplars say."""
+"""`RequestTimes`: when things happened to one request at this worker, and the labels of its exemplars.
+
+An exemplar is a label set that OpenMetrics attaches to a histogram's bucket: here it leads from a slow bucket to the id and to
+the trace of one request that fell into it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,15 @@ _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}
 
 
 class RequestTimes:
-    """Seconds since the epoch; 0 before the thing happens. `exemplar` leads from a histogram's bucket to the request."""
+    """Identifies a request in the engine's events. Times are seconds since the epoch, 0 before the thing happens."""
 
-    __slots__ = ("arrival_s", "exemplar", "first_token_s", "last_token_s", "scheduled_s")
+    __slots__ = ("arrival_s", "exemplar", "first_token_s", "last_token_s", "request_id", "scheduled_s")
 
     def __init__(self, arrival_s: float, *, request_id: str = "", trace_parent: str | None = None) -> None:
-        """`trace_parent` is a W3C traceparent header, from which the exemplar has the trace's id."""
+        """`trace_parent` is a W3C traceparent header; the exemplar has the trace id in it."""
+        self.request_id = request_id
         self.arrival_s = arrival_s
-        self.scheduled_s = 0.0
+        self.scheduled_s = 0.0  # the first plan that computes the request was sent
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.exemplar = _exemplar(request_id, trace_parent)

@@ -1,4 +1,4 @@
-"""Answers: when they end, what they hold back, and that a replay rebuilds them."""
+"""Running requests: when they end, what text they hold back, and that a replay of their tokens rebuilds them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transom_worker.contract import Request, SamplingParams
-from transom_worker.engine.output import Answer, StopStrings
+from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_worker.engine.running_request import RunningRequest
+from transom_worker.engine.stop_strings import StopStrings
+from transom_worker.scheduling.outputs import SequenceOutput
 
 
 class Letters:
@@ -29,7 +31,7 @@ def ids(text: str) -> list[int]:
     return [ord(c) - 97 for c in text]
 
 
-def answer(resumed: str = "", **params: object) -> Answer:
+def running_request(resumed: str = "", **params: object) -> RunningRequest:
     request = Request(
         request_id="r",
         prompt_token_ids=(0,),
@@ -37,18 +39,29 @@ def answer(resumed: str = "", **params: object) -> Answer:
         seed=0,
         resumed_output_ids=tuple(ids(resumed)),
     )
-    return Answer(request, Letters(), eos_token_ids=frozenset({25}), max_model_len=50)  # type: ignore[arg-type]
+    return RunningRequest(request, Letters(), eos_token_ids=frozenset({25}), max_model_len=50)  # type: ignore[arg-type]
+
+
+def push(running: RunningRequest, token_id: int) -> OutputEvent:
+    position = running.num_output_tokens
+    return running.token_event(
+        SequenceOutput("r", token_id, position, num_cached_tokens=0, index_version=0, is_first=False, at_limit=False)
+    )
+
+
+def outcome(event: OutputEvent) -> tuple[str, int, str | None, int | str | None]:
+    return event.text, event.text_offset, event.finish_reason, event.stop_reason
 
 
 def run(text: str, **params: object) -> tuple[str, str | None, int | str | None]:
-    """Text, finish and stop reason of an answer that gets `text` letter by letter."""
-    one, out = answer(**params), ""
+    """Text, finish and stop reason of a request that gets `text` letter by letter."""
+    running, out = running_request(**params), ""
     for token in ids(text):
-        progress = one.push(token)
-        assert progress.text_offset == len(out)
-        out += progress.text
-        if progress.finish_reason:
-            return out, progress.finish_reason, progress.stop_reason
+        event = push(running, token)
+        assert event.text_offset == len(out)
+        out += event.text
+        if event.finish_reason:
+            return out, event.finish_reason, event.stop_reason
     return out, None, None
 
 
@@ -71,11 +84,11 @@ def run(text: str, **params: object) -> tuple[str, str | None, int | str | None]
         ("aabaac", {"stop": ("aac",)}, ("aab", "stop", "aac")),
     ],
 )
-def test_how_answers_end(text: str, params: dict[str, object], expected: tuple[object, ...]) -> None:
+def test_how_requests_end(text: str, params: dict[str, object], expected: tuple[object, ...]) -> None:
     assert run(text, **params) == expected
 
 
-def test_length_is_cut_to_the_models() -> None:
+def test_the_models_length_bounds_the_output() -> None:
     assert run("a" * 60, max_tokens=None) == ("a" * 49, "length", None)
 
 
@@ -98,15 +111,19 @@ def test_a_replay_goes_on_where_the_first_stopped(
     text: str, stops: list[str], min_tokens: int, include: bool, cut: int
 ) -> None:
     params = {"stop": tuple(stops), "min_tokens": min_tokens, "include_stop_str_in_output": include, "max_tokens": 18}
-    whole, progress = answer(**params), []
+    whole, events = running_request(**params), []
     for token in ids(text):
-        progress.append(whole.push(token))
-        if progress[-1].finish_reason:
+        events.append(push(whole, token))
+        if events[-1].finish_reason:
             break
-    cut = min(cut, len(progress))
-    again = answer(resumed=text[:cut], **params)
-    if cut == len(progress) and progress and progress[-1].finish_reason:
-        assert again.finished == progress[-1]
+    cut = min(cut, len(events))
+    again = running_request(resumed=text[:cut], **params)
+    if cut == len(events) and events and events[-1].finish_reason:
+        last, end = events[-1], again.end_event()
+        assert (end.finish_reason, end.stop_reason) == (last.finish_reason, last.stop_reason)
+        assert (end.text, end.text_offset) == ("", last.text_offset + len(last.text))
+        assert end.position == last.position + 1
         return
-    assert again.finished is None
-    assert [again.push(token) for token in ids(text[cut : len(progress)])] == progress[cut:]
+    assert again.finish_reason is None
+    rest = [outcome(push(again, token)) for token in ids(text[cut : len(events)])]
+    assert rest == [outcome(event) for event in events[cut:]]

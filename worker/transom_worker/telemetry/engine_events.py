@@ -1,0 +1,108 @@
+"""The event stream of one engine: scheduler and engine report each thing that happens once, and several sinks consume it.
+
+    Scheduler   queued, admitted, preempted ──┐                 ┌─> EngineMetrics     Prometheus metrics
+                                              ├─> EngineEvents ─┼─> EngineTimelines   /debug/requests/{id}, spans, request log lines
+    Engine      everything else ──────────────┘                 └─> BlockMapLog       the live block map
+
+The events of one request come in this order:
+
+    queued ─> admitted ─> first_scheduled ─> first_token ─> token ... ─> finished
+                 ^                                            │
+                 └─────────────── preempted <─────────────────┘
+
+All methods are called on the engine's thread, several times a step, and in the middle of the scheduler's decisions: a sink must
+neither wait, nor raise, nor change what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # types alone: a sink imports what it uses
+    from transom_worker.config import EngineConfig
+    from transom_worker.execution.executor import ExecutorInfo
+    from transom_worker.scheduling.sequence import Sequence
+    from transom_worker.scheduling.step import StepPlan, StepTimings
+    from transom_worker.telemetry.metrics.state import WorkerState
+    from transom_worker.telemetry.request_times import RequestTimes
+
+
+class EngineStepTimes(NamedTuple):
+    """Seconds that the engine's thread spent in one step: planning, waiting for the ranks' result, and making output events."""
+
+    schedule_s: float
+    wait_s: float
+    output_s: float
+
+
+class EngineEventSink:
+    """Consumes an engine's events. Every method does nothing here; a sink overrides those that it needs."""
+
+    def started(self, config: EngineConfig, info: ExecutorInfo) -> None:
+        """The executor has started."""
+
+    def refused(self, error: Exception) -> None:
+        """The engine has refused a request with `error`."""
+
+    def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
+        """A request has entered the scheduler's queue, behind `num_ahead` others."""
+
+    def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
+        """The scheduler has admitted a request, for the first time or after a preemption.
+
+        `tokens` are the sequence's tokens by outcome of the prefix cache search: `hit`, `repaired`, `missed_<reason>`. The first
+        time these are the prompt's tokens alone. The ranks compute the sequence from position `sequence.scheduled` on.
+        """
+
+    def preempted(self, sequence: Sequence, *, mode: str) -> None:
+        """The scheduler preempts a request; the sequence still has its blocks."""
+
+    def scheduled(self, plan: StepPlan) -> None:
+        """The engine has sent a step's plan to the ranks."""
+
+    def first_scheduled(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
+        """A plan that was sent computes tokens of a request for the first time."""
+
+    def first_token(self, times: RequestTimes, now_s: float) -> None:
+        """A request has its first token from this worker."""
+
+    def token(self, times: RequestTimes, now_s: float) -> None:
+        """A request has another token."""
+
+    def stepped(self, rank_times: StepTimings, engine_times: EngineStepTimes) -> None:
+        """A step's result has arrived, and its output events are made."""
+
+    def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
+        """A request has ended: stop, length, abort or error."""
+
+    def ranks_lost(self) -> None:
+        """The engine has lost a rank and starts all ranks again."""
+
+    def published(self, state: WorkerState) -> None:
+        """The state of queue, cache and ranks: a few times a second, and whenever the engine becomes idle."""
+
+    def close(self) -> None:
+        """The engine shuts down; no events follow. Idempotent."""
+
+
+class EngineEvents(EngineEventSink):
+    """Passes each event on to the sinks that override its method, in their order."""
+
+    def __init__(self, *sinks: EngineEventSink) -> None:
+        for name, ignored in list(vars(EngineEventSink).items()):
+            if not name.startswith("_"):
+                consumers = [getattr(sink, name) for sink in sinks if getattr(type(sink), name) is not ignored]
+                setattr(self, name, _fan_out(consumers))
+
+
+def _fan_out(consumers: list[Callable[..., None]]) -> Callable[..., None]:
+    """One function that calls every consumer; a single consumer is called directly, since `token` is an event of every token."""
+    if len(consumers) == 1:
+        return consumers[0]
+
+    def fan_out(*args: object, **named: object) -> None:
+        for consume in consumers:
+            consume(*args, **named)
+
+    return fan_out
