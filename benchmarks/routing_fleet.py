@@ -11,8 +11,8 @@ from typing import Protocol
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import RoutingPolicy, SchedulerConfig
 from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.engine.state_report import worker_load
 from transom_worker.engine.step_rates import StepRates
-from transom_worker.engine.worker_state import worker_load
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan

@@ -19,7 +19,8 @@ from transom_worker.errors import EngineDead
 from transom_worker.kvcache.histogram import Histogram
 from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 from transom_worker.scheduling.work_counts import WorkCounts
-from transom_worker.telemetry.metrics import EngineMetrics, WorkerState
+from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.worker_state import WorkerState
 
 GIVE_UP_S = 120
 Page = dict[str, list[tuple[dict[str, str], float]]]

@@ -9,8 +9,8 @@ from transom_worker.blockmap.history import History
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
-from transom_worker.telemetry.metrics.state import WorkerState
 from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.telemetry.worker_state import WorkerState
 
 
 class BlockMapLog(EngineEventSink):

@@ -19,9 +19,9 @@ from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, WorkerLoad
 from transom_worker.engine.running_request import RunningRequest
+from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
 from transom_worker.engine.step_rates import StepRates
-from transom_worker.engine.worker_state import worker_load, worker_state
 from transom_worker.errors import EngineDead, RankLost, RequestTimeout, WorkerLost
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.scheduling.outputs import SequenceOutput

@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # types alone: a sink imports what it uses
     from transom_worker.execution.executor import ExecutorInfo
     from transom_worker.scheduling.sequence import Sequence
     from transom_worker.scheduling.step import StepPlan, StepTimings
-    from transom_worker.telemetry.metrics.state import WorkerState
     from transom_worker.telemetry.request_times import RequestTimes
+    from transom_worker.telemetry.worker_state import WorkerState
 
 
 class EngineStepTimes(NamedTuple):

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
-from transom_worker.telemetry.metrics.state import WorkerState
 from transom_worker.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
 from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.telemetry.worker_state import WorkerState
 
 LEAST_PHASE_S = 1.0
 PHASE_SHARE = 0.25

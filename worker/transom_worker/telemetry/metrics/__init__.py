@@ -6,6 +6,5 @@ read from the last published `WorkerState` at a scrape, so that a step pays noth
 
 from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 from transom_worker.telemetry.metrics.identity import build_versions
-from transom_worker.telemetry.metrics.state import WorkerState
 
-__all__ = ["EngineMetrics", "WorkerState", "build_versions"]
+__all__ = ["EngineMetrics", "build_versions"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transom_worker.config import EngineConfig
     from transom_worker.execution.executor import ExecutorInfo
     from transom_worker.scheduling.step import StepPlan, StepTimings
-    from transom_worker.telemetry.metrics.state import WorkerState
+    from transom_worker.telemetry.worker_state import WorkerState
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they would add a series to each histogram and counter
 

@@ -14,7 +14,7 @@ from transom_worker.telemetry.metrics.own_labels import OwnLabels
 if TYPE_CHECKING:
     from transom_worker.contract import WorkerLoad
     from transom_worker.scheduling.work_counts import WorkCounts
-    from transom_worker.telemetry.metrics.state import WorkerState
+    from transom_worker.telemetry.worker_state import WorkerState
 
 
 def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:

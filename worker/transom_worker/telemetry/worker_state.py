@@ -1,4 +1,4 @@
-"""What a scrape reads of an engine."""
+"""`WorkerState`: what a metrics scrape reads of an engine, published by the engine's thread a few times a second."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:  # types alone: metrics depend on the metrics client and nothi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """Published by the engine's thread a few times a second, and not changed afterwards.
+    """The state of queue, cache and ranks at one moment. It is not changed afterwards.
 
-    Preemptions and the tokens that they threw away are by mode; `headroom` is the number of requests that could start now, by
-    their length in tokens or "max"; `oldest_waiting_s` is when the one came that has waited longest for its first step, or 0.
+    `preemptions` and `preempted_tokens` (tokens whose computation they threw away) are by mode, such as "recompute". `headroom`
+    is the number of requests that could start now, by their length in tokens or "max". `oldest_waiting_s` is the arrival time
+    of the oldest request that no step has computed yet, in seconds since the epoch, or 0.
     """
 
     stats: CacheStats

@@ -6,7 +6,7 @@ from transom_worker.contract import WorkerLoad
 from transom_worker.engine.step_rates import StepRates
 from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.telemetry.metrics import WorkerState
+from transom_worker.telemetry.worker_state import WorkerState
 
 HEADROOM_LENGTHS = (1024, 8192)  # tokens
 
