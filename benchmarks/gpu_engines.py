@@ -169,7 +169,7 @@ class Transom:
 
     def _num_replayed(self) -> int:
         """Steps so far that were CUDA graphs."""
-        return sum(report.use.num_replayed for report in self._executor.rank_reports())
+        return sum(report.usage.num_graph_steps for report in self._executor.rank_reports())
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -65,7 +65,7 @@ def test_replayed_steps_are_the_launched_ones(tmp_path: Path, dtype: str) -> Non
             plan = hand.plan(counts)
             tokens.append(hand.received(plan, runner.execute(plan)))
         found[eager] = tokens
-        assert (info.num_graphs > 0, runner.use.num_replayed) == ((False, 0) if eager else (True, 40))
+        assert (info.num_graphs > 0, runner.usage.num_graph_steps) == ((False, 0) if eager else (True, 40))
     agreeing = sum(ours == theirs for ours, theirs in zip(found[True], found[False], strict=True))
     assert agreeing == 40 or (
         dtype == "bfloat16" and agreeing >= 3

@@ -23,7 +23,7 @@ from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.sort import MOST_PAIRS
 from transom_kernels.paged_attention import tuning
-from transom_worker.execution import dry_run, forward_pass
+from transom_worker.execution import dummy_run, forward_pass
 from transom_worker.execution.graphs.decode_graphs import GraphMismatch
 from transom_worker.execution.graphs.static_batch import StaticBatch
 from transom_worker.execution.runner import ModelRunner
@@ -59,7 +59,7 @@ def runner_of(
     with prefer(kernels), pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_pass, "capture_device", lambda _: device)
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
-        patch.setattr(dry_run, "WARM_UP_TOKENS", 1)
+        patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
         runner = ModelRunner(Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config())
         runner.allocate(runner.pool_bytes())
         yield runner
@@ -143,10 +143,10 @@ def check_steps(
             found.append([logits_of(runner, hand, step(hand)) for step in steps])
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)  # rows that are added change how products round
-    use = runner.use
-    assert use.num_replayed + use.num_launched == num_steps
-    assert min(use.num_replayed, use.num_launched) >= num_steps // 4
-    assert use.num_replayed == device.num_uploads - 2 * len(device.graphs)
+    use = runner.usage
+    assert use.num_graph_steps + use.num_eager_steps == num_steps
+    assert min(use.num_graph_steps, use.num_eager_steps) >= num_steps // 4
+    assert use.num_graph_steps == device.num_uploads - 2 * len(device.graphs)
     assert runner.info.num_graphs == len(device.graphs) == 2 * len([num for num in (1, 2, 3) if num <= max_num_seqs])
 
 
@@ -241,7 +241,7 @@ def test_what_fails_at_start_turns_graphs_off(
         hand.add(0, [5, 6])
         for counts in ({0: 2}, {0: 1}):
             logits_of(runner, hand, counts)
-        assert (runner.use.num_replayed, runner.use.num_launched, runner.info.num_graphs) == (0, 2, 0)
+        assert (runner.usage.num_graph_steps, runner.usage.num_eager_steps, runner.info.num_graphs) == (0, 2, 0)
 
 
 @pytest.mark.interpreter

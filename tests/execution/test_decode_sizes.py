@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_worker.execution.graphs.decode_sizes import MOST_ITEMS, DecodeSize, DecodeSizes, Need
+from transom_worker.execution.graphs.decode_sizes import MOST_ITEMS, DecodeSize, DecodeSizes, StepSize
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 
 FULL = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
@@ -19,9 +19,9 @@ def sizes(max_num_seqs: int = 64, max_model_len: int = 131_072) -> DecodeSizes:
     )
 
 
-def need(lengths: list[int], split_keys: int = 1024) -> Need:
+def need(lengths: list[int], split_keys: int = 1024) -> StepSize:
     """What sequences with so many tokens take, this step's included."""
-    return Need(
+    return StepSize(
         num_seqs=len(lengths),
         num_items=sum(-(-length // split_keys) for length in lengths),
         has_combine_items=max(lengths) > split_keys,

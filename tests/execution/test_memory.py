@@ -21,15 +21,15 @@ def never() -> None:
 
 def test_a_set_size_is_taken_as_it_is() -> None:
     cache = CacheConfig(kv_cache_memory_bytes=123_456)
-    assert memory.pool_bytes(cache, device=CPU, most_useful_bytes=10, profile=never) == 123_456
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=10, profile=never) == 123_456
 
 
 def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_cpu_bytes", lambda: 8_000_000)
     cache = CacheConfig()
     room = int(8_000_000 * DEFAULT_CPU_KV_SHARE)
-    assert memory.pool_bytes(cache, device=CPU, most_useful_bytes=2**40, profile=never) == room
-    assert memory.pool_bytes(cache, device=CPU, most_useful_bytes=1000, profile=never) == 1000
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=2**40, profile=never) == room
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=1000, profile=never) == 1000
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_most_useful_is_every_place_at_full_length() -> None:
     assert stride == groups[1].stride_bytes == 512
     scheduler: SchedulerConfig = engine_config().scheduler
     assert (
-        memory.most_useful_bytes(groups, scheduler, max_model_len=9)
+        memory.max_useful_bytes(groups, scheduler, max_model_len=9)
         == scheduler.max_num_seqs * 2 * 4 * stride + 16 * stride
     )
 
@@ -79,7 +79,7 @@ def test_what_graphs_will_hold_is_left_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     for name, figure in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, figure=figure: figure)
     cache = CacheConfig(gpu_memory_utilization=0.9)
-    options = {"device": torch.device("cuda"), "most_useful_bytes": 2**40, "profile": lambda: None}
+    options = {"device": torch.device("cuda"), "max_useful_bytes": 2**40, "profile": lambda: None}
     assert memory.pool_bytes(cache, **options) == 900 - 100 - 300  # type: ignore[arg-type]
     assert memory.pool_bytes(cache, graph_bytes=200, **options) == 300  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="CUDA graphs will take 500; raise it, lower"):

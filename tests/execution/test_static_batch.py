@@ -12,7 +12,7 @@ from transom_kernels.paged_attention.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.graphs.graph_memory import GRAPH_BYTES, graph_bytes
-from transom_worker.execution.graphs.static_batch import StaticBatch, bytes_of, need_of, plan_works
+from transom_worker.execution.graphs.static_batch import StaticBatch, bytes_of, plan_work_by_key, requirements_of
 from transom_worker.execution.runner import ModelRunner
 
 SPLIT = 1024
@@ -50,8 +50,8 @@ def test_a_step_in_a_larger_size() -> None:
     batch = StaticBatch(size, sizes, ASKS, builder, host=host, device=device)
     for lengths in ([1500, 3, 40, 9], [5, 1100, 11]):  # what the first leaves does not matter
         arrays = decoding(runner, lengths)
-        works = plan_works(arrays, ASKS)
-        assert sizes.smallest_for(need_of(arrays, works)) == size
+        works = plan_work_by_key(arrays, ASKS)
+        assert sizes.smallest_for(requirements_of(arrays, works)) == size
         batch.write(arrays, works)
         device.copy_(host)
     got, wanted = batch.forward_batch(), builder.batch(arrays)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from transom_worker.layers.embedding import Embedding, Head
+from transom_worker.layers.embedding import Embedding, LmHead
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.rope import RotaryEmbedding
 from transom_worker.model_config.rope import Rope
@@ -50,12 +50,12 @@ def test_head_gives_float32_and_counts_what_it_holds():
     table = torch.randn(16, 8)
     rows = Embedding(table)(torch.tensor([3, 3, 0]))
     assert rows.equal(table[[3, 3, 0]])
-    tied = Head(table, quantization="none", tied=True)
+    tied = LmHead(table, quantization="none", tied=True)
     torch.testing.assert_close(tied(rows), rows @ table.T)
     assert tied.weight_bytes == 0
-    assert Head(table, quantization="none", tied=False).weight_bytes == table.nbytes
-    assert Head(table, quantization="int8", tied=True).weight_bytes > 0
-    assert Head(table.bfloat16(), quantization="none", tied=True)(rows.bfloat16()).dtype == torch.float32
+    assert LmHead(table, quantization="none", tied=False).weight_bytes == table.nbytes
+    assert LmHead(table, quantization="int8", tied=True).weight_bytes > 0
+    assert LmHead(table.bfloat16(), quantization="none", tied=True)(rows.bfloat16()).dtype == torch.float32
 
 
 @given(st.integers(1, 9), st.integers(0, 40))

@@ -13,7 +13,7 @@ from transom_kernels.moe import ExpertTensors, GateRule
 from transom_kernels.route import Routing
 from transom_kernels.route.reference import routes_of
 from transom_worker.layers.expert_router import ExpertRouter, Routes
-from transom_worker.layers.experts import ExpertsByMatrix, make_experts
+from transom_worker.layers.experts import SequentialExperts, make_experts
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.moe import Moe
 
@@ -157,7 +157,7 @@ def test_weights_are_held_once():
     weights = make_weights(biased=False)
     experts = make_experts(weights, SILU, quantization="none")
     assert experts.weight_bytes == weights.gate_up.nbytes + weights.down.nbytes
-    assert isinstance(experts, ExpertsByMatrix)
+    assert isinstance(experts, SequentialExperts)
     assert experts._down[3]._weight_NK.data_ptr() == weights.down[3].data_ptr()
 
 

@@ -8,7 +8,7 @@ import torch
 from thread_ranks import RankThreads
 from transom_worker.layers.embedding import Embedding, make_embedding
 from transom_worker.layers.linear import PlainLinear, make_linear
-from transom_worker.layers.norm import AllHeadsQkNorm, SharedAllHeadsQkNorm
+from transom_worker.layers.norm import AllHeadsQkNorm, ShardedAllHeadsQkNorm
 from transom_worker.layers.parallel_linear import make_row_parallel
 from transom_worker.model_config.sharding import cut
 from transom_worker.parallel import SINGLE_RANK, Parallel
@@ -69,7 +69,7 @@ def test_norm_over_heads_that_ranks_share(dtype: torch.dtype) -> None:
 
     def on_rank(parallel: Parallel) -> torch.Tensor:
         heads = part(4, parallel)
-        norm = SharedAllHeadsQkNorm(
+        norm = ShardedAllHeadsQkNorm(
             query[heads.start * 8 : heads.stop * 8],
             key,
             1e-5,

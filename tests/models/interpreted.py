@@ -18,7 +18,7 @@ from engine_driver import Whole, make_request, run
 from lost_windows import lose_windows
 from thread_ranks import make_sharded_engine
 from transom_kernels.launch import Kernels, prefer
-from transom_worker.execution import dry_run
+from transom_worker.execution import dummy_run
 from transom_worker.planner import CachePlan
 
 TOLERANCE = 1e-3
@@ -49,7 +49,7 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
 
     with prefer(kernels), pytest.MonkeyPatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", alone)
-        patch.setattr(dry_run, "WARM_UP_TOKENS", 1)
+        patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
         yield
 
 

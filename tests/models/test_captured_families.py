@@ -14,7 +14,7 @@ from test_sharded_families import FAMILIES, make_folder
 from cpu_threads import NUM_THREADS
 from graph_recorder import RecorderDevice
 from transom_kernels.launch import INTERPRETED, prefer
-from transom_worker.execution import dry_run, forward_pass
+from transom_worker.execution import dummy_run, forward_pass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.settings import Settings
 
@@ -30,7 +30,7 @@ def test_a_decode_step_is_captured_and_checked(
 ) -> None:
     folder, device = make_folder(tmp_path, name), RecorderDevice()
     monkeypatch.setattr(forward_pass, "capture_device", lambda _: device)
-    monkeypatch.setattr(dry_run, "WARM_UP_TOKENS", 1)
+    monkeypatch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
     settings = {
         "kv_cache_memory_bytes": "4MiB",
         "block_size": 8,

@@ -20,7 +20,7 @@ from transom_worker.models.expert_loading import experts_by_name, experts_by_sta
 from transom_worker.models.loading import Loader
 from transom_worker.parallel import Parallel
 from transom_worker.weights import RenamedWeights, Weights
-from transom_worker.weights.quantised_tensors import open_quantised
+from transom_worker.weights.quantised_checkpoint import open_quantised
 from transom_worker.weights.safetensors_files import SafetensorsWeights
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")

@@ -24,7 +24,7 @@ CUT = ("embed_tokens", "lm_head", "_proj", "experts", "sinks")  # and their bias
 WIDE = {"hidden_size": 96, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
-class CountedWeights:
+class ProgressWeights:
     """Remembers how many elements were asked for by name."""
 
     def __init__(self, weights: Weights) -> None:
@@ -43,7 +43,7 @@ class CountedWeights:
 
 def build(folder: Path, parallel: Parallel) -> tuple[Model, dict[str, int]]:
     files = resolve_model(str(folder))
-    weights = CountedWeights(load_weights(files))
+    weights = ProgressWeights(load_weights(files))
     model = build_model(read_architecture(files.config), weights, dtype=torch.float32, device="cpu", parallel=parallel)
     return model, weights.num_elements
 

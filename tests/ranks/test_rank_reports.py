@@ -16,11 +16,11 @@ def test_every_rank_tells_what_it_uses(tiny_model: Path) -> None:
     engine = make_engine(str(tiny_model), device="cpu", tensor_parallel_size=2)
     executor = engine.executor
     try:
-        assert [report.use.busy_s for report in executor.rank_reports()] == [0.0, 0.0]
+        assert [report.usage.busy_s for report in executor.rank_reports()] == [0.0, 0.0]
         run(engine, [make_request("a", list(range(5, 45)), max_tokens=4)])
         give_up_s, step_ids = time.monotonic() + 120, itertools.count(1_000)
         while not all(
-            report.use.busy_s for report in executor.rank_reports()
+            report.usage.busy_s for report in executor.rank_reports()
         ):  # the first report of a rank is on its way
             assert time.monotonic() < give_up_s
             executor.submit(StepPlan(step_id=next(step_ids)))
@@ -29,7 +29,7 @@ def test_every_rank_tells_what_it_uses(tiny_model: Path) -> None:
         reports = executor.rank_reports()
         assert [report.info.process_id for report in reports] == process_ids(engine)
         for report in reports:
-            assert 0 < report.use.forward_s < report.use.busy_s
+            assert 0 < report.usage.forward_s < report.usage.busy_s
             assert report.info.memory.kv_bytes > 0
         page = engine.metrics.text().decode()
         for report in reports:

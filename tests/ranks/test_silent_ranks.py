@@ -14,7 +14,7 @@ from transom_worker.errors import RankLost
 from transom_worker.execution.ranks import startup
 from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.execution.ranks.group import RankGroup
-from transom_worker.execution.ranks.launcher import Launcher, OnEnd
+from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import Hello, Loaded, LoadProgress, RankSetup, RendezvousOpened
 from transom_worker.settings import Settings
 
@@ -29,7 +29,7 @@ class Nobody(Launcher):
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
+    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
         self.done.append("launch")
 
     def kill(self) -> None:

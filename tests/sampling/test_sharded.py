@@ -12,7 +12,7 @@ from test_sampler import KINDS
 from thread_ranks import ThreadComm, on_ranks
 from transom_worker.contract import SamplingParams
 from transom_worker.parallel import Parallel
-from transom_worker.sampling.sampler import Sampled, Sampler
+from transom_worker.sampling.sampler import Sampler, SamplerOutput
 from transom_worker.sampling.sharded import ShardedSampler
 
 EOS = 3
@@ -44,7 +44,7 @@ def random_logits(rng: np.random.Generator, num_rows: int, vocab_size: int) -> t
 
 def run(
     sampler: Sampler, kinds: list[SamplingParams], steps: list[torch.Tensor], masks: list[bytes | None]
-) -> list[Sampled]:
+) -> list[SamplerOutput]:
     for seq_id, params in enumerate(kinds):
         sampler.add(seq_id, token_ids=[1, 2, 1], num_prompt_tokens=2, params=params, seed=seq_id * 7, choice_index=1)
     results = []
@@ -65,7 +65,7 @@ def test_any_mixture_over_any_cuts(size: int, seed: int, vocab_size: int, num_ro
     masks = [rng.bytes(num_rows * -(-vocab_size // 8)) if rng.random() < 0.2 else None for _ in range(STEPS)]
     cuts = random_cuts(rng, vocab_size, size)
 
-    def one_rank(parallel: Parallel) -> list[Sampled]:
+    def one_rank(parallel: Parallel) -> list[SamplerOutput]:
         first, end = cuts[parallel.rank : parallel.rank + 2]
         sampler = ShardedSampler(parallel, first_id=first, eos_token_ids=(EOS,))
         return run(sampler, kinds, [logits[:, first:end] for logits in steps], masks)
@@ -138,6 +138,6 @@ def test_log_probabilities_of_prompts(size: int) -> None:
 def test_whole_rows(rows: list[int]) -> None:
     logits = torch.arange(40.0).view(4, 10)
     for size in (1, 3):
-        cut = on_ranks(size, lambda parallel: ShardedSampler(parallel).whole_rows(logits[:, parallel.share(10)], rows))
+        cut = on_ranks(size, lambda parallel: ShardedSampler(parallel).gather_rows(logits[:, parallel.share(10)], rows))
         assert torch.equal(cut[0], logits[rows])
         assert cut[1:] == [None] * (size - 1)

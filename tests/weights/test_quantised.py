@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transom_worker.errors import ModelError
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.weights import Weights, load_weights
-from transom_worker.weights.quantised import dequantise_blocks, dequantise_mxfp4
+from transom_worker.weights.dequantise import dequantise_blockwise, dequantise_mxfp4
 
 EXPERTS, IN, OUT = 3, 96, 40
 NAME = "model.layers.0.mlp.experts.down_proj"
@@ -73,22 +73,22 @@ def test_every_4_bit_number_by_hand() -> None:
 
 def test_fp8_blocks_are_transformers() -> None:
     values, scales = torch.randn(64, 96).to(torch.float8_e4m3fn), torch.rand(4, 3)
-    ours = dequantise_blocks(values, scales, (16, 32))
+    ours = dequantise_blockwise(values, scales, (16, 32))
     theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, scales, torch.float32)
     assert torch.equal(ours, theirs)
     exponents = torch.randint(110, 140, (4, 3), dtype=torch.uint8)
     for scale in (exponents, exponents.view(torch.float8_e8m0fnu)):
         theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, exponents, torch.float32)
-        assert torch.equal(dequantise_blocks(values, scale, (16, 32)), theirs)
+        assert torch.equal(dequantise_blockwise(values, scale, (16, 32)), theirs)
 
 
 def test_4_bit_matrices_are_transformers() -> None:
     values = torch.randint(-128, 128, (10, 48), dtype=torch.int8)
     scales = torch.randint(110, 140, (10, 3), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, scales.view(torch.uint8), torch.float32)
-    assert torch.equal(dequantise_blocks(values, scales, (128, 128)), theirs)
+    assert torch.equal(dequantise_blockwise(values, scales, (128, 128)), theirs)
     odd = (slice(3, 8), slice(31, 70))
-    assert torch.equal(dequantise_blocks(values, scales, (128, 128), odd), theirs[odd])
+    assert torch.equal(dequantise_blockwise(values, scales, (128, 128), odd), theirs[odd])
 
 
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 1), slice(31, 65), slice(89, 90)], ids=str)
@@ -99,7 +99,7 @@ def test_blocks_cut_off_at_the_edges(rows: slice, columns: slice) -> None:
     wanted = torch.tensor(
         [[float(values[i, j]) * float(scales[i // 16, j // 32]) for j in range(90)] for i in range(40)]
     )
-    torch.testing.assert_close(dequantise_blocks(values, scales, (16, 32), (rows, columns)), wanted[rows, columns])
+    torch.testing.assert_close(dequantise_blockwise(values, scales, (16, 32), (rows, columns)), wanted[rows, columns])
 
 
 def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_both_names_of_a_scale(tmp_path: Path, scale: str) -> None:
     tensors = fp8(scale)
     weights = open_weights(tmp_path, tensors, FP8)
     assert weights.names == (f"{MATRIX}.weight",)
-    wanted = dequantise_blocks(tensors[f"{MATRIX}.weight"], tensors[scale], (16, 32))
+    wanted = dequantise_blockwise(tensors[f"{MATRIX}.weight"], tensors[scale], (16, 32))
     assert torch.equal(weights(f"{MATRIX}.weight", shape=(40, 96)), wanted)
 
 

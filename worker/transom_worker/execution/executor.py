@@ -32,15 +32,15 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankUse:
+class RankUsage:
     """What one rank has used since its process began: seconds in forward passes and in steps altogether, steps whose kernels the
     host launched and steps replayed from a graph, and the memory that it has now beyond weights and KV."""
 
     forward_s: float = 0.0
     busy_s: float = 0.0
     other_bytes: int = 0
-    num_launched: int = 0
-    num_replayed: int = 0
+    num_eager_steps: int = 0
+    num_graph_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class RankReport:
     """One rank as its executor last heard of it."""
 
     info: RankInfo
-    use: RankUse
+    usage: RankUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
 from transom_worker.execution.graphs.decode_sizes import DecodeSizes
 from transom_worker.execution.graphs.graph_capture import capture_device
-from transom_worker.execution.graphs.graph_warm_up import make_graphs
+from transom_worker.execution.graphs.graph_warm_up import capture_decode_graphs
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.parallel import Parallel
@@ -29,8 +29,8 @@ class ForwardPass:
     def __init__(self, model: Model, builder: BatchBuilder) -> None:
         self._model, self._builder = model, builder
         self._graphs: DecodeGraphs | None = None
-        self.num_launched = 0  # steps of which the host launched every kernel
-        self.num_replayed = 0
+        self.num_eager_steps = 0  # steps of which the host launched every kernel
+        self.num_graph_steps = 0
 
     @property
     def num_graphs(self) -> int:
@@ -41,7 +41,7 @@ class ForwardPass:
         """Capture decode steps; without success all steps are launched as before."""
         device = capture_device(slab.device)
         if device is not None:
-            self._graphs = make_graphs(self._model, self._builder, sizes, device, slab=slab)
+            self._graphs = capture_decode_graphs(self._model, self._builder, sizes, device, slab=slab)
 
     def prepared(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
         """Brings a step's numbers to the device; what then computes its logits, [R, V].
@@ -52,9 +52,9 @@ class ForwardPass:
         arrays = self._builder.arrays(plan, store)
         replay = None if self._graphs is None else self._graphs.prepared(arrays)
         if replay is not None:
-            self.num_replayed += 1
+            self.num_graph_steps += 1
             return replay
-        self.num_launched += 1
+        self.num_eager_steps += 1
         return partial(self._model.forward, self._builder.batch(arrays))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from transom_worker.weights import Weights
-from transom_worker.weights.checkpoint import WHOLE, Packed, Part, read_packed
+from transom_worker.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, read_mxfp4
 
 OnProgress = Callable[[float, int], None]
 
@@ -28,7 +28,7 @@ def fetched(fetch: Callable[[], T], on_progress: OnProgress) -> T:
         return future.result()
 
 
-class CountedWeights:
+class ProgressWeights:
     """A checkpoint that calls `on_progress` at most once a second: the share of its tensors that were read, and their bytes."""
 
     def __init__(self, weights: Weights, on_progress: OnProgress) -> None:
@@ -53,9 +53,9 @@ class CountedWeights:
         self._count(tensor.nbytes)
         return tensor
 
-    def packed(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
+    def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
         """As the checkpoint stores it, where that is MXFP4."""
-        found = read_packed(self._weights, name, shape=shape, part=part)
+        found = read_mxfp4(self._weights, name, shape=shape, part=part)
         if found is not None:
             self._count(sum(half.nbytes for half in found))
         return found

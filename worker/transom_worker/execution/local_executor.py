@@ -66,7 +66,7 @@ class LocalExecutor(Executor):
         if self._runner is None:
             return ()
         info = RankInfo(process_id=os.getpid(), ip=platform.node(), memory=self._runner.memory_report)
-        return (RankReport(info=info, use=self._runner.use),)
+        return (RankReport(info=info, usage=self._runner.usage),)
 
     @property
     def lost(self) -> bool:

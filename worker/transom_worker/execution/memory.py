@@ -39,7 +39,7 @@ def pool_bytes(
     cache: CacheConfig,
     *,
     device: torch.device,
-    most_useful_bytes: int,
+    max_useful_bytes: int,
     profile: Callable[[], None],
     graph_bytes: int = 0,
     ranks_on_host: int = 1,
@@ -58,10 +58,10 @@ def pool_bytes(
         room = _cuda_room(cache.gpu_memory_utilization, device, profile, graph_bytes)
     else:
         room = int(available_cpu_bytes() * DEFAULT_CPU_KV_SHARE) // ranks_on_host
-    return min(room, most_useful_bytes)
+    return min(room, max_useful_bytes)
 
 
-def most_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, max_model_len: int) -> int:
+def max_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, max_model_len: int) -> int:
     """Bytes of the longest possible sequences in every place, all groups at full length, and a page's worth of slack."""
     blocks = [-(-max_model_len // group.spec.block_size) + 1 for group in groups]
     sequence = sum(count * group.stride_bytes for count, group in zip(blocks, groups, strict=True))
@@ -86,7 +86,7 @@ def _feed_forward_width(architecture: Architecture) -> int:
     return 3 * max(mixture.dense_size, mixture.num_chosen * (mixture.inner_size + architecture.hidden_size))
 
 
-def held_bytes(device: torch.device) -> int:
+def process_memory_bytes(device: torch.device) -> int:
     """What this process holds: reserved by PyTorch on a GPU, else resident in memory; 0 where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)

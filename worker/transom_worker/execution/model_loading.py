@@ -14,7 +14,7 @@ import torch
 
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
-from transom_worker.execution.load_progress import CountedWeights, OnProgress, fetched
+from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetched
 from transom_worker.model_config.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_worker.model_config.sharding import check_size
 from transom_worker.model_files.resolve import ModelFiles, resolve_model
@@ -57,7 +57,7 @@ def load_model(
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
     weights = load_weights(files)
     if on_progress is not None:
-        weights = CountedWeights(weights, on_progress)
+        weights = ProgressWeights(weights, on_progress)
     try:
         model = build_model(
             architecture,

@@ -17,8 +17,8 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.copies import run_copies
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import allocate_slab
-from transom_worker.execution.dry_run import dry_run, warm_up, worst_counts, worst_past
-from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUse
+from transom_worker.execution.dummy_run import dummy_run, warm_up, worst_case_counts, worst_case_start
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUsage
 from transom_worker.execution.forward_pass import ForwardPass, decode_sizes
 from transom_worker.execution.graphs.graph_memory import graph_bytes
 from transom_worker.execution.load_progress import OnProgress
@@ -83,7 +83,7 @@ class ModelRunner:
         return memory.pool_bytes(
             self._config.cache,
             device=self._loaded.device,
-            most_useful_bytes=memory.most_useful_bytes(groups, scheduler, self._max_model_len),
+            max_useful_bytes=memory.max_useful_bytes(groups, scheduler, self._max_model_len),
             ranks_on_host=self._ranks_on_host,
             profile=lambda: self._profile(small),
             graph_bytes=graph_bytes(self._decode_sizes, self._loaded.architecture, scheduler, self._loaded.dtype),
@@ -134,15 +134,15 @@ class ModelRunner:
         )
 
     @property
-    def use(self) -> RankUse:
+    def usage(self) -> RankUsage:
         """What this rank has used until now."""
         known = self._model.weight_bytes + self._layout.slab_bytes
-        return RankUse(
+        return RankUsage(
             forward_s=self._forward_s,
             busy_s=self._busy_s,
-            num_launched=self._forward.num_launched,
-            num_replayed=self._forward.num_replayed,
-            other_bytes=max(0, memory.held_bytes(self._loaded.device) - known),
+            num_eager_steps=self._forward.num_eager_steps,
+            num_graph_steps=self._forward.num_graph_steps,
+            other_bytes=max(0, memory.process_memory_bytes(self._loaded.device) - known),
         )
 
     @torch.inference_mode()
@@ -195,7 +195,7 @@ class ModelRunner:
                 seed=new.seed,
                 choice_index=new.choice_index,
             )
-        self._store.change_tables(plan)
+        self._store.update_tables(plan)
         for b, seq_id in enumerate(plan.seq_ids):
             token_id = self._input(plan, b)
             if token_id != NO_ID and self._store[seq_id].learn(plan.start[b] + plan.count[b] - 1, token_id):
@@ -251,14 +251,14 @@ class ModelRunner:
 
     def _profile(self, layout: ArenaLayout) -> None:
         scheduler = self._config.scheduler
-        counts = worst_counts(
+        counts = worst_case_counts(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=self._max_model_len,
         )
         builder = self._make_builder(layout, allocate_slab(layout, self._loaded.device))
         groups = [group.spec for group in layout.groups]
-        dry_run(self._model, builder, groups, counts, start=worst_past(groups, counts[0], self._max_model_len))
+        dummy_run(self._model, builder, groups, counts, start=worst_case_start(groups, counts[0], self._max_model_len))
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from transom_worker.contract import TokenLogprobs
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.sampling.sampler import Sampled
+from transom_worker.sampling.sampler import SamplerOutput
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -25,7 +25,7 @@ def sample_step(
     if last_rows != list(range(len(logits_RV))):
         rows_S = torch.tensor(last_rows, dtype=torch.int64).to(logits_RV.device, non_blocking=True)
         logits_SV = logits_RV[rows_S]
-    sampled: Sampled = sampler.sample(logits_SV, [plan.seq_ids[b] for b in rows], plan.grammar_mask)
+    sampled: SamplerOutput = sampler.sample(logits_SV, [plan.seq_ids[b] for b in rows], plan.grammar_mask)
     result.sampled_ids, result.logprobs = sampled.token_ids, sampled.logprobs
     for b in range(len(plan.seq_ids)):
         logprobs = _prompt_logprobs(plan, b, logits_RV, ends[b], sampler, store)

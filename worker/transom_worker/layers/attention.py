@@ -16,7 +16,7 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.rotary import rotary_
 from transom_worker.layers.forward_batch import LayerCache
 from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsQkNorm, QkNorm, SharedAllHeadsQkNorm
+from transom_worker.layers.norm import AllHeadsQkNorm, QkNorm, ShardedAllHeadsQkNorm
 from transom_worker.layers.rope import RotaryTables
 
 
@@ -41,7 +41,7 @@ class AttentionOptions:
     scale: float | None = None  # of the scores; None: head_size ** -0.5
     soft_cap: float | None = None
     sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink for each of this rank's heads
-    norm: QkNorm | AllHeadsQkNorm | SharedAllHeadsQkNorm | None = None  # of query and key heads before rotation
+    norm: QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None  # of query and key heads before rotation
     norm_after_rotation: QkNorm | None = None
     value_norm: QkNorm | None = None
     value_scale: float = 1.0

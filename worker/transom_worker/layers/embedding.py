@@ -51,7 +51,7 @@ def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator
     return ShardedEmbedding(weight_VN, first_id=first_id, comm=comm, scale=scale)
 
 
-class Head:
+class LmHead:
     """Logits in float32, of this rank's vocabulary.
 
     A tied head on a GPU or in float32 on a CPU uses the embedding's own tensor; a packed or quantised one is a second copy,

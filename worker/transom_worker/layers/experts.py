@@ -38,7 +38,7 @@ def make_experts(
     """
     if isinstance(weights.down, MxTensor) or runs_grouped(weights.down, quantization):
         return GroupedExperts(weights, rule, scales_input=scales_input)
-    return ExpertsByMatrix(weights, rule, quantization=quantization, scales_input=scales_input)
+    return SequentialExperts(weights, rule, quantization=quantization, scales_input=scales_input)
 
 
 def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
@@ -69,7 +69,7 @@ class GroupedExperts(Experts):
         )
 
 
-class ExpertsByMatrix(Experts):
+class SequentialExperts(Experts):
     """Each expert runs once over the tokens that chose it, as many as the host counts.
 
     Weights that need no packing stay views of the stacked tensors. What comes out for a token does not depend on the other
@@ -117,12 +117,12 @@ class ExpertsByMatrix(Experts):
         for gate_up, down, count in zip(self._gate_up, self._down, counts, strict=True):
             if count:
                 rows = slice(start, start + count)
-                y_PN[rows] = down(gated(gate_up(x_PN[rows]), self._rule))
+                y_PN[rows] = down(apply_gate(gate_up(x_PN[rows]), self._rule))
                 start += count
         return y_PN
 
 
-def gated(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
+def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     """Gates [P, I], then ups, of `gate_up` [P, 2I], joined as `rule` says, [P, I]."""
     is_plain = rule.gain == 1.0 and rule.up_offset == 0.0
     if is_plain and (rule.limit is None or uses_triton(gate_up)):

@@ -78,7 +78,7 @@ class AllHeadsQkNorm:
             part.copy_(rms_norm(part.flatten(1), weight, self._eps)[0].view_as(part))
 
 
-class SharedAllHeadsQkNorm:
+class ShardedAllHeadsQkNorm:
     """`AllHeadsQkNorm` where several ranks share the heads: what they add up is the squares."""
 
     def __init__(

@@ -14,7 +14,7 @@ from transom_kernels.moe import ExpertTensors, MxTensor
 from transom_worker.layers.experts import runs_grouped
 from transom_worker.model_config.mixture import Mixture
 from transom_worker.models.loading import Loader
-from transom_worker.weights import ALL, Packed, Part, read_packed
+from transom_worker.weights import ALL, Mxfp4Tensors, Part, read_mxfp4
 
 
 def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertTensors:
@@ -95,10 +95,10 @@ def _takes_packed(load: Loader) -> bool:
 def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, own: slice) -> ExpertTensors | None:
     """`gate_up_proj` and `down_proj` as stored, each gate followed by its up; None where they are not in MXFP4."""
     experts, inner = mixture.num_experts, mixture.inner_size
-    gate_up = read_packed(
+    gate_up = read_mxfp4(
         load.weights, f"{load.prefix}gate_up_proj", shape=(experts, hidden_size, 2 * inner), part=(ALL, ALL, rows)
     )
-    down = read_packed(load.weights, f"{load.prefix}down_proj", shape=(experts, inner, hidden_size), part=(ALL, own))
+    down = read_mxfp4(load.weights, f"{load.prefix}down_proj", shape=(experts, inner, hidden_size), part=(ALL, own))
     if gate_up is None or down is None:
         return None
     return ExpertTensors(gate_up=_on_device(load, gate_up), down=_on_device(load, down), interleaved=True)
@@ -107,8 +107,8 @@ def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, 
 def _packed_stack(load: Loader, num_experts: int, name: str, shape: tuple[int, int], part: Part) -> MxTensor | None:
     """A matrix of every expert as stored; None where the first one is not in MXFP4."""
     found = [
-        read_packed(load.weights, name.format(expert), shape=shape, part=part)
-        for expert in range(num_experts if read_packed(load.weights, name.format(0), shape=shape, part=part) else 0)
+        read_mxfp4(load.weights, name.format(expert), shape=shape, part=part)
+        for expert in range(num_experts if read_mxfp4(load.weights, name.format(0), shape=shape, part=part) else 0)
     ]
     blocks, scales = ([half[at] for half in filter(None, found)] for at in range(2))
     return _on_device(load, (torch.stack(blocks), torch.stack(scales))) if blocks else None
@@ -119,7 +119,7 @@ def _joined(gate: MxTensor, up: MxTensor, down: MxTensor) -> ExpertTensors:
     return ExpertTensors(gate_up=MxTensor(blocks=both[0], scales=both[1]), down=down)
 
 
-def _on_device(load: Loader, packed: Packed) -> MxTensor:
+def _on_device(load: Loader, packed: Mxfp4Tensors) -> MxTensor:
     blocks, scales = (half.to(load.device).contiguous() for half in packed)
     return MxTensor(blocks=blocks, scales=scales)
 

@@ -9,7 +9,7 @@ import torch
 
 from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
 from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, QkNorm, RmsNorm, SharedAllHeadsQkNorm
+from transom_worker.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, QkNorm, RmsNorm, ShardedAllHeadsQkNorm
 from transom_worker.layers.rope import RotaryEmbedding
 from transom_worker.model_config.architecture import Architecture, LayerAttention
 from transom_worker.model_config.rope import Rope
@@ -96,7 +96,7 @@ def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loa
 
 def _head_norm(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
-) -> QkNorm | AllHeadsQkNorm | SharedAllHeadsQkNorm | None:
+) -> QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None:
     if style.qk_norm == "none":
         return None
     if style.qk_norm == "all":
@@ -112,7 +112,7 @@ def _head_norm(
 
 def _norm_over_all_heads(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, load: Loader
-) -> AllHeadsQkNorm | SharedAllHeadsQkNorm:
+) -> AllHeadsQkNorm | ShardedAllHeadsQkNorm:
     size, eps, parallel = layer.head_size, architecture.rms_norm_eps, load.parallel
     widths = (layer.num_heads * size, layer.num_kv_heads * size)
     query, key = (
@@ -122,7 +122,7 @@ def _norm_over_all_heads(
     if parallel.size == 1:
         return AllHeadsQkNorm(query, key, eps)
     counts_keys = kv_holders(layer.num_kv_heads, heads.kv.start, parallel.size).start == parallel.rank
-    return SharedAllHeadsQkNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
+    return ShardedAllHeadsQkNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
 
 
 def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from transom_kernels.gated_mlp import Activation
-from transom_worker.layers.embedding import Embedding, Head, make_embedding
+from transom_worker.layers.embedding import Embedding, LmHead, make_embedding
 from transom_worker.layers.linear import Linear, Quantization, make_linear
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.norm import RmsNorm
@@ -78,13 +78,15 @@ class Loader:
         table = self.tensor(f"{name}.weight", shape=shape, part=(rows,))
         return make_embedding(table, first_id=rows.start, comm=self.parallel.comm, scale=scale)
 
-    def head(self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES) -> Head:
+    def head(
+        self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES
+    ) -> LmHead:
         """This rank's rows of the head, or the embedding's."""
         tied = tied_to is not None
         rows_VN = (
             tied_to.weight_VN if tied_to else self.tensor(f"{name}.weight", shape=shape, part=(self.cut(shape[0]),))
         )
-        return Head(rows_VN, quantization=self.quantization, tied=tied, scale=scales.logit, soft_cap=scales.logit_cap)
+        return LmHead(rows_VN, quantization=self.quantization, tied=tied, scale=scales.logit, soft_cap=scales.logit_cap)
 
     def linear(
         self,

@@ -16,11 +16,11 @@ from transom_worker.sampling.sequence_state import SequenceState
 
 def adjust_logits(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
     """Change `logits_SV` in place, row s by `states[s]`; `grammar_mask` is as in StepPlan, lowest bit first."""
-    add_bias_and_bans(logits_SV, states, grammar_mask)
+    apply_bias_and_bans(logits_SV, states, grammar_mask)
     _penalise(logits_SV, states)
 
 
-def add_bias_and_bans(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
+def apply_bias_and_bans(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
     """`adjust_logits` but for penalties, which come after a bias and leave what is forbidden forbidden."""
     _add_bias(logits_SV, states)
     pairs = [(row, token) for row, state in enumerate(states) for token in state.banned if token < logits_SV.shape[1]]

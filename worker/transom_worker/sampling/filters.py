@@ -36,7 +36,7 @@ class Candidates:
 
 
 def filter_logits(logits_RV: torch.Tensor, filters: Filters) -> Candidates:
-    """Candidates of each row of tempered logits."""
+    """Candidates of each row of apply_temperature logits."""
     best_R1 = logits_RV.gather(1, first_argmax(logits_RV)[:, None])
     cut_R1 = _top_k_cut(logits_RV, filters.top_k)
     nucleus = [row for row, p in enumerate(filters.top_p) if p < 1.0]

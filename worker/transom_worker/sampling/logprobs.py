@@ -10,7 +10,7 @@ import torch
 from transom_worker.contract import Logprob, TokenLogprobs
 from transom_worker.sampling.row_ops import count_greater
 
-ROWS_AT_ONCE = 64  # bounds the memory of a long prompt's log-probabilities
+MAX_ROWS_PER_PASS = 64  # bounds the memory of a long prompt's log-probabilities
 
 
 def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:
@@ -19,8 +19,8 @@ def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int
     A rank is one plus the number of tokens with a strictly larger logit.
     """
     result: list[TokenLogprobs] = []
-    for first in range(0, len(chosen), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
+    for first in range(0, len(chosen), MAX_ROWS_PER_PASS):
+        part = slice(first, first + MAX_ROWS_PER_PASS)
         result += _some_rows(logits_LV[part], chosen[part], num_top[part])
     return result
 

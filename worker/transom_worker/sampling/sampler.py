@@ -12,19 +12,19 @@ import torch
 
 from transom_kernels.launch import uses_triton
 from transom_worker.contract import SamplingParams, TokenLogprobs
-from transom_worker.sampling.adjustments import add_bias_and_bans, adjust_logits
-from transom_worker.sampling.at_once import choose_at_once
+from transom_worker.sampling.adjustments import adjust_logits, apply_bias_and_bans
 from transom_worker.sampling.filters import Filters, filter_logits
+from transom_worker.sampling.fused_sampling import sample_fused
+from transom_worker.sampling.gumbel_max import gumbel_argmax
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.noise import gumbel
-from transom_worker.sampling.race import noisy_argmax
 from transom_worker.sampling.row_ops import first_argmax, take_rows
 from transom_worker.sampling.sequence_state import SequenceState
-from transom_worker.sampling.tempering import noise_keys, tempered
+from transom_worker.sampling.temperature import apply_temperature, noise_keys
 
 
 @dataclass(slots=True, kw_only=True)
-class Sampled:
+class SamplerOutput:
     """One step's tokens, and log-probabilities where asked for; `logprobs` is empty when no row asked."""
 
     token_ids: list[int]
@@ -66,18 +66,20 @@ class Sampler:
         """Forget a sequence; unknown ids are ignored."""
         self._states.pop(seq_id, None)
 
-    def sample(self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None) -> Sampled:
+    def sample(
+        self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
+    ) -> SamplerOutput:
         """The next token of each sequence, row by row. `logits_SV` is left as it is."""
         if not seq_ids:
-            return Sampled(token_ids=[])
+            return SamplerOutput(token_ids=[])
         states = [self._states[seq_id] for seq_id in seq_ids]
         at_once = uses_triton(logits_SV)
         adjusted_SV = logits_SV
         if grammar_mask is not None or any(state.changes_logits for state in states):
             adjusted_SV = logits_SV.clone()
-            (add_bias_and_bans if at_once else adjust_logits)(adjusted_SV, states, grammar_mask)
-        token_ids = (choose_at_once if at_once else _choose)(adjusted_SV, states)
-        return Sampled(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
+            (apply_bias_and_bans if at_once else adjust_logits)(adjusted_SV, states, grammar_mask)
+        token_ids = (sample_fused if at_once else _choose)(adjusted_SV, states)
+        return SamplerOutput(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
 
 
 def _choose(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
@@ -107,14 +109,14 @@ def _filtered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[
         top_p=[state.params.top_p for state in states],
         min_p=[state.params.min_p for state in states],
     )
-    candidates = filter_logits(tempered(logits_NV, states), filters)
+    candidates = filter_logits(apply_temperature(logits_NV, states), filters)
     noise_NC = gumbel(noise_keys(logits_NV, states), candidates.token_ids_RC)
     best_N1 = first_argmax(noise_NC.add_(candidates.logits_RC))[:, None]
     return candidates.token_ids_RC.gather(1, best_N1)[:, 0].tolist()
 
 
 def _unfiltered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    _, token_ids_N = noisy_argmax(tempered(logits_NV, states), noise_keys(logits_NV, states))
+    _, token_ids_N = gumbel_argmax(apply_temperature(logits_NV, states), noise_keys(logits_NV, states))
     return token_ids_N.tolist()
 
 

@@ -20,12 +20,12 @@ import torch
 
 from transom_worker.contract import TokenLogprobs
 from transom_worker.parallel import Parallel
-from transom_worker.sampling.logprobs import ROWS_AT_ONCE, token_logprobs
-from transom_worker.sampling.race import noisy_argmax
+from transom_worker.sampling.gumbel_max import gumbel_argmax
+from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, token_logprobs
 from transom_worker.sampling.row_ops import first_argmax, take_rows
-from transom_worker.sampling.sampler import Sampled, Sampler
+from transom_worker.sampling.sampler import Sampler, SamplerOutput
 from transom_worker.sampling.sequence_state import SequenceState
-from transom_worker.sampling.tempering import noise_keys, tempered
+from transom_worker.sampling.temperature import apply_temperature, noise_keys
 
 
 class ShardedSampler(Sampler):
@@ -40,7 +40,9 @@ class ShardedSampler(Sampler):
         self._parallel = parallel
         self._first_id = first_id
 
-    def sample(self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None) -> Sampled:
+    def sample(
+        self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
+    ) -> SamplerOutput:
         """The next token of each sequence, the same on every rank; log-probabilities on the first alone.
 
         `grammar_mask` is of the whole vocabulary. Raises RankLost.
@@ -50,7 +52,7 @@ class ShardedSampler(Sampler):
         states = [self._states[seq_id] for seq_id in seq_ids]
         whole = [row for row, state in enumerate(states) if grammar_mask is not None or _needs_whole_row(state)]
         sliced = sorted(set(range(len(states))).difference(whole))
-        result = Sampled(token_ids=[0] * len(states))
+        result = SamplerOutput(token_ids=[0] * len(states))
         if sliced:
             best = self._best(take_rows(logits_SV, sliced), [states[row] for row in sliced])
             _fill(result.token_ids, sliced, best)
@@ -62,7 +64,7 @@ class ShardedSampler(Sampler):
                 _fill(result.logprobs, whole, sampled.logprobs)
         return result
 
-    def whole_rows(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
+    def gather_rows(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
         """Those rows with the columns of all ranks, [len(rows), W], on the first rank; None on others. Raises RankLost."""
         part = take_rows(logits_RV, rows)
         if self._parallel.size == 1:
@@ -75,9 +77,9 @@ class ShardedSampler(Sampler):
         if self._parallel.size == 1:
             return token_logprobs(logits_RV, chosen, num_top)
         result: list[TokenLogprobs] = []
-        for first in range(0, len(chosen), ROWS_AT_ONCE):
-            rows = range(first, min(first + ROWS_AT_ONCE, len(chosen)))
-            whole = self.whole_rows(logits_RV, rows)
+        for first in range(0, len(chosen), MAX_ROWS_PER_PASS):
+            rows = range(first, min(first + MAX_ROWS_PER_PASS, len(chosen)))
+            whole = self.gather_rows(logits_RV, rows)
             if whole is not None:
                 result += token_logprobs(whole, chosen[first : rows.stop], num_top[first : rows.stop])
         return result
@@ -95,9 +97,9 @@ class ShardedSampler(Sampler):
 
     def _sample_whole(
         self, logits_SV: torch.Tensor, rows: Sequence[int], seq_ids: Sequence[int], grammar_mask: bytes | None
-    ) -> Sampled:
-        logits_NW = self.whole_rows(logits_SV, rows)
-        sampled = Sampled(token_ids=[0] * len(rows))
+    ) -> SamplerOutput:
+        logits_NW = self.gather_rows(logits_SV, rows)
+        sampled = SamplerOutput(token_ids=[0] * len(rows))
         if logits_NW is not None:
             sampled = super().sample(logits_NW, seq_ids, grammar_mask)
         token_ids = torch.tensor(sampled.token_ids, device=logits_SV.device)
@@ -120,8 +122,8 @@ def _best_of_slice(
     noisy = [row for row, state in enumerate(states) if not state.params.greedy]
     if noisy:
         noisy_states = [states[row] for row in noisy]
-        logits = tempered(take_rows(logits_NV, noisy), noisy_states)
-        score_N[noisy], token_ids_N[noisy] = noisy_argmax(logits, noise_keys(logits, noisy_states), first_id=first_id)
+        logits = apply_temperature(take_rows(logits_NV, noisy), noisy_states)
+        score_N[noisy], token_ids_N[noisy] = gumbel_argmax(logits, noise_keys(logits, noisy_states), first_id=first_id)
     return score_N, token_ids_N
 
 

@@ -10,7 +10,7 @@ import torch
 from transom_worker.errors import ModelError
 
 Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
-Packed = tuple[
+Mxfp4Tensors = tuple[
     torch.Tensor, torch.Tensor
 ]  # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32]
 ALL = slice(None)
@@ -47,7 +47,7 @@ class Weights(Protocol):
         ...
 
 
-def read_packed(weights: Weights, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
+def read_mxfp4(weights: Weights, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
     """A tensor or a part of it as it is stored, where that is MXFP4 and the part is of whole groups; else None.
 
     Rows are those of a matrix product: a stack of experts [E, in, out] comes as [E, out, in], a matrix [out, in] as it is.
@@ -55,7 +55,7 @@ def read_packed(weights: Weights, name: str, *, shape: tuple[int, ...], part: Pa
     Raises:
         ModelError: as for one that is dequantised.
     """
-    read: Callable[..., Packed | None] | None = getattr(weights, "packed", None)
+    read: Callable[..., Mxfp4Tensors | None] | None = getattr(weights, "mxfp4", None)
     return None if read is None else read(name, shape=shape, part=part)
 
 

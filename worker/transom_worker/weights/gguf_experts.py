@@ -24,14 +24,14 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _JOINT = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
 
 
-def with_experts(stacks: Weights, family: str, *, num_experts: int) -> Weights:
+def with_hf_experts(stacks: Weights, family: str, *, num_experts: int) -> Weights:
     """The weights of a file whose stacks of experts are called `experts.gate`, `experts.up` and `experts.down`."""
     if family in _ONE_BY_ONE:
-        return OneByOne(stacks, _ONE_BY_ONE[family], num_experts=num_experts)
-    return Joined(stacks, interleaved=_JOINED[family]) if family in _JOINED else stacks
+        return PerExpertNames(stacks, _ONE_BY_ONE[family], num_experts=num_experts)
+    return FusedGateUp(stacks, interleaved=_JOINED[family]) if family in _JOINED else stacks
 
 
-class OneByOne:
+class PerExpertNames:
     """Gives each expert's matrices names of their own."""
 
     def __init__(self, stacks: Weights, parts: Mapping[str, str], *, num_experts: int) -> None:
@@ -61,7 +61,7 @@ class OneByOne:
         self._stacks.close()
 
 
-class Joined:
+class FusedGateUp:
     """Puts gates and ups together and turns each matrix round."""
 
     def __init__(self, stacks: Weights, *, interleaved: bool) -> None:

@@ -10,7 +10,7 @@ from transom_kernels.launch import uses_triton
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import compressed_caches, group_of_layer, layer_caches
-from transom_worker.execution.batch.step_arrays import GroupArrays, Spans, StepArrays, step_arrays
+from transom_worker.execution.batch.step_arrays import GroupArrays, RowRanges, StepArrays, step_arrays
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.scheduling.step import StepPlan
@@ -71,7 +71,7 @@ class BatchBuilder:
             count_host=group.count_host,
         )
 
-    def _bounds(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self, spans: RowRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """`query_offset` and `start` of paged batches over these rows."""
         return self._tensor(spans.offset.astype(np.int32)), self._tensor(spans.start.astype(np.int32))
 

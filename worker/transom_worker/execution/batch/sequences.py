@@ -82,7 +82,7 @@ class SequenceStore:
                 tables.clear(sequence.row)
             self._free_rows.append(sequence.row)
 
-    def change_tables(self, plan: StepPlan) -> None:
+    def update_tables(self, plan: StepPlan) -> None:
         """Apply the plan's deltas to the block tables, then its moves.
 
         Raises:

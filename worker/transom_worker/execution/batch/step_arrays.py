@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(slots=True, kw_only=True)
-class Spans:
+class RowRanges:
     """Rows that a step computes of each sequence: of tokens, or of the compressed entries that it closes."""
 
     start: Ints  # [B]
@@ -41,7 +41,7 @@ class GroupArrays:
     first_block: Ints  # [B]
     attend_from_host: list[int]  # [B]
     slots: Ints  # [T]
-    spans: Spans
+    spans: RowRanges
 
     @property
     def first_block_host(self) -> list[int]:
@@ -65,7 +65,7 @@ class StepArrays:
     """A `ForwardBatch` on the host, without the caches."""
 
     token_ids: Ints  # [T]
-    spans: Spans
+    spans: RowRanges
     logit_rows: Ints  # [R]
     groups: tuple[GroupArrays, ...]
 
@@ -99,7 +99,7 @@ def step_arrays(plan: StepPlan, store: SequenceStore, layout: ArenaLayout) -> St
 
 
 def _group_arrays(
-    index: int, tables: BlockTables, plan: StepPlan, table_rows: Ints, spans: Spans, layout: ArenaLayout
+    index: int, tables: BlockTables, plan: StepPlan, table_rows: Ints, spans: RowRanges, layout: ArenaLayout
 ) -> GroupArrays:
     group = layout.groups[index]
     block_table, first_block = tables.gather(table_rows, spans.start + spans.count)
@@ -119,13 +119,13 @@ def _group_arrays(
     )
 
 
-def _spans(start_host: list[int], count_host: list[int]) -> Spans:
+def _spans(start_host: list[int], count_host: list[int]) -> RowRanges:
     start, count = np.array(start_host, dtype=np.int64), np.array(count_host, dtype=np.int64)
     offset = np.zeros(len(count) + 1, dtype=np.int64)
     np.cumsum(count, out=offset[1:])
     row_of_token = np.repeat(np.arange(len(count)), count)
     positions = np.arange(offset[-1]) + (start - offset[:-1])[row_of_token]
-    return Spans(
+    return RowRanges(
         start=start,
         count=count,
         offset=offset,
@@ -136,7 +136,7 @@ def _spans(start_host: list[int], count_host: list[int]) -> Spans:
     )
 
 
-def _entry_spans(spans: Spans, ratio: int, write_from: list[int]) -> Spans:
+def _entry_spans(spans: RowRanges, ratio: int, write_from: list[int]) -> RowRanges:
     """Entries whose last token is computed here, at `write_from` or beyond: those before are in the cache."""
     first = np.array(write_from, dtype=np.int64) // ratio
     count = np.maximum(0, (spans.start + spans.count) // ratio - first)
@@ -144,7 +144,7 @@ def _entry_spans(spans: Spans, ratio: int, write_from: list[int]) -> Spans:
 
 
 def _places(
-    tables: BlockTables, block_size: int, block_table: NDArray[np.int32], first_block: Ints, spans: Spans
+    tables: BlockTables, block_size: int, block_table: NDArray[np.int32], first_block: Ints, spans: RowRanges
 ) -> Ints:
     """The block of each row, [T]; -1 where there is none."""
     rows = spans.row_of_token
@@ -155,7 +155,7 @@ def _places(
     return blocks
 
 
-def _slots(blocks: Ints, block_size: int, spans: Spans, write_from: list[int], dump_block: int) -> Ints:
+def _slots(blocks: Ints, block_size: int, spans: RowRanges, write_from: list[int], dump_block: int) -> Ints:
     """Where each row is written, [T]; in the dump block below `write_from`."""
     rows = spans.row_of_token
     blocks[spans.positions < np.array(write_from, dtype=np.int64)[rows]] = dump_block
@@ -165,7 +165,7 @@ def _slots(blocks: Ints, block_size: int, spans: Spans, write_from: list[int], d
     return blocks * block_size + spans.positions % block_size
 
 
-def _logit_rows(plan: StepPlan, spans: Spans) -> Ints:
+def _logit_rows(plan: StepPlan, spans: RowRanges) -> Ints:
     """Rows of T whose logits are wanted, sequence by sequence, [R]."""
     logits_from = np.array(plan.logits_from, dtype=np.int64)
     if (spans.count == 1).all() and (logits_from == spans.start).all():

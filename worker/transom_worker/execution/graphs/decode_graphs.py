@@ -20,7 +20,13 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.graphs.graph_capture import CaptureDevice, Replayable
-from transom_worker.execution.graphs.static_batch import Ask, StaticBatch, bytes_of, need_of, plan_works
+from transom_worker.execution.graphs.static_batch import (
+    GroupLaunchKey,
+    StaticBatch,
+    bytes_of,
+    plan_work_by_key,
+    requirements_of,
+)
 from transom_worker.models.model import Model
 
 # Of the largest logit. Equal bits are expected, but cuBLAS promises them only on one stream and with one workspace, and graphs are
@@ -44,14 +50,14 @@ class DecodeGraphs:
         model: Model,
         builder: BatchBuilder,
         sizes: DecodeSizes,
-        asks: Sequence[Ask],
+        launch_keys: Sequence[GroupLaunchKey],
         device: CaptureDevice,
     ) -> None:
-        """`asks` are those of all layers: see `parts.launch_keys_of`."""
+        """`launch_keys` are those of all layers: see `parts.launch_keys_of`."""
         self.builder, self.sizes = builder, sizes
-        self._model, self._asks, self._device = model, tuple(asks), device
+        self._model, self._launch_keys, self._device = model, tuple(launch_keys), device
         self._tolerance = TOLERANCES[builder.caches[0].k.dtype]
-        num_bytes = max(bytes_of(size, sizes, asks, builder) for size in sizes.all)
+        num_bytes = max(bytes_of(size, sizes, launch_keys, builder) for size in sizes.all)
         self._host = device.host_buffer(num_bytes)
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=builder.device)
         num_columns = model.vocab.stop - model.vocab.start
@@ -69,8 +75,8 @@ class DecodeGraphs:
         next step. None where no graph is for it, and nothing has been done."""
         if not arrays.only_decodes:
             return None
-        works = plan_works(arrays, self._asks)
-        size = self.sizes.smallest_for(need_of(arrays, works))
+        works = plan_work_by_key(arrays, self._launch_keys)
+        size = self.sizes.smallest_for(requirements_of(arrays, works))
         captured = None if size is None else self._captured.get(size)
         if captured is None:
             return None
@@ -84,14 +90,14 @@ class DecodeGraphs:
             GraphMismatch: a replay over the second step gives something else than its forward pass.  Any other error: the device
             cannot capture.
         """
-        batch = StaticBatch(size, self.sizes, self._asks, self.builder, host=self._host, device=self._inputs)
-        self._load(batch, first, plan_works(first, self._asks))
+        batch = StaticBatch(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
+        self._load(batch, first, plan_work_by_key(first, self._launch_keys))
 
         def run() -> None:
             self._logits_BV[: size.num_seqs].copy_(self._model.forward(batch.forward_batch()))
 
         graph = self._device.capture(run)
-        self._load(batch, second, plan_works(second, self._asks))
+        self._load(batch, second, plan_work_by_key(second, self._launch_keys))
         graph.replay()
         self._compare(size, self._logits_BV[: size.num_seqs], self._model.forward(batch.forward_batch()))
         self._captured[size] = _Captured(batch, graph)

@@ -30,7 +30,7 @@ class DecodeSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class StepSize:
     """What one step takes: sequences, programs of the layers that have most, whether some are joined, columns by group."""
 
     num_seqs: int
@@ -63,7 +63,7 @@ class DecodeSizes:
         every = (DecodeSize(level=level, num_seqs=num) for level in levels for num in reversed(self.num_seqs))
         return tuple(size for size in every if self._adds(size))
 
-    def smallest_for(self, need: Need) -> DecodeSize | None:
+    def smallest_for(self, need: StepSize) -> DecodeSize | None:
         """The smallest size with room for a step, if any."""
         num_seqs = next((num for num in self.num_seqs if num >= need.num_seqs), None)
         if num_seqs is None:

@@ -21,7 +21,7 @@ from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.graphs.graph_capture import CaptureDevice
-from transom_worker.execution.graphs.static_batch import Ask
+from transom_worker.execution.graphs.static_batch import GroupLaunchKey
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
@@ -32,7 +32,7 @@ MOST_NOISE_BLOCKS = 64  # of a group, beside one for each sequence to write to
 logger = logging.getLogger("transom.worker")
 
 
-def make_graphs(
+def capture_decode_graphs(
     model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CaptureDevice, *, slab: torch.Tensor
 ) -> DecodeGraphs | None:
     """Graphs of all sizes that `LIMIT_S` suffices for; None, and a warning, if one cannot be captured or computes something else.
@@ -40,11 +40,11 @@ def make_graphs(
     The slab is as blank behind it as before. An error of a forward pass that is not captured is raised.
     """
     steps = _NoiseSteps(builder.layout, vocab_size=model.architecture.vocab_size, most_seqs=sizes.num_seqs[-1])
-    asks = _asks(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
+    launch_keys = _launch_keys(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
 
     def make() -> DecodeGraphs:
         steps.spread(builder, slab)
-        return DecodeGraphs(model, builder, sizes, asks, device)
+        return DecodeGraphs(model, builder, sizes, launch_keys, device)
 
     try:
         return _captured(make, steps)
@@ -76,7 +76,7 @@ def _captured(make: Callable[[], DecodeGraphs], steps: _NoiseSteps) -> DecodeGra
     return graphs if graphs.num_graphs else None
 
 
-def _asks(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[Ask, ...]:
+def _launch_keys(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[GroupLaunchKey, ...]:
     """What the model's layers ask of each group's programs, as a forward pass shows."""
     batch = builder.batch(arrays)
     model.forward(batch)

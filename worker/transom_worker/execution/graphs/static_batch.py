@@ -20,24 +20,24 @@ from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey,
 from transom_kernels.paged_attention.work_items import ITEM_FIELDS, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes, Need
+from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes, StepSize
 from transom_worker.layers.forward_batch import ForwardBatch
 
 ALIGNMENT = 64  # of each array: kernels are compiled for pointers that are multiples of 16 as torch's own are
 BEFORE_ALL = -1  # a position at which an added sequence's query sees no key
 
 Array = NDArray[np.int64] | NDArray[np.int32]
-Ask = tuple[int, LaunchKey]  # a group, and what one kind of its layers asks for
+GroupLaunchKey = tuple[int, LaunchKey]  # a group, and what one kind of its layers launch_keys for
 
 
-def plan_works(arrays: StepArrays, asks: Sequence[Ask]) -> list[WorkPlan]:
+def plan_work_by_key(arrays: StepArrays, launch_keys: Sequence[GroupLaunchKey]) -> list[WorkPlan]:
     """A decode step's programs, by ask."""
-    return [plan_work(arrays.groups[index], asked.rule, asked.tilings[0]) for index, asked in asks]
+    return [plan_work(arrays.groups[index], asked.rule, asked.tilings[0]) for index, asked in launch_keys]
 
 
-def need_of(arrays: StepArrays, works: Sequence[WorkPlan]) -> Need:
+def requirements_of(arrays: StepArrays, works: Sequence[WorkPlan]) -> StepSize:
     """The room that a step takes."""
-    return Need(
+    return StepSize(
         num_seqs=len(arrays.token_ids),
         num_items=max((len(work.items) for work in works), default=0),
         has_combine_items=any(len(work.combine_items) for work in works),
@@ -52,18 +52,18 @@ class StaticBatch:
         self,
         size: DecodeSize,
         sizes: DecodeSizes,
-        asks: Sequence[Ask],
+        launch_keys: Sequence[GroupLaunchKey],
         builder: BatchBuilder,
         *,
         host: torch.Tensor,
         device: torch.Tensor,
     ) -> None:
         """Buffers are bytes, at least `bytes_of(size)` of them."""
-        self._asks, self._builder, self._num_seqs = tuple(asks), builder, size.num_seqs
+        self._launch_keys, self._builder, self._num_seqs = tuple(launch_keys), builder, size.num_seqs
         self._host: dict[str, Array] = {}
         self._device: dict[str, torch.Tensor] = {}
         begin = 0
-        for name, (shape, dtype) in _fields(size, sizes, asks, builder).items():
+        for name, (shape, dtype) in _fields(size, sizes, launch_keys, builder).items():
             end = begin + int(np.prod(shape)) * dtype.itemsize
             self._host[name] = host.numpy()[begin:end].view(dtype).reshape(shape)
             self._device[name] = device[begin:end].view(_torch_dtype(dtype)).view(shape)
@@ -92,7 +92,7 @@ class StaticBatch:
         are another step's when the graph is replayed."""
         on, builder = self._device, self._builder
         groups = tuple(self._paged_batch(index) for index in range(len(builder.layout.groups)))
-        for index, (group, asked) in enumerate(self._asks):
+        for index, (group, asked) in enumerate(self._launch_keys):
             items, combine_items = on[f"items {index}"], on[f"combine_items {index}"]
             work = Work(items=items, combine_items=combine_items, num_partials=len(items) if len(combine_items) else 0)
             set_launches(groups[group], asked, [AttentionLaunch(work, asked.tilings[0].tile_tokens)])
@@ -131,14 +131,14 @@ class StaticBatch:
         )
 
 
-def bytes_of(size: DecodeSize, sizes: DecodeSizes, asks: Sequence[Ask], builder: BatchBuilder) -> int:
+def bytes_of(size: DecodeSize, sizes: DecodeSizes, launch_keys: Sequence[GroupLaunchKey], builder: BatchBuilder) -> int:
     """Bytes of a size's arrays."""
-    fields = _fields(size, sizes, asks, builder).values()
+    fields = _fields(size, sizes, launch_keys, builder).values()
     return sum(_aligned(int(np.prod(shape)) * dtype.itemsize) for shape, dtype in fields)
 
 
 def _fields(
-    size: DecodeSize, sizes: DecodeSizes, asks: Sequence[Ask], builder: BatchBuilder
+    size: DecodeSize, sizes: DecodeSizes, launch_keys: Sequence[GroupLaunchKey], builder: BatchBuilder
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]]:
     """Every array's shape and kind, in order."""
     long, short, num = np.dtype(np.int64), np.dtype(np.int32), size.num_seqs
@@ -154,7 +154,7 @@ def _fields(
         fields[f"first_block {group}"] = ((num,), short)
         fields[f"attend_from {group}"] = ((num,), short)
         fields[f"slots {group}"] = ((num,), long)
-    for index in range(len(asks)):
+    for index in range(len(launch_keys)):
         fields[f"items {index}"] = ((sizes.num_items(size), ITEM_FIELDS), short)
         fields[f"combine_items {index}"] = ((sizes.num_combine_items(size), 4), short)
     return fields

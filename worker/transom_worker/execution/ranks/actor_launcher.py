@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from transom_worker.errors import ConfigError
-from transom_worker.execution.ranks.launcher import Launcher, OnEnd
+from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import RankSetup
 
 KILL_TIMEOUT_S = 10.0
@@ -46,7 +46,7 @@ class RankActors(Launcher):
         """Ranks may be on other nodes."""
         return str(get_node_ip_address())
 
-    def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
+    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
         """Start every rank's actor. Raises ConfigError where this process runs in no placement group with a bundle for each."""
         group = _placement(len(setups))
         for setup in setups:
@@ -66,7 +66,7 @@ class RankActors(Launcher):
             ray.wait(self._lives, num_returns=len(self._lives), timeout=KILL_TIMEOUT_S)
         self._actors, self._lives = [], []
 
-    def _watch(self, on_end: OnEnd) -> None:
+    def _watch(self, on_end: OnRankExit) -> None:
         running = {life: rank for rank, life in enumerate(self._lives)}
         while running and not self._killed.is_set():
             ended, _ = ray.wait(list(running), timeout=LOOK_PERIOD_S)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import ConfigError, ModelError, RankLost, StepFailed
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUse
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUsage
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
 from transom_worker.execution.ranks.messages import RankFailed, RankUsed, RunStep, StepDone
@@ -47,7 +47,7 @@ class RanksExecutor(Executor):
         self._killed = False  # after a loss, until the next start
         self._pool_bytes: int | None = None
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
-        self._uses: list[RankUse] = []  # by rank, as last told
+        self._usages: list[RankUsage] = []  # by rank, as last told
         self._on_lost: Callable[[], None] = lambda: None
         self._forget_steps()
 
@@ -103,7 +103,7 @@ class RanksExecutor(Executor):
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Every rank of the last start; a rank tells of itself once a second while it works."""
-        return tuple(RankReport(info=info, use=use) for info, use in zip(self.ranks, self._uses, strict=True))
+        return tuple(RankReport(info=info, usage=usage) for info, usage in zip(self.ranks, self._usages, strict=True))
 
     def restart(self) -> ExecutorInfo:
         """Start all ranks again, with the pool that they had. Raises RankLost."""
@@ -149,7 +149,7 @@ class RanksExecutor(Executor):
         finally:
             self._starting = None
         self._group, self.ranks = group, info.ranks
-        self._uses = [RankUse() for _ in info.ranks]
+        self._usages = [RankUsage() for _ in info.ranks]
         return info
 
     def _receive(self) -> StepResult:
@@ -165,7 +165,7 @@ class RanksExecutor(Executor):
                     self._answered_s = time.monotonic()
                     return message.result
             elif isinstance(message, RankUsed):
-                self._uses[rank] = message.use
+                self._usages[rank] = message.usage
             else:
                 self._failed(rank, message)
 

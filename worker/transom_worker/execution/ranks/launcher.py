@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from transom_worker.execution.ranks.messages import RankSetup
 
-OnEnd = Callable[[int, str | None], None]  # rank, and how it ended; None: in good order, having said why
+OnRankExit = Callable[[int, str | None], None]  # rank, and how it ended; None: in good order, having said why
 
 
 class Launcher(ABC):
@@ -19,7 +19,7 @@ class Launcher(ABC):
         """This process's address as ranks reach it over the network; None where all of them are on this host."""
 
     @abstractmethod
-    def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
+    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
         """Start every rank's process.
 
         `on_end` is called on a thread of the launcher's when a process ends that `kill` did not.

@@ -27,7 +27,7 @@ from typing import Any
 
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo
-from transom_worker.execution.executor import ExecutorInfo, RankUse
+from transom_worker.execution.executor import ExecutorInfo, RankUsage
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 
@@ -125,7 +125,7 @@ class RunStep:
 class RankUsed:
     """The time and memory that this rank has used since its process began."""
 
-    use: RankUse
+    usage: RankUsage
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from transom_worker.errors import ConfigError, RankLost
-from transom_worker.execution.ranks.launcher import Launcher, OnEnd
+from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import RankSetup
 
 PROGRAM = (sys.executable, "-P", "-m", "transom_worker.execution.ranks.rank_main")
@@ -31,17 +31,17 @@ class RankProcesses(Launcher):
     """
 
     def __init__(self) -> None:
-        self._keepers: list[_Keeper] = []
+        self._keepers: list[_RankProcess] = []
 
     @property
     def ip(self) -> str | None:
         """All ranks are on this host."""
         return None
 
-    def launch(self, setups: Sequence[RankSetup], on_end: OnEnd) -> None:
+    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
         """Start every rank's process. Raises RankLost where one cannot be started, ConfigError where devices are too few."""
         environments = [_environment(setup) for setup in setups]
-        self._keepers = [_Keeper(*each, on_end) for each in zip(setups, environments, strict=True)]
+        self._keepers = [_RankProcess(*each, on_end) for each in zip(setups, environments, strict=True)]
         for keeper in self._keepers:
             keeper.start()
         for keeper in self._keepers:
@@ -64,10 +64,10 @@ class RankProcesses(Launcher):
         return [keeper.process_id for keeper in self._keepers]
 
 
-class _Keeper(threading.Thread):
+class _RankProcess(threading.Thread):
     """Starts one process and sees it end."""
 
-    def __init__(self, setup: RankSetup, environment: dict[str, str], on_end: OnEnd) -> None:
+    def __init__(self, setup: RankSetup, environment: dict[str, str], on_end: OnRankExit) -> None:
         super().__init__(name=f"transom-rank-{setup.rank}", daemon=True)
         self._setup, self._environment, self._on_end = setup, environment, on_end
         self._process: subprocess.Popen[bytes] | None = None

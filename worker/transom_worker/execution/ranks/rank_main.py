@@ -141,7 +141,7 @@ class _Rank:
         now_s = time.monotonic()
         if now_s - self._use_at_s >= USE_PERIOD_S:
             self._use_at_s = now_s
-            self._channel.send(RankUsed(self._runner.use))
+            self._channel.send(RankUsed(self._runner.usage))
 
 
 def _described(error: Exception) -> ErrorInfo:

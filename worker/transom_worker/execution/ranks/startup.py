@@ -36,13 +36,13 @@ def start_ranks(group: RankGroup, *, timeout_s: float, pool_bytes: int | None = 
     Raises:
         RankLost: a rank ended or was silent for too long.  TransomError: a rank's own reason why it cannot start.
     """
-    dialogue = _Dialogue(group, timeout_s)
+    dialogue = _StartProtocol(group, timeout_s)
     dialogue.load()
     pool_bytes = pool_bytes or dialogue.measure()
     return dialogue.allocate(pool_bytes), pool_bytes
 
 
-class _Dialogue:
+class _StartProtocol:
     """One start."""
 
     def __init__(self, group: RankGroup, timeout_s: float) -> None:

@@ -11,7 +11,7 @@ from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.errors import ModelError
 from transom_worker.layers.expert_router import ExpertRouter
-from transom_worker.layers.experts import gated, make_experts
+from transom_worker.layers.experts import apply_gate, make_experts
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.models.expert_loading import experts_by_name
@@ -48,7 +48,7 @@ class ExpertLayer:
         """[T, N]."""
         chosen_TK = None if self._chosen_VK is None else self._chosen_VK[token_ids_T]
         routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
-        return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, gated(self._shared_in(x_TN), self._rule)))
+        return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, apply_gate(self._shared_in(x_TN), self._rule)))
 
 
 def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
             for kind, num_bytes in (
                 ("weights", report.info.memory.weight_bytes),
                 ("kv", report.info.memory.kv_bytes),
-                ("other", report.use.other_bytes),
+                ("other", report.usage.other_bytes),
             )
         ],
     )
@@ -50,13 +50,13 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
         "transom_rank_forward_seconds",
         "Seconds that a rank has spent in forward passes, waiting for other ranks inside them included.",
         ("rank",),
-        [((rank,), report.use.forward_s) for rank, report in named],
+        [((rank,), report.usage.forward_s) for rank, report in named],
     )
     yield own.counters(
         "transom_rank_busy_seconds",
         "Seconds that a rank has spent in steps altogether; the rest of the time it had nothing to do.",
         ("rank",),
-        [((rank,), report.use.busy_s) for rank, report in named],
+        [((rank,), report.usage.busy_s) for rank, report in named],
     )
     yield own.counters(
         "transom_rank_steps",
@@ -66,7 +66,10 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
         [
             ((rank, forward), num_steps)
             for rank, report in named
-            for forward, num_steps in (("launched", report.use.num_launched), ("replayed", report.use.num_replayed))
+            for forward, num_steps in (
+                ("launched", report.usage.num_eager_steps),
+                ("replayed", report.usage.num_graph_steps),
+            )
         ],
     )
 

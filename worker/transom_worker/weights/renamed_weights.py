@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from transom_worker.weights.checkpoint import WHOLE, Packed, Part, Weights, read_packed
+from transom_worker.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, read_mxfp4
 
 # What a model asks for begins -> what it begins with in checkpoints of models that also see or hear, old ones and new ones.
 _DECODERS = (
@@ -36,9 +36,9 @@ class RenamedWeights:
         """One tensor; see `Weights`."""
         return self._weights(self._rename(name), shape=shape, part=part)
 
-    def packed(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
-        """See `read_packed`."""
-        return read_packed(self._weights, self._rename(name), shape=shape, part=part)
+    def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
+        """See `read_mxfp4`."""
+        return read_mxfp4(self._weights, self._rename(name), shape=shape, part=part)
 
     def close(self) -> None:
         """Close the files."""

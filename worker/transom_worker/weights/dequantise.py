@@ -32,7 +32,7 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice 
     return (_unpack_fp4(blocks) * _factors(scales)[..., None]).flatten(-2)[..., inside]
 
 
-def dequantise_blocks(
+def dequantise_blockwise(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], part: tuple[slice, ...] = ()
 ) -> torch.Tensor:
     """`part` (rows, columns) of `values` [M, N], each times its block's factor in `scales` [M / block, N / block]; in float32.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from transom_worker.errors import ModelError
-from transom_worker.weights.checkpoint import ALL, WHOLE, Packed, Part, check_shape
-from transom_worker.weights.quantised import GROUP, dequantise_blocks, dequantise_mxfp4
+from transom_worker.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, check_shape
+from transom_worker.weights.dequantise import GROUP, dequantise_blockwise, dequantise_mxfp4
 from transom_worker.weights.safetensors_files import SafetensorsWeights
 
 _METHODS = ("mxfp4", "fp8")
@@ -74,8 +74,8 @@ class QuantisedWeights:
         """Close the files."""
         self._plain.close()
 
-    def packed(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Packed | None:
-        """See `read_packed`."""
+    def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
+        """See `read_mxfp4`."""
         if name in self._packed:
             experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
             blocks, scales, _ = self._blocks_and_scales(name, shape)
@@ -115,12 +115,12 @@ class QuantisedWeights:
         if shape is not None:
             check_shape(values, (*shape[:-1], shape[-1] // halves), name=name, file=file)
         try:
-            return dequantise_blocks(values, self._plain.read(self._scale_of[name]), self._block, part)
+            return dequantise_blockwise(values, self._plain.read(self._scale_of[name]), self._block, part)
         except ValueError as error:
             raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
 
 
-def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) -> Packed | None:
+def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) -> Mxfp4Tensors | None:
     start, stop, _ = columns.indices(2 * blocks.shape[-1])
     if start % GROUP or stop % GROUP:
         return None

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transom_worker.sampling.gumbel_max import gumbel_argmax
 from transom_worker.sampling.noise import BLOCK, block_minimum, gumbel, noise_key
-from transom_worker.sampling.race import noisy_argmax
 
 
 def keys(num_rows: int, seed: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_winner_equals_that_of_all_the_noise(
     logits.masked_fill_(torch.rand(logits.shape, generator=generator) < banned, -torch.inf)
     scores = logits + gumbel(keys(num_rows, seed), torch.arange(vocab_size))
     best = scores.max(-1)
-    found_scores, found_ids = noisy_argmax(logits, keys(num_rows, seed))
+    found_scores, found_ids = gumbel_argmax(logits, keys(num_rows, seed))
     assert found_ids.tolist() == best.indices.tolist()
     assert torch.equal(found_scores, best.values)
 
@@ -39,7 +39,7 @@ def test_winner_equals_that_of_all_the_noise(
 def test_a_slice_has_the_scores_that_the_whole_has_there(seed: int, first: int, width: int) -> None:
     logits = torch.randn(4, first + width, generator=torch.Generator().manual_seed(seed)) * 3
     scores = (logits + gumbel(keys(4, seed), torch.arange(first + width)))[:, first:].max(-1)
-    found_scores, found_ids = noisy_argmax(logits[:, first:], keys(4, seed), first_id=first)
+    found_scores, found_ids = gumbel_argmax(logits[:, first:], keys(4, seed), first_id=first)
     assert torch.equal(found_ids, scores.indices + first)
     assert torch.equal(found_scores, scores.values)
 

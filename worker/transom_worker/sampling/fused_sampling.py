@@ -18,7 +18,7 @@ MOST_IDS = 2**31 - 1  # more than any vocabulary; a request may ask for more sti
 WORDS = 4  # rows of parameters are padded to so many, so that each array begins at a multiple of 16 bytes whatever S is
 
 
-def choose_at_once(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
+def sample_fused(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
     """The token of each row; biases and bans are in the logits, penalties are not yet. May change the logits of rows with any.
 
     Reading the ids is the one place where the host waits for the device.

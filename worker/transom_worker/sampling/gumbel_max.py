@@ -17,7 +17,7 @@ from transom_worker.sampling.row_ops import at_least, first_argmax, packed_colum
 SLACK = 1e-9  # rounding of two logarithms
 
 
-def noisy_argmax(
+def gumbel_argmax(
     logits_NV: torch.Tensor, keys_N1: torch.Tensor, *, first_id: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's best `logits_NV` + gumbel(`keys_N1`, id), float64 [N], and its id, int64 [N]; the lowest id of equals.

@@ -13,7 +13,7 @@ from transom_worker.sampling.sequence_state import SequenceState
 from transom_worker.sampling.sequence_state import noise_keys as row_keys
 
 
-def tempered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+def apply_temperature(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
     """Each row over its temperature; `logits_NV` itself where all are 1."""
     if all(state.params.temperature == 1.0 for state in states):
         return logits_NV

@@ -6,9 +6,9 @@ import pytest
 from hand_scheduler import HandScheduler, engine_config
 from toy_decoder import ToyDecoder, layer, load_toy
 
-from transom_worker.execution import dry_run
+from transom_worker.execution import dummy_run
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.dry_run import warm_up, worst_past
+from transom_worker.execution.dummy_run import warm_up, worst_case_start
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.layers.forward_batch import ForwardBatch
@@ -26,9 +26,9 @@ def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
 @pytest.mark.parametrize("max_model_len", [1, 3, 4, 100])
 def test_steps_stay_within_the_limits(max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, model = make(100)
-    monkeypatch.setattr(dry_run, "MORE_TOKENS", (20, 60, 500))
+    monkeypatch.setattr(dummy_run, "MORE_TOKENS", (20, 60, 500))
     seen: list[tuple[int, int]] = []
-    plain = dry_run.dry_run
+    plain = dummy_run.dummy_run
 
     def watched(*args: object, start: int = 0) -> object:
         counts = args[3]
@@ -36,7 +36,7 @@ def test_steps_stay_within_the_limits(max_model_len: int, monkeypatch: pytest.Mo
         seen.append((start, counts[0]))
         return plain(*args, start=start)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dry_run, "dry_run", watched)
+    monkeypatch.setattr(dummy_run, "dummy_run", watched)
     logits = warm_up(model, runner._builder, runner._groups, most_tokens=64, max_model_len=max_model_len, compiles=True)
     assert logits.shape[0] == 1
     assert all(start + count <= max_model_len and count <= 64 for start, count in seen)
@@ -60,8 +60,8 @@ def test_nothing_is_left_behind() -> None:
 def test_the_step_that_needs_most_memory_stands_behind_a_whole_sequence_where_entries_are_listed() -> None:
     plain = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
     entries = GroupSpec(name="indexer_4", kind=GroupKind.INDEXER, layers=(0,), block_size=16, ratio=4)
-    assert worst_past([plain], 50, 100) == 0
-    assert worst_past([plain, entries], 50, 100) == 50
+    assert worst_case_start([plain], 50, 100) == 0
+    assert worst_case_start([plain, entries], 50, 100) == 50
 
 
 def test_only_the_first_sequence_of_a_dry_run_has_a_past(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,5 +74,5 @@ def test_only_the_first_sequence_of_a_dry_run_has_a_past(monkeypatch: pytest.Mon
         return build(plan, store)
 
     monkeypatch.setattr(runner._builder, "build", watched)
-    logits = dry_run.dry_run(model, runner._builder, runner._groups, [5, 1], start=90)
+    logits = dummy_run.dummy_run(model, runner._builder, runner._groups, [5, 1], start=90)
     assert (plans[0].start, plans[0].count, plans[0].logits_from, len(logits)) == ([90, 0], [5, 1], [94, 0], 2)

@@ -42,11 +42,11 @@ def warm_up(
         past = min(PAST_TOKENS, max_model_len - 3)
         steps += [(past, count) for count in (3, 1) if past > 0 and count <= most_tokens]
     for start, count in steps:
-        dry_run(model, builder, groups, [count], start=start)
-    return dry_run(model, builder, groups, [1])
+        dummy_run(model, builder, groups, [count], start=start)
+    return dummy_run(model, builder, groups, [1])
 
 
-def dry_run(
+def dummy_run(
     model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int], *, start: int = 0
 ) -> torch.Tensor:
     """One forward pass over sequences of `counts` new tokens, the first one's behind `start`: reads block 0 throughout, writes to
@@ -74,7 +74,7 @@ def dry_run(
     return logits_BV
 
 
-def worst_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
+def worst_case_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
     """Tokens of each sequence in a step that needs the most memory: long prompts, and as many rows of logits as may be."""
     counts = [1] * min(max_num_seqs, max_num_batched_tokens)
     left = max_num_batched_tokens - len(counts)
@@ -85,7 +85,7 @@ def worst_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_le
     return counts
 
 
-def worst_past(groups: Sequence[GroupSpec], count: int, max_model_len: int) -> int:
+def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int) -> int:
     """Tokens before the longest of those prompts, of `count` new tokens, in that step.
 
     An indexer's scores, and lists of the entries that queries read, grow with the whole sequence.
