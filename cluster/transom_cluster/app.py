@@ -16,9 +16,9 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from transom_cluster.router.peers import answer_peer
+from transom_cluster.router.peers import PeerQuery
 from transom_cluster.serve.autoscaling import serve_autoscaling
-from transom_cluster.serve.router_peers import ServeRouterPeers
+from transom_cluster.serve.router_peers import ServeRouterPeers, answer_peer
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_cluster.serve.worker_directory import ServeWorkerDirectory
 from transom_cluster.serve.worker_resources import ROUTER_CPUS, ClusterResources, WorkerResources, worker_resources
@@ -73,9 +73,9 @@ class RouterDeployment:
         )
         return build_api(self._router)
 
-    async def answer_peer(self, asker_id: str, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-        """Answer the question of another router replica, `asker_id`; `router.peers` has the methods."""
-        return await answer_peer(self._router, asker_id, method, args)
+    async def answer_peer(self, asker_id: str, query: PeerQuery[Any]) -> tuple[str, Any]:
+        """Answer the query of another router replica, `asker_id`; `router.peers` has the queries."""
+        return answer_peer(self._router, asker_id, query)
 
     async def drain(self) -> None:
         """Refuse new requests, wait for the running ones as long as `Router.stop` does, and disconnect from the workers."""

@@ -68,6 +68,11 @@ async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]
         await router.stop()
 
 
+def num_in_flight(router: Router) -> int:
+    """Requests that workers have."""
+    return sum(router.state().in_flight_by_worker.values())
+
+
 GIVE_UP_S = 120  # what is waited for comes at once, but for a machine that is full
 
 

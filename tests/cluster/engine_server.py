@@ -58,8 +58,8 @@ class EngineServer:
     def left(self) -> dict[str, int]:
         """What of requests is still there, anywhere."""
         counts = {
-            "waiting at the router": self.router.num_waiting,
-            "in flight at the router": self.router.num_in_flight,
+            "waiting at the router": len(self.router.queue),
+            "in flight at the router": sum(self.router.state().in_flight_by_worker.values()),
             "known to the worker": len(self.replica._routers),
             "known to the engine": len(self.replica.engine.requests),
             "active blocks": self.num_active_blocks,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import Api, running_api
+from conftest import Api, num_in_flight, running_api
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES
@@ -92,7 +92,7 @@ def post() -> Iterator[Any]:
         async def send(path: str, content: bytes) -> httpx.Response:
             async with asyncio.timeout(120):
                 response = await api.client.post(path, content=content)
-            assert api.router.num_in_flight == 0
+            assert num_in_flight(api.router) == 0
             return response
 
         yield lambda path, content: runner.run(send(path, content))

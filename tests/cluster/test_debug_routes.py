@@ -15,9 +15,11 @@ from stub_worker import StubWorker
 from conftest import Api, running_api, until
 from transom_cluster.http.api import build_api
 from transom_cluster.http.request_timeline_report import phase_times
+from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, StepFailed
+from transom_worker.telemetry.request_timelines import TimelineStore
 
 MARK = "zebra4711"
 
@@ -243,8 +245,8 @@ class Peers:
     def __init__(self, other: Any) -> None:
         self.other = other
 
-    async def ask_others(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return [TimeoutError("a third one"), getattr(self.other, method)(*args)]
+    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
+        return [TimeoutError("a third one"), query.answer(self.other)]
 
 
 async def test_any_router_knows_what_another_one_served() -> None:
@@ -260,8 +262,8 @@ async def test_any_router_knows_what_another_one_served() -> None:
         assert await lines_of(asked, **yours) == []
 
 
-async def test_lives_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.router.timelines._timelines, "_max_timelines", 5)
+async def test_timelines_are_bounded(api: Api) -> None:
+    api.router.timelines = RequestTimelines("r0", store=TimelineStore(max_timelines=5))
     ids = [(await api.complete(max_tokens=1)).json()["id"] for _ in range(9)]
     assert [line["id"] for line in await lines_of(api)] == ids[:3:-1]
     assert (await api.client.get(f"/debug/requests/{ids[0]}")).status_code == 404

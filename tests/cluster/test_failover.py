@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from stub_worker import StubWorker
 
-from conftest import Api, running_api, until
+from conftest import Api, num_in_flight, running_api, until
 from transom_cluster.router import in_flight_requests, request_queue, worker_connection
 from transom_worker.config import FailoverConfig, LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
@@ -270,7 +270,7 @@ async def test_a_resumed_stream_waits_where_all_are_full(monkeypatch: pytest.Mon
         (other,) = [w for w in api.workers if not w.num_running]
         other.admission_error = ErrorInfo.of(Overloaded("full"))
         await kill_one(api)
-        await until(lambda: api.router.num_waiting == 1 and other.submitted)
+        await until(lambda: len(api.router.queue) == 1 and other.submitted)
         assert (await api.complete()).status_code == 503  # a new one is refused
         other.admission_error = None
         assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
@@ -283,10 +283,10 @@ async def test_a_client_that_leaves_during_a_resume_leaks_nothing(stream: bool) 
         await until(lambda: sum(worker.num_running for worker in api.workers) == 4)
         for worker in api.workers:
             worker.kill()
-        await until(lambda: api.router.num_waiting == 4)
+        await until(lambda: len(api.router.queue) == 4)
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
-        assert api.router.num_waiting == api.router.num_in_flight == 0
+        assert len(api.router.queue) == num_in_flight(api.router) == 0
         late = StubWorker(worker="late")
         api.directory.add(late)
         await until(lambda: api.router.is_ready)
@@ -316,7 +316,7 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
         release.set()
         await other.until(lambda: other.aborted)
         assert other.aborted == [other.submitted[0].request_id]
-        assert other.num_running == api.router.num_in_flight == 0
+        assert other.num_running == num_in_flight(api.router) == 0
 
 
 async def test_a_deadline_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,4 +326,4 @@ async def test_a_deadline_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> N
         await kill_one(api)
         response = await answer
         assert response.status_code == 408
-        assert api.router.num_waiting == 0
+        assert len(api.router.queue) == 0

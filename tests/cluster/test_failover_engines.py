@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conftest import until
+from conftest import num_in_flight, until
 from transom_cluster.router.router import Router
 from transom_worker.config import FailoverConfig, ServerConfig
 from transom_worker.contract import (
@@ -190,7 +190,7 @@ async def test_texts_are_those_of_an_undisturbed_run(
     async with routed(tiny_model, dying, other) as router:
         got = await answers_of(router, requests)
         assert dying.is_dead
-        assert router.num_in_flight == router.num_waiting == 0
+        assert num_in_flight(router) == len(router.queue) == 0
         labels = {"model": "tiny", "router": "r", "outcome": "resumed"}
         assert (router.metrics.registry.get_sample_value("transom_router_failovers_total", labels) or 0) >= 1
     for one, whole in zip(got, expected, strict=True):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stub_worker import StubDirectory, StubWorker
 
-from conftest import Api, make_router, running_api
+from conftest import Api, make_router, num_in_flight, running_api
 from transom_cluster.router import request_queue, worker_connection
 from transom_cluster.router.router import Router
 from transom_worker.config import FailoverConfig
@@ -51,7 +51,7 @@ def check_stream(text: str, num_tokens: int) -> None:
 async def check_nothing_is_left(router: Router, workers: list[StubWorker]) -> None:
     for _ in range(50):
         await asyncio.sleep(0)
-    assert router.num_in_flight == router.num_waiting == 0
+    assert num_in_flight(router) == len(router.queue) == 0
     assert [worker.num_running for worker in workers] == [0] * len(workers)
 
 

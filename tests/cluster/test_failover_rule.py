@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stub_worker import StubWorker
 
 from conftest import Api, running_api, until
-from transom_cluster.router.failover import RELEASE_TOKENS, LossRecord, after_loss, judge, may_have_run
+from transom_cluster.router.failover import RELEASE_TOKENS, LossRecord, after_loss, assign_blame, may_have_run
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import WorkerLoad
 
@@ -30,45 +30,45 @@ class Attempt:
 
 def test_alone_on_two_lost_workers():
     record = LossRecord()
-    assert judge([record], max_lost_workers=2) is None
+    assert assign_blame([record], max_lost_workers=2) is None
     assert record.is_suspect
-    assert judge([record], max_lost_workers=2) is record
+    assert assign_blame([record], max_lost_workers=2) is record
 
 
 def test_the_suspect_is_named_and_the_others_are_cleared():
     records = [LossRecord() for _ in range(32)]
-    assert judge(records, max_lost_workers=2) is None
+    assert assign_blame(records, max_lost_workers=2) is None
     assert all(record.is_suspect for record in records)
     records[3].release()  # it went on well
     bystanders = [LossRecord(), records[3]]
-    assert judge([*bystanders, records[7]], max_lost_workers=2) is records[7]
+    assert assign_blame([*bystanders, records[7]], max_lost_workers=2) is records[7]
     assert not any(record.is_suspect or record.num_losses for record in [*records[:7], *records[8:], *bystanders])
 
 
 def test_suspects_that_were_lost_together_are_not_stopped():
     records = [LossRecord() for _ in range(2)]
     for _ in range(5):
-        assert judge(records, max_lost_workers=2) is None
-    assert judge(records[:1], max_lost_workers=2) is records[0]
+        assert assign_blame(records, max_lost_workers=2) is None
+    assert assign_blame(records[:1], max_lost_workers=2) is records[0]
     assert records[1].num_losses == 0
 
 
 def test_losses_are_forgotten_by_those_that_went_on_well():
     record, other = LossRecord(), LossRecord()
-    judge([record, other], max_lost_workers=2)
+    assign_blame([record, other], max_lost_workers=2)
     record.release()
     assert (record.num_losses, other.num_losses) == (0, 1)
     for _ in range(5):
-        assert judge([record], max_lost_workers=2) is None
+        assert assign_blame([record], max_lost_workers=2) is None
         record.release()
 
 
 def test_who_is_alone_for_one_router_only_becomes_a_suspect():
     """Another router's requests may have been there too."""
     record = LossRecord()
-    assert judge([record], max_lost_workers=1) is None
+    assert assign_blame([record], max_lost_workers=1) is None
     assert record.is_suspect
-    assert judge([record], max_lost_workers=1) is record
+    assert assign_blame([record], max_lost_workers=1) is record
 
 
 def test_who_merely_waited_is_not_to_blame():
@@ -89,14 +89,14 @@ def test_who_goes_on():
     def lose(cause):
         return after_loss(attempts, cause, config, max_num_seqs=None)
 
-    assert lose("moved").going_on == [streaming, queued, unsent]  # who had begun first
-    assert [one.record.num_resumes for one in attempts] == [0, 0, 0]
+    assert lose("moved").migrating == [streaming, queued, unsent]  # who had begun first
+    assert [one.record.num_migrations for one in attempts] == [0, 0, 0]
     assert lose("lost").given_up == []
-    assert [one.record.num_resumes for one in attempts] == [1, 1, 0]
+    assert [one.record.num_migrations for one in attempts] == [1, 1, 0]
     assert [one.record.num_losses for one in attempts] == [1, 1, 0]
-    verdict = lose("torn")
-    assert verdict.given_up == [streaming, queued]
-    assert verdict.going_on == [unsent]
+    decision = lose("torn")
+    assert decision.given_up == [streaming, queued]
+    assert decision.migrating == [unsent]
     assert [one.record.num_losses for one in attempts] == [1, 1, 0]
 
 
@@ -106,7 +106,7 @@ def test_two_workers_are_all_that_poison_costs_and_nobody_else_is_stopped(data):
     num_workers, num_requests = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
     records = [LossRecord() for _ in range(num_requests)]
     poison = records[data.draw(st.integers(0, num_requests - 1))]
-    assert judge(records, max_lost_workers=2) is None
+    assert assign_blame(records, max_lost_workers=2) is None
     num_lost, stopped = 1, []
     others: list[list[LossRecord]] = [[LossRecord()] for _ in range(num_workers)]
     for record in data.draw(st.permutations(records)):
@@ -118,10 +118,15 @@ def test_two_workers_are_all_that_poison_costs_and_nobody_else_is_stopped(data):
             record.release()
             continue
         num_lost += 1
-        stopped = [judge(at, max_lost_workers=2)]
+        stopped = [assign_blame(at, max_lost_workers=2)]
     assert stopped == [poison]
     assert num_lost == 2
     assert not any(one.num_losses for group in others for one in group if one is not poison)
+
+
+def with_suspect(api: Api) -> set[str]:
+    """Workers that have a suspect."""
+    return {one.worker_id for one in api.router.connections.values() if one.suspect is not None}
 
 
 def value(api: Api, outcome: str) -> float | None:
@@ -183,15 +188,15 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
         await until(lambda: first.num_silent == 2 and first.is_read)
         first.kill()
         api.directory.add(second)
-        await until(lambda: second.num_silent == 1 and second.is_read and api.router.num_waiting == 1)
+        await until(lambda: second.num_silent == 1 and second.is_read and len(api.router.queue) == 1)
         api.directory.add(third)
         await until(lambda: third.num_silent == 1 and third.is_read)
-        assert api.router._queue._willing._examined.keys() == {"w1", "w2"}
+        assert with_suspect(api) == {"w1", "w2"}
         third.go()
         assert (await poison).status_code == 500
         begun = second.submitted[0]
         second.push(second._event(begun, len(begun.resumed_output_ids) + 1, is_last=False))
-        await until(lambda: not api.router._queue._willing._examined)  # long before its eighth token
+        await until(lambda: not with_suspect(api))  # long before its eighth token
         second.kill()
         last.go()
         api.directory.add(last)
@@ -212,7 +217,7 @@ async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once(
         first.kill()
         api.directory.add(second)
         await until(lambda: second.num_silent == 7)  # the queued ones, and one of the two that may have done it
-        assert api.router.num_waiting == 1
+        assert len(api.router.queue) == 1
         second.go()
         for answer in (*streaming, *queued):
             assert (await answer).json()["choices"][0]["text"] == LETTERS

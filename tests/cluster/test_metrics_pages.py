@@ -14,10 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from stub_worker import StubDirectory, StubWorker
 
 from conftest import Api, make_router, running_api
+from transom_cluster.http import metrics_page
 from transom_cluster.http.api import build_api
-from transom_cluster.router.peers import answer_peer
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.router_metrics import page as metrics_page
 
 # what Prometheus 2.42 sends
 PROMETHEUS = (
@@ -33,11 +32,8 @@ class StubPeers:
     def __init__(self, *others: Router | Exception) -> None:
         self.others = others
 
-    async def ask_others(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return [
-            other if isinstance(other, Exception) else (await answer_peer(other, "r0", method, args))[1]
-            for other in self.others
-        ]
+    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
+        return [other if isinstance(other, Exception) else query.answer(other) for other in self.others]
 
 
 def stub(worker: str, **values: Any) -> StubWorker:

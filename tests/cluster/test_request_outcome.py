@@ -42,7 +42,7 @@ def ended(api: Api) -> tuple[dict[str, float], dict[str, float]]:
 def known(api: Api) -> set[tuple[str, ...]]:
     """The series of all counters that requests have."""
     names = ("transom_router_requests", "transom_router_broken_answers")
-    families = [one for one in text_string_to_metric_families(api.router.metrics_text(False)) if one.name in names]
+    families = [one for one in text_string_to_metric_families(api.router.metrics.text()) if one.name in names]
     return {tuple(sample.labels.values()) for family in families for sample in family.samples}
 
 

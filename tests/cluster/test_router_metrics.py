@@ -33,7 +33,7 @@ def changes(api: Api) -> list[float | None]:
 
 def test_every_series_has_model_and_router_and_fixed_values_are_there_from_the_start() -> None:
     router = make_router(StubWorker())
-    families = {family.name: family for family in text_string_to_metric_families(router.metrics_text(False))}
+    families = {family.name: family for family in text_string_to_metric_families(router.metrics.text())}
     for family in families.values():
         for sample in family.samples:
             assert {"model": "stub", "router": "r0"}.items() <= sample.labels.items(), sample
@@ -71,8 +71,8 @@ async def test_workers_join_and_are_lost_or_drained() -> None:
         api.directory.remove(api.worker)
         await until(lambda: "w0" not in api.router.connections)
         assert changes(api) == [3, 1, 1]
-        assert 'worker="w0"' not in api.router.metrics_text(False)
-        assert 'worker="w1"' in api.router.metrics_text(False)
+        assert 'worker="w0"' not in api.router.metrics.text()
+        assert 'worker="w1"' in api.router.metrics.text()
 
 
 @pytest.mark.parametrize("stream_breaks", ["first", "at last", "never"])
@@ -94,7 +94,7 @@ async def test_a_crash_is_a_loss_whatever_the_router_hears_of_first(stream_break
 async def test_a_worker_that_answers_nobody_when_it_leaves_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host is gone: calls to it do not fail, they hang."""
     async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
-        monkeypatch.setattr(worker_pool, "LAST_WORD_S", 0.01)
+        monkeypatch.setattr(worker_pool, "LAST_CALL_TIMEOUT_S", 0.01)
         monkeypatch.setattr(api.worker, "info", asyncio.Event().wait)
         api.directory.remove(api.worker)
         await until(lambda: "w0" not in api.router.connections)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 import warnings
 from typing import Any
 
@@ -11,8 +12,15 @@ import pytest
 from stub_worker import StubWorker
 
 from conftest import make_router
-from transom_cluster.router.peers import NoPeers, answer_peer
-from transom_cluster.serve.router_peers import ServeRouterPeers
+from transom_cluster.router.peers import (
+    MetricsQuery,
+    NoPeers,
+    ProcessMetricsQuery,
+    ProcessNameQuery,
+    RecentRequestsQuery,
+    TimelineQuery,
+)
+from transom_cluster.serve.router_peers import ServeRouterPeers, answer_peer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, of pydantic
@@ -49,15 +57,15 @@ class StubHandle:
 async def test_others_answer_and_the_own_answer_is_dropped() -> None:
     handle = StubHandle(("a", "page of a"), ("me", None), ("b", "page of b"))
     peers = ServeRouterPeers("me", lambda: handle)
-    assert await peers.ask_others("metrics_text", True, timeout_s=120) == ["page of a", "page of b"]
-    assert handle.asked == [("answer_peer", "me", "metrics_text", (True,))]
+    assert await peers.ask_others(MetricsQuery(True), timeout_s=120) == ["page of a", "page of b"]
+    assert handle.asked == [("answer_peer", "me", MetricsQuery(True))]
 
 
 async def test_one_that_fails_or_is_late_costs_only_its_own_answer() -> None:
     died = ConnectionError("died")
     peers = ServeRouterPeers("me", lambda: None)
     peers._handle = StubHandle(None, ("a", 1), died, ("me", None))  # so that only the one that is late takes time
-    late, answer, lost = await peers.ask_others("process_name", timeout_s=0.02)
+    late, answer, lost = await peers.ask_others(ProcessNameQuery(), timeout_s=0.02)
     assert isinstance(late, TimeoutError)
     assert (answer, lost) == (1, died)
 
@@ -66,17 +74,31 @@ async def test_nobody_is_asked_where_serve_knows_nobody() -> None:
     def nothing() -> Any:
         raise KeyError("no such deployment")
 
-    assert await ServeRouterPeers("me", nothing).ask_others("process_name", timeout_s=120) == []
-    assert await NoPeers().ask_others("process_name", timeout_s=120) == []
+    assert await ServeRouterPeers("me", nothing).ask_others(ProcessNameQuery(), timeout_s=120) == []
+    assert await NoPeers().ask_others(ProcessNameQuery(), timeout_s=120) == []
 
 
-async def test_routers_answer_what_is_allowed_and_themselves_nothing() -> None:
+async def test_a_router_answers_others_but_not_itself() -> None:
     router = make_router(StubWorker())
-    assert await answer_peer(router, "other", "process_name", ()) == ("r0", "router/r0")
-    assert await answer_peer(router, "r0", "process_name", ()) == ("r0", None)
-    for method in ("stop", "__class__", "begin_drain"):
-        with pytest.raises(ValueError, match="do not ask each other"):
-            await answer_peer(router, "other", method, ())
+    assert answer_peer(router, "other", ProcessNameQuery()) == ("r0", "router/r0")
+    assert answer_peer(router, "r0", ProcessNameQuery()) == ("r0", None)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        MetricsQuery(True),
+        ProcessNameQuery(),
+        ProcessMetricsQuery("router/r0", False),
+        TimelineQuery("a", "all"),
+        RecentRequestsQuery("all", None, 5),
+    ],
+)
+async def test_queries_and_their_answers_travel_between_processes(query: Any) -> None:
+    router = make_router(StubWorker())
+    sent = pickle.loads(pickle.dumps(query))
+    assert sent == query
+    assert type(pickle.loads(pickle.dumps(sent.answer(router)))) is type(query.answer(router))
 
 
 def test_serve_has_what_is_relied_on() -> None:

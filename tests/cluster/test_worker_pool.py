@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 import pytest
 from stub_worker import StubDirectory, StubWorker
 
-from conftest import Api, make_router, running_api, until
+from conftest import Api, make_router, num_in_flight, running_api, until
 from transom_cluster.router import request_queue, worker_connection, worker_pool
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_worker.config import FailoverConfig, LimitsConfig
@@ -36,12 +36,12 @@ async def test_a_request_waits_for_the_first_worker() -> None:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
         answer = asyncio.create_task(api.complete())
-        await until(lambda: api.router.num_waiting == 1)
+        await until(lambda: len(api.router.queue) == 1)
         assert sample(api, "transom_router_waiting_requests") == 1
         assert api.directory.num_wakes  # so that a cluster that was scaled to nothing starts a worker
         api.directory.add(StubWorker(worker="w1"))
         assert await text(answer) == "abc"
-        assert api.router.num_waiting == 0
+        assert len(api.router.queue) == 0
 
 
 async def test_a_router_that_never_had_a_worker_keeps_its_clients_waiting_as_well() -> None:
@@ -67,7 +67,7 @@ async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.Mo
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
         waiting = [asyncio.create_task(api.complete()) for _ in range(2)]
-        await until(lambda: api.router.num_waiting == 2)
+        await until(lambda: len(api.router.queue) == 2)
         refused = await api.complete(stream=True)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "overloaded"
@@ -83,7 +83,7 @@ async def test_nobody_waits_for_ever() -> None:
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "worker_unavailable"
-        assert api.router.num_waiting == 0
+        assert len(api.router.queue) == 0
         assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 0  # no worker ever had it
 
 
@@ -104,7 +104,7 @@ async def test_if_all_are_full_the_client_is_told_when_to_come_back() -> None:
             assert response.status_code == 503
             assert response.headers["retry-after"] == "3"
             assert response.json()["error"]["code"] == "overloaded"
-        assert api.router.num_waiting == api.router.num_in_flight == 0
+        assert len(api.router.queue) == num_in_flight(api.router) == 0
 
 
 async def test_a_batch_larger_than_any_queue_is_spread() -> None:
@@ -118,7 +118,7 @@ async def test_admission_is_all_or_nothing() -> None:
         response = await api.complete(n=13, stream=True)
         assert response.status_code == 503
         await until(lambda: not any(worker.num_running for worker in api.workers))
-        assert api.router.num_in_flight == api.router.num_waiting == 0
+        assert num_in_flight(api.router) == len(api.router.queue) == 0
 
 
 async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
@@ -199,7 +199,7 @@ async def test_a_worker_that_was_missing_for_a_moment_is_linked_again() -> None:
 
 
 async def test_a_directory_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "FOLLOW_AGAIN_S", 0.0)
+    monkeypatch.setattr(worker_pool, "DIRECTORY_RETRY_S", 0.0)
 
     class Failing(StubDirectory):
         num_failures = 0
@@ -232,7 +232,7 @@ async def test_a_request_that_cannot_be_placed_fails_alone(
 
         monkeypatch.setattr(Placer, "place", broken)
         odd, fine = (asyncio.create_task(api.complete(prompt=prompt)) for prompt in ("odd", "fine"))
-        await until(lambda: api.router.num_waiting == 2)
+        await until(lambda: len(api.router.queue) == 2)
         api.directory.add(StubWorker(worker="w1"))
         assert (await odd).status_code == 500
         assert await text(fine) == "abc"
@@ -254,7 +254,7 @@ async def test_an_event_that_cannot_be_handled_fails_its_request_alone(
         assert await text(fine) == "abcdefghi"
         await until(lambda: api.worker.aborted)
         assert api.worker.num_streams == 1  # the connection is whole
-        assert api.router.num_in_flight == 0
+        assert num_in_flight(api.router) == 0
         assert "KeyError" in caplog.text
 
 
@@ -278,7 +278,7 @@ async def test_what_was_taken_from_a_lost_worker_is_handed_over_whatever_else_fa
         monkeypatch.setattr(request_queue, "after_loss", broken)
         second.kill()
         assert (await answer).status_code == 500
-        assert api.router.num_waiting == 0
+        assert len(api.router.queue) == 0
 
 
 async def test_a_worker_that_cannot_take_requests_is_left_alone_for_a_while() -> None:
@@ -288,7 +288,7 @@ async def test_a_worker_that_cannot_take_requests_is_left_alone_for_a_while() ->
         for _ in range(6):
             assert (await api.complete()).status_code == 200
         assert (len(starting.submitted), len(ready.submitted)) == (1, 6)
-        api.router._queue._willing._rests_until_s["w0"] = 0.0  # a second later
+        api.router.connections["w0"].cooldown_until_s = 0.0  # a second later
         starting.admission_error = None
         for _ in range(2):
             assert (await api.complete()).status_code == 200
@@ -302,10 +302,10 @@ async def test_streams_that_have_begun_come_first_and_then_what_matters_most() -
         await until(lambda: first.num_silent == 1)
         second.go()
         first.kill()
-        await until(lambda: api.router.num_waiting == 1)
+        await until(lambda: len(api.router.queue) == 1)
         for num, priority in enumerate((3, 0, -1, 0)):
             answers.append(asyncio.create_task(api.complete(prompt=str(num), priority=priority)))
-            await until(lambda num=num: api.router.num_waiting == num + 2)
+            await until(lambda num=num: len(api.router.queue) == num + 2)
         api.directory.add(second)
         assert [await text(answer) for answer in answers] == ["abc"] * 5
         assert [bytes(r.prompt_token_ids).decode() for r in second.submitted] == ["begun", "2", "1", "3", "0"]

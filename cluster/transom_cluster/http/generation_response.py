@@ -16,7 +16,7 @@ from transom_cluster.openai.response_types import ChatCompletion, Completion
 from transom_cluster.openai.writers import ResponseWriter, data_line
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.request_timeline import RequestTimeline
+from transom_cluster.telemetry.request_events import ClientLeft, RequestEvents
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_worker.contract import OutputEvent, Request
 
@@ -42,10 +42,10 @@ class GenerationResponse(Response):
         writer: ResponseWriter,
         *,
         stream: bool,
-        timeline: RequestTimeline,
+        events: RequestEvents,
     ) -> None:
         super().__init__()
-        self._timeline = timeline
+        self._events = events
         self._router = router
         self._requests = requests
         self._writer = writer
@@ -54,10 +54,12 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
-        await run_until_disconnect(self._run(scope, receive, send), receive, left=self._timeline.client_left)
+        await run_until_disconnect(
+            self._run(scope, receive, send), receive, left=lambda: self._events.report(ClientLeft())
+        )
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._router.generate(self._requests, self._timeline) as output:
+        async with self._router.generate(self._requests, self._events) as output:
             self._meter.begun()
             if self._stream:
                 await self._send_stream(output, scope, send)

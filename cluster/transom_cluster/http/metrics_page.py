@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from transom_cluster.openai.errors import process_silent, unknown_process
+from transom_cluster.router.peers import MetricsQuery, ProcessMetricsQuery, ProcessNameQuery
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.telemetry.merge_metrics import merge_pages
@@ -18,21 +19,22 @@ SCRAPE_TIMEOUT_S = 2.0  # for each process, all at once; Prometheus itself waits
 
 async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
     """The metrics of all routers and workers that answer in time; the others are left out and counted."""
+    query = MetricsQuery(openmetrics)
     workers, routers = await asyncio.gather(
-        asyncio.gather(*(_page_of(client, openmetrics) for client in router.clients)),
-        router.peers.ask_others("metrics_text", openmetrics, timeout_s=SCRAPE_TIMEOUT_S),
+        asyncio.gather(*(_page_of(one.client, openmetrics) for one in router.connections.values())),
+        router.peers.ask_others(query, timeout_s=SCRAPE_TIMEOUT_S),
     )
     router.metrics.dropped_scrapes("worker", sum(page is None for page in workers))
     router.metrics.dropped_scrapes("router", sum(not isinstance(page, str) for page in routers))
-    pages = [router.metrics_text(openmetrics), *routers, *workers]
+    pages = [query.answer(router), *routers, *workers]
     texts = [page for page in pages if isinstance(page, str)]
     return await asyncio.to_thread(merge_pages, texts, openmetrics=openmetrics)  # so that no stream waits for it
 
 
 async def process_names(router: Router) -> Sequence[str]:
     """This router, the others that answer, and all workers: `router/ID`, `worker/ID`."""
-    others = await router.peers.ask_others("process_name", timeout_s=SCRAPE_TIMEOUT_S)
-    routers = [router.process_name(), *sorted(name for name in others if isinstance(name, str))]
+    others = await router.peers.ask_others(ProcessNameQuery(), timeout_s=SCRAPE_TIMEOUT_S)
+    routers = [ProcessNameQuery().answer(router), *sorted(name for name in others if isinstance(name, str))]
     return [*routers, *(f"worker/{worker_id}" for worker_id in router.connections)]
 
 
@@ -43,16 +45,15 @@ async def process_page(router: Router, name: str, *, openmetrics: bool = False) 
         HttpError: 404, there is no such process.  504: it does not answer.
     """
     kind, _, process_id = name.partition("/")
-    if (page := router.process_page(name, openmetrics)) is not None:
+    query = ProcessMetricsQuery(name, openmetrics)
+    if (page := query.answer(router)) is not None:
         return page
     if kind == "worker" and (connection := router.connections.get(process_id)) is not None:
         page = await _page_of(connection.client, openmetrics)
         if page is None:
             raise process_silent(name)
         return page
-    answers = []
-    if kind == "router":
-        answers = await router.peers.ask_others("process_page", name, openmetrics, timeout_s=SCRAPE_TIMEOUT_S)
+    answers = await router.peers.ask_others(query, timeout_s=SCRAPE_TIMEOUT_S) if kind == "router" else []
     for answer in answers:
         if isinstance(answer, str):
             return answer

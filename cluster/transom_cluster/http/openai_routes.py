@@ -37,7 +37,6 @@ from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
 from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_cluster.telemetry.span_attributes import request_attributes
 from transom_worker import contract
 from transom_worker.contract import SamplingParams
@@ -106,7 +105,7 @@ class OpenAiRoutes:
         """Token ids of a text or a chat."""
         body = await self._parse(request, TokenizeRequest, TOKENIZE_RULES)
         await self._router.prepare(body.model)
-        tokenizer, limits = self._router.tokenizer, self._router.limits
+        tokenizer, limits = self._router.tokenizer, self._router.limits.current
         token_ids = (await self._tokenize_prompt(body)).token_ids
         response: Tokens = {
             "count": len(token_ids),
@@ -120,7 +119,7 @@ class OpenAiRoutes:
         """Text of token ids."""
         body = await self._parse(request, DetokenizeRequest, NO_RULES)
         await self._router.prepare(body.model)
-        check_vocabulary(body.tokens, self._router.limits.vocab_size, param="tokens")
+        check_vocabulary(body.tokens, self._router.limits.current.vocab_size, param="tokens")
         text = await asyncio.to_thread(self._router.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return JSONResponse(Text(prompt=text))
 
@@ -176,7 +175,7 @@ class OpenAiRoutes:
             metadata.id,
             prompts,
             params,
-            router.limits,
+            router.limits.current,
             engine_seed=router.engine_seed,
             arrival_s=state.arrival_s,
             deadline_s=None if timeout_s is None else state.arrival_s + timeout_s,
@@ -205,16 +204,16 @@ class OpenAiRoutes:
         """The response that will run `requests`, with the timeline and the span that describe it."""
         if state.trace is not None:
             state.trace.describe(request_attributes(params, num_choices=len(requests), stream=stream))
-        timeline = RequestTimeline(
+        timeline = self._router.timelines.create(
             requests,
             endpoint=routed_path(request.scope),
             client=state.client,
             stream=stream,
             outer_id=state.x_request_id,
-            trace=state.trace,
         )
         state.engine_request_id, state.timeline = requests[0].request_id, timeline
-        return GenerationResponse(self._router, requests, writer, stream=stream, timeline=timeline)
+        events = self._router.request_events(timeline, state.trace)
+        return GenerationResponse(self._router, requests, writer, stream=stream, events=events)
 
     def _echoed_prompts(
         self, given: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int

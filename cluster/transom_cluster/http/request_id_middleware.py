@@ -93,7 +93,7 @@ def _log_access(scope: Scope, state: RequestState, status: int, seconds: float) 
     if state.x_request_id:
         facts["x_request_id"] = state.x_request_id
     if state.timeline is not None:
-        line = state.timeline.line()
+        line = state.timeline.summary()
         names = ("prompt_tokens", "hit_tokens", "output_tokens", "first_token_after_s", "workers", "resumes", "state")
         facts |= {name: line[name] for name in (*names, "finish_reasons")}
         if state.timeline.error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from transom_cluster.router.peers import RecentRequestsQuery, TimelineQuery
 from transom_cluster.router.router import Router
 from transom_worker.telemetry.request_timelines import prompt_and_choice_of
 
@@ -36,8 +37,9 @@ async def request_report(router: Router, request_id: str, client: str) -> dict[s
 
 async def recent_requests(router: Router, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
     """A client's last requests at all routers, the newest first."""
-    others = await router.peers.ask_others("request_lines", client, state, limit, timeout_s=ASK_TIMEOUT_S)
-    known = [router.request_lines(client, state, limit), *(lines for lines in others if isinstance(lines, list))]
+    query = RecentRequestsQuery(client, state, limit)
+    others = await router.peers.ask_others(query, timeout_s=ASK_TIMEOUT_S)
+    known = [query.answer(router), *(lines for lines in others if isinstance(lines, list))]
     return sorted(itertools.chain(*known), key=lambda line: float(line["arrival_s"]), reverse=True)[:limit]
 
 
@@ -62,10 +64,11 @@ def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 async def _router_part(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
     """An answer has one router, which may not be this one."""
-    own = router.request_timeline(request_id, client)
+    query = TimelineQuery(request_id, client)
+    own = query.answer(router)
     if own is not None:
         return own
-    others = await router.peers.ask_others("request_timeline", request_id, client, timeout_s=ASK_TIMEOUT_S)
+    others = await router.peers.ask_others(query, timeout_s=ASK_TIMEOUT_S)
     return next((part for part in others if isinstance(part, dict)), None)
 
 

@@ -50,7 +50,7 @@ def _add_models(api: FastAPI, router: Router) -> None:
     name = router.config.served_model_name
 
     def model_card() -> ModelCard:
-        limits = router.known_limits
+        limits = router.limits.last_known
         return {
             "id": name,
             "object": "model",

@@ -1,1 +1,1 @@
-"""The router: the request queue, in-flight requests, connections to workers, and failover."""
+"""The router: request queue, in-flight requests, worker connections, failover, and queries to other routers."""

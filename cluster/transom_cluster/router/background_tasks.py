@@ -1,4 +1,4 @@
-"""Tasks that outlive whoever starts them."""
+"""Tasks that outlive the call that started them, kept until they end."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """Keeps tasks until they end, so that nobody else has to."""
+    """Holds a reference to each of its tasks until the task ends, since asyncio itself does not keep a task alive."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task outside the caller's context, so that Serve does not cancel it with the caller's HTTP request."""
+        """Start a task outside the caller's context, so that Ray Serve does not cancel it together with the caller's HTTP
+        request."""
         task = asyncio.create_task(coroutine, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def cancel(self) -> None:
-        """End all tasks and wait until they have ended."""
+        """Cancel all tasks and wait until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

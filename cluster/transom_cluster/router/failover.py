@@ -1,8 +1,15 @@
-"""Who goes on when a worker is lost, and which request is to blame. Pure; docs/failover.md has the reasons.
+"""The failover rule: which requests migrate when a worker is lost, and which request is to blame. Pure; docs/failover.md has the
+reasons.
 
-Whatever may have run on a lost worker is a *suspect*: it goes on, but no two suspects on one worker, until it has brought
-`RELEASE_TOKENS` more tokens; then all losses are forgotten. So when a worker is lost with a suspect on it, that one is named; named
-after `max_lost_workers` losses in all it is stopped, and whoever else was blamed for the same losses is cleared.
+- **loss**: a worker died, or its event stream broke, while it had requests.
+- **suspect**: a request that may have run on a lost worker. The router sends it to another worker, but no two suspects to one
+  worker, until it has brought `RELEASE_TOKENS` more tokens; then all its losses are forgotten.
+- **culprit**: a suspect that was the only suspect on a lost worker, after `max_lost_workers` losses in all. It is stopped as a
+  **poison request**, and all other suspects of its losses are cleared.
+
+For example, with `max_lost_workers = 2`: worker 0 is lost with the requests a, b and c, which become suspects. The router sends a
+to worker 1 and b to worker 2; c waits. Worker 1 is lost: a was the only suspect there, and this is its second loss, so a is
+stopped. b and c are cleared, and c need not wait any more.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from transom_worker.config import FailoverConfig
 from transom_worker.errors import PoisonRequest, WorkerLost
 
-RELEASE_TOKENS = 8  # more than the last steps before a loss whose events may be lost with the worker
+RELEASE_TOKENS = 8  # more than the tokens of the last steps before a loss, whose events may be lost with the worker
 
 POISON = (
     "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
@@ -23,53 +30,54 @@ GAVE_UP = "The worker was lost {n} times while this answer was computed, and it 
 
 
 @dataclass(slots=True, eq=False)
-class Incident:
-    """A worker's loss, and who may have caused it."""
+class Loss:
+    """The loss of one worker, with the requests that may have caused it."""
 
     suspects: list[LossRecord]
 
 
 @dataclass(slots=True, eq=False)
 class LossRecord:
-    """What one request has gone through: how often it went on elsewhere, and the losses that it may have caused."""
+    """The losses that one request had a part in: how often it migrated after one, and the losses that it may have caused."""
 
-    num_resumes: int = 0
+    num_migrations: int = 0
     is_suspect: bool = False
-    incidents: list[Incident] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
 
     @property
     def num_losses(self) -> int:
-        """Workers that may have been lost by this request."""
-        return len(self.incidents)
+        """The number of losses that this request may have caused."""
+        return len(self.losses)
 
     def release(self) -> None:
-        """It has shown that the same step does not lose a worker again: whatever was lost before, it was not the reason."""
-        for incident in self.incidents:
-            incident.suspects.remove(self)
-        self.incidents.clear()
+        """Forget all losses: the request has repeated the step at which a worker was lost, and this worker is still there."""
+        for loss in self.losses:
+            loss.suspects.remove(self)
+        self.losses.clear()
         self.is_suspect = False
 
-    def clear(self, incident: Incident) -> None:
-        """Somebody else caused that loss."""
-        self.incidents.remove(incident)
-        self.is_suspect = self.is_suspect and bool(self.incidents)
+    def clear(self, loss: Loss) -> None:
+        """Forget one loss, which another request caused."""
+        self.losses.remove(loss)
+        self.is_suspect = self.is_suspect and bool(self.losses)
 
 
-def judge(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossRecord | None:
-    """A worker was lost with these on it: make suspects of whom that concerns; the one that must not be sent again, if any.
+def assign_blame(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossRecord | None:
+    """Make suspects of the requests that may have run on a lost worker; return the culprit, if there is one.
 
-    Only a suspect is named: who was alone there may have been alone for this router only.
+    Only a request that was a suspect before can be the culprit. A request that was alone on the worker may have been alone among
+    this router's requests only: those of other routers are not known.
     """
     suspects = [record for record in may_have_run if record.is_suspect]
     blamed = suspects or list(may_have_run)
-    incident = Incident(blamed)
+    loss = Loss(blamed)
     for record in blamed:
-        record.incidents.append(incident)
+        record.losses.append(loss)
         record.is_suspect = True
     if len(suspects) != 1 or suspects[0].num_losses < max_lost_workers:
         return None
     culprit = suspects[0]
-    for shared in culprit.incidents:
+    for shared in culprit.losses:
         for other in shared.suspects:
             if other is not culprit:
                 other.clear(shared)
@@ -78,11 +86,12 @@ def judge(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossR
 
 
 Cause = Literal["lost", "torn", "moved"]
-"""Why attempts cannot go on at their worker: it was lost with them, output is missing in between, or it has to end."""
+"""Why attempts cannot continue at their worker: `lost`, the worker was lost with them; `torn`, output in between is missing;
+`moved`, the worker drains and has to end."""
 
 
-class Run(Protocol):
-    """What is known of one attempt at a worker."""
+class Attempt(Protocol):
+    """The state of one attempt at a lost worker."""
 
     record: LossRecord
     is_sent: bool
@@ -90,59 +99,67 @@ class Run(Protocol):
     num_new_tokens: int
 
 
-AnyRun = TypeVar("AnyRun", bound=Run)
+AnyAttempt = TypeVar("AnyAttempt", bound=Attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict(Generic[AnyRun]):
-    """What becomes of attempts: who goes on (those whose clients see them stand still first), who has had enough, who is poison."""
+class FailoverDecision(Generic[AnyAttempt]):
+    """What happens to the attempts of a lost worker.
 
-    going_on: list[AnyRun]
-    given_up: list[AnyRun]
-    culprits: list[AnyRun]
+    `migrating` attempts go to other workers, those that have begun to stream first. `given_up` attempts were lost more than
+    `max_resumes` times. `culprits` are stopped as poison requests.
+    """
+
+    migrating: list[AnyAttempt]
+    given_up: list[AnyAttempt]
+    culprits: list[AnyAttempt]
 
 
 def after_loss(
-    attempts: Sequence[AnyRun], cause: Cause, config: FailoverConfig, *, max_num_seqs: int | None
-) -> Verdict[AnyRun]:
-    """Draw the conclusions. A worker that has to end is nobody's doing and not counted, nor is one that was never reached."""
+    attempts: Sequence[AnyAttempt], cause: Cause, config: FailoverConfig, *, max_num_seqs: int | None
+) -> FailoverDecision[AnyAttempt]:
+    """Decide what happens to attempts that cannot continue at their worker.
+
+    A worker that drains is not a loss: it counts for no request. Neither does a loss count for a request that was never sent.
+    """
     culprit = None
     if cause == "lost":
         ran = may_have_run(attempts, max_num_seqs=max_num_seqs)
-        culprit = judge(ran, max_lost_workers=config.max_lost_workers)
-    verdict: Verdict[AnyRun] = Verdict(going_on=[], given_up=[], culprits=[])
+        culprit = assign_blame(ran, max_lost_workers=config.max_lost_workers)
+    decision: FailoverDecision[AnyAttempt] = FailoverDecision(migrating=[], given_up=[], culprits=[])
     for attempt in sorted(attempts, key=lambda attempt: not attempt.num_new_tokens):
         is_counted = cause != "moved" and attempt.is_sent
         if attempt.record is culprit:
-            verdict.culprits.append(attempt)
-        elif is_counted and attempt.record.num_resumes >= config.max_resumes:
-            verdict.given_up.append(attempt)
+            decision.culprits.append(attempt)
+        elif is_counted and attempt.record.num_migrations >= config.max_resumes:
+            decision.given_up.append(attempt)
         else:
-            attempt.record.num_resumes += is_counted
-            verdict.going_on.append(attempt)
-    return verdict
+            if is_counted:
+                attempt.record.num_migrations += 1
+            decision.migrating.append(attempt)
+    return decision
 
 
 def poison(record: LossRecord) -> PoisonRequest:
-    """What the culprit's client is told."""
+    """The error that ends the culprit."""
     return PoisonRequest(POISON.format(n=record.num_losses))
 
 
 def lost_too_often(record: LossRecord) -> WorkerLost:
-    """What the client of one that has had enough is told."""
-    return WorkerLost(GAVE_UP.format(n=record.num_resumes + 1))
+    """The error that ends a request that was given up."""
+    return WorkerLost(GAVE_UP.format(n=record.num_migrations + 1))
 
 
-def may_have_run(attempts: Sequence[Run], *, max_num_seqs: int | None) -> list[LossRecord]:
-    """Which of the attempts at a lost worker it may have computed when it was lost.
+def may_have_run(attempts: Sequence[Attempt], *, max_num_seqs: int | None) -> list[LossRecord]:
+    """The records of those attempts that a worker may have been computing when it was lost.
 
-    Those without a token merely waited if those that had begun took all of its places. Places that other routers' requests took
-    are not known, so that in doubt an attempt ran.
+    An attempt without a token was only queued if `max_num_seqs` others had begun to stream. Requests of other routers may have
+    run too, and are not known here; so where it is unclear an attempt counts as one that ran.
     """
     num_streaming = sum(attempt.num_new_tokens > 0 for attempt in attempts)
-    had_place = max_num_seqs is None or num_streaming < max_num_seqs
+    had_free_slot = max_num_seqs is None or num_streaming < max_num_seqs
     return [
         attempt.record
         for attempt in attempts
-        if attempt.is_sent and (had_place or attempt.num_new_tokens or attempt.awaits_reply)
+        if attempt.is_sent and (had_free_slot or attempt.num_new_tokens or attempt.awaits_reply)
     ]

@@ -1,6 +1,21 @@
-"""Requests on their way through one or several workers: what of each has come so far, and what is new in an event.
+"""Requests on their way through one or several workers: their output so far, and what is new in an event of a worker.
 
-Runs on the event loop only.
+- **in-flight request**: one choice of an HTTP request, from its submission to its last event.
+- **attempt**: one try to compute the choice at a worker. Each attempt has a request id of its own (`r`, then `r+1`, `r+2`, ...),
+  so that events of an earlier attempt cannot be taken for those of the present one.
+- **migration**: a new attempt at another worker after a loss. It resumes after the tokens that have come so far.
+
+A worker's events have positions, because a migrated request may repeat output. For example, 5 tokens have come and an event
+brings the tokens [3, 7): the tokens [5, 7) are new. An event that begins at position 6 would leave a gap, and the request is sent
+again.
+
+An in-flight request goes through these states; `fail` and `end` may come at any time:
+
+    begin_attempt > place > send > accept > take, take, ... > has_ended
+         ^                                        |
+         +------------ the worker is lost --------+
+
+All code here runs on the router's event loop.
 """
 
 from __future__ import annotations
@@ -8,62 +23,82 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from transom_cluster.router.failover import LossRecord
 from transom_cluster.router.output_events import without_first
 from transom_cluster.router.output_stream import OutputStream, error_event
 from transom_cluster.routing.placer import PlacementDecision
+from transom_cluster.telemetry.request_events import (
+    Accepted,
+    Failed,
+    FailoverOutcome,
+    Finished,
+    FirstToken,
+    Placed,
+    RequestEvents,
+    Sent,
+)
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
 from transom_worker.errors import WorkerLost
 
-DEADLINE_GRACE_S = 0.25  # the worker itself tells, if it can
+DEADLINE_GRACE_S = 0.25  # a worker that enforces the deadline itself answers within this time
 
 
 class InFlightRequest:
-    """One request until its last event. Each attempt at a worker has an id of its own, so that an earlier one's events drop.
+    """One choice of an HTTP request. It passes new output on to the request's output stream and reports what happens to the choice.
 
-    `token_ids` is all output so far, `num_new_tokens` what of it the present attempt brought.
+    `original` is the choice as it was submitted, `attempt` the same as the present worker has it. `token_ids` is all output so
+    far, and `num_new_tokens` is the part of it that the present attempt brought.
     """
 
-    def __init__(self, output: OutputStream, index: int, original: Request) -> None:
+    def __init__(
+        self, output: OutputStream, index: int, original: Request, events: RequestEvents | None = None
+    ) -> None:
         self.output = output
         self.index = index
         self.original = original
-        self.timeline = output.timeline
+        self.events = events or RequestEvents()
         self.token_ids = list(original.resumed_output_ids)
         self.attempt = original
-        self.is_sent = False  # the attempt is on its way to the worker, or there
-        self.awaits_reply = False  # and the worker has not said that it took it
+        self.is_sent = False  # the worker may have the attempt
+        self.awaits_reply = False  # the worker has not replied to the submission
         self.num_new_tokens = 0
-        self.worker_id: str | None = None  # who has the attempt
+        self.worker_id: str | None = None  # the worker that has the attempt; None in the request queue
         self.has_ended = False
-        self.is_admitted = False
-        self.is_resuming = False  # lost, and not yet taken by another worker
+        self.is_accepted = False  # by a worker, once
+        self.is_migrating = False  # lost, and not yet accepted by another worker
         self.record = LossRecord()
-        self.refusals: dict[str, ErrorInfo] = {}  # by workers that need not be asked again just now
-        self.wait_until_s = 0.0
+        self.refusals: dict[str, ErrorInfo] = {}  # by workers that are not asked again before the next retry
+        self.wait_until_s = 0.0  # the request queue fails the request then
         self.has_begun = False  # the attempt has brought an event
-        self.timer: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._num_attempts = 0
-        self._num_chars: int | None = None  # unknown until the first event: a resumed request starts in mid-text
-        self._usage: Usage | None = None
+        self._num_chars: int | None = None  # None until the first event: a request may be submitted with output
+        self._usage: Usage | None = None  # as the first worker reported it
 
     @property
-    def place_in_line(self) -> tuple[bool, int, float]:
-        """Streams that somebody is reading come first, then lower priority numbers, then who came first."""
-        return not self.token_ids, self.original.priority, self.original.arrival_s
+    def queue_order(self) -> tuple[bool, int, float]:
+        """The sort key in the request queue: first streams that have begun, then lower priority numbers, then earlier arrivals."""
+        has_output = bool(self.token_ids)
+        return not has_output, self.original.priority, self.original.arrival_s
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Tokens of the prompt that the first worker found in its prefix cache; 0 for further choices of one prompt."""
+        is_first_choice = self.original.choice_index == 0
+        return self._usage.num_cached_tokens if self._usage is not None and is_first_choice else 0
 
     def watch_deadline(self, on_late: Callable[[InFlightRequest], None]) -> None:
-        """Call when the request's deadline has passed, if it has one and nobody watches it yet; it may have ended by then."""
+        """Have `on_late` called after the request's deadline, if it has one. The request may have ended by then."""
         deadline_s = self.original.deadline_s
-        if self.timer is None and deadline_s is not None:
+        if self._deadline is None and deadline_s is not None:
             delay_s = max(0.0, deadline_s - time.time()) + DEADLINE_GRACE_S
-            self.timer = asyncio.get_running_loop().call_later(delay_s, on_late, self)
+            self._deadline = asyncio.get_running_loop().call_later(delay_s, on_late, self)
 
     def begin_attempt(self) -> Request:
-        """What the next worker gets: the request, and all that has come of its answer."""
+        """Prepare what the next worker gets: the request, and its output so far."""
         if self._num_attempts:
             self.attempt = self._resumed()
         self._num_attempts += 1
@@ -72,65 +107,81 @@ class InFlightRequest:
         self.has_begun = False
         return self.attempt
 
-    def go_to(self, placed: PlacementDecision, *, policy: str) -> None:
-        """That worker gets the attempt."""
-        self.worker_id = placed.worker_id
-        num_resumed = len(self.attempt.resumed_output_ids)
-        trace_parent = self.timeline.placed(self.index, placed, policy=policy, num_resumed=num_resumed)
+    def place(self, decision: PlacementDecision, *, policy: str) -> None:
+        """Give the attempt to the worker that the routing policy chose."""
+        self.worker_id = decision.worker_id
+        self.events.report(
+            Placed(
+                choice=self.index,
+                worker=decision.worker_id,
+                policy=policy,
+                reason=decision.reason,
+                predicted_hit_tokens=decision.predicted_tokens,
+                resumed_tokens=len(self.attempt.resumed_output_ids) or None,
+            )
+        )
+        trace_parent = self.events.trace_parent(self.index)
         if trace_parent is not None:
             self.attempt = replace(self.attempt, trace_parent=trace_parent)
 
     def send(self) -> None:
-        """From here on the worker may be computing the attempt."""
+        """Note that the worker may compute the attempt from now on."""
         self.is_sent = self.awaits_reply = True
-        self.timeline.sent(self.index, self.worker_id)
+        self.events.report(Sent(choice=self.index, worker=self.worker_id))
 
-    def admit(self) -> None:
-        """A worker has taken the attempt."""
+    def accept(self) -> None:
+        """Note that the worker has accepted the attempt: its reply says so, or an event that came before the reply."""
         if self.awaits_reply:
             self.awaits_reply = False
-            self.timeline.accepted(self.index, self.worker_id)
-        if not self.is_admitted:
-            self.is_admitted = True
+            self.events.report(Accepted(choice=self.index, worker=self.worker_id, is_migrated=self.is_migrating))
+            self.is_migrating = False
+        if not self.is_accepted:
+            self.is_accepted = True
             self.output.admit()
 
     def take(self, event: OutputEvent) -> bool:
-        """Pass on what is new of an event; False: output in between is missing, and nothing was taken."""
-        num_seen = len(self.token_ids) - event.position
-        if num_seen < 0:
+        """Pass on what is new in an event; False if output before the event is missing, and nothing was passed on."""
+        num_repeated = len(self.token_ids) - event.position
+        if num_repeated < 0:
             return False
         num_chars = event.text_offset if self._num_chars is None else self._num_chars
-        num_seen_chars = num_chars - event.text_offset
-        fresh = without_first(event, num_seen, num_seen_chars) if num_seen or num_seen_chars else event
+        num_repeated_chars = num_chars - event.text_offset
+        fresh = without_first(event, num_repeated, num_repeated_chars) if num_repeated or num_repeated_chars else event
         if fresh.usage is not None:
-            fresh = self._with_usage(fresh, fresh.usage)
+            fresh = self._with_first_usage(fresh, fresh.usage)
         if fresh.token_ids and not self.num_new_tokens:
-            self.timeline.began(self.index, self.worker_id, event.usage)
+            hit_tokens = None if event.usage is None else event.usage.num_cached_tokens
+            self.events.report(FirstToken(choice=self.index, worker=self.worker_id, hit_tokens=hit_tokens))
         self.num_new_tokens += len(fresh.token_ids)
         self.token_ids += fresh.token_ids
         self._num_chars = num_chars + len(fresh.text)
-        first = fresh.usage is not None or fresh.prompt_logprobs is not None
-        if fresh.token_ids or fresh.text or fresh.finish_reason or first:
+        has_prompt_figures = fresh.usage is not None or fresh.prompt_logprobs is not None
+        if fresh.token_ids or fresh.text or fresh.finish_reason or has_prompt_figures:
             self.output.put(self.index, fresh)
         if fresh.finish_reason is not None:
             self.end()
             if fresh.error is not None:
-                self.timeline.failed(self.index, fresh.error.kind, len(self.token_ids))
+                self._report_failure(fresh.error.kind)
             else:
-                self.timeline.finished(self.index, fresh.finish_reason, len(self.token_ids))
+                self.events.report(
+                    Finished(choice=self.index, reason=fresh.finish_reason, output_tokens=len(self.token_ids))
+                )
         return True
 
-    def fail(self, error: Exception) -> None:
-        """End with an error."""
+    def fail(self, error: Exception, *, failover: FailoverOutcome | None = None) -> None:
+        """End the request with an error; `failover` says why it was not sent to another worker after a loss."""
         self.end()
-        self.timeline.failed(self.index, type(error).__name__, len(self.token_ids))
+        self._report_failure(type(error).__name__, failover)
         self.output.fail(self.index, error_event(self.original.request_id, len(self.token_ids), error), error)
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Note that no more output comes."""
         self.has_ended = True
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _report_failure(self, error: str, failover: FailoverOutcome | None = None) -> None:
+        self.events.report(Failed(choice=self.index, error=error, tokens_so_far=len(self.token_ids), failover=failover))
 
     def _resumed(self) -> Request:
         original, params = self.original, self.original.params
@@ -143,26 +194,34 @@ class InFlightRequest:
             resumed_output_ids=tuple(self.token_ids),
         )
 
-    def _with_usage(self, event: OutputEvent, usage: Usage) -> OutputEvent:
-        """A resumed request may find its own prompt in a cache: what counts is what the first worker found."""
+    def _with_first_usage(self, event: OutputEvent, usage: Usage) -> OutputEvent:
+        """The event with the cached tokens that the first worker reported, since a migrated request finds its own prompt in a
+        cache."""
         if self._usage is None:
             self._usage = usage
-            if self.original.choice_index == 0:
-                self.timeline.hit(usage)
         if usage.num_cached_tokens == self._usage.num_cached_tokens:
             return event
         return replace(event, usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
 
 
 class OutputListener(Protocol):
-    """Who is told of every event that was taken."""
+    """Learns of the output of in-flight requests."""
 
     def advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
-        """An event has come; it may be the last."""
+        """The request has taken an event, which may be its last one."""
+
+
+@dataclass(slots=True)
+class Undelivered:
+    """Requests that did not take one of a step's events; the worker's connection expects no more of them."""
+
+    lost: list[InFlightRequest] = field(default_factory=list)  # the worker itself says that it has lost them
+    torn: list[InFlightRequest] = field(default_factory=list)  # output before the event is missing
+    failed: list[tuple[InFlightRequest, Exception]] = field(default_factory=list)  # handling the event raised an error
 
 
 class InFlightRequests:
-    """The attempts that one worker has, by request id."""
+    """The attempts that one worker has, by the attempt's request id."""
 
     def __init__(self, listener: OutputListener) -> None:
         self._listener = listener
@@ -174,13 +233,13 @@ class InFlightRequests:
         return len(self._requests)
 
     def add(self, request: InFlightRequest) -> None:
-        """Expect events of a request's attempt."""
+        """Expect events of a request's present attempt."""
         self._requests[request.attempt.request_id] = request
         self._empty.clear()
 
     @property
     def request_ids(self) -> list[str]:
-        """Of all attempts."""
+        """The request ids of all attempts."""
         return list(self._requests)
 
     def has(self, request_id: str) -> bool:
@@ -188,34 +247,26 @@ class InFlightRequests:
         return request_id in self._requests
 
     def remove(self, request_id: str) -> InFlightRequest | None:
-        """Expect no more of an attempt; None where nothing was expected."""
+        """Expect no more events of an attempt, and return its request; None where no events of it were expected."""
         request = self._requests.pop(request_id, None)
         if not self._requests:
             self._empty.set()
         return request
 
     def take_all(self) -> list[InFlightRequest]:
-        """Expect nothing any more; returns what was expected."""
+        """Expect no more events of any attempt, and return the requests."""
         requests = list(self._requests.values())
         self._requests.clear()
         self._empty.set()
         return requests
 
-    async def emptied(self) -> None:
-        """Wait until nothing is expected."""
+    async def wait_until_empty(self) -> None:
+        """Wait until no attempt is left."""
         await self._empty.wait()
 
-    def dispatch(
-        self, events: Iterable[OutputEvent]
-    ) -> tuple[list[InFlightRequest], list[InFlightRequest], list[tuple[InFlightRequest, Exception]]]:
-        """Hand one step's events to their answers; those of unknown (withdrawn) attempts are dropped.
-
-        Returns requests that the worker has lost, requests of which output is missing, and requests whose event raised an error.
-        None of them is expected any more.
-        """
-        lost: list[InFlightRequest] = []
-        torn: list[InFlightRequest] = []
-        failed: list[tuple[InFlightRequest, Exception]] = []
+    def dispatch(self, events: Iterable[OutputEvent]) -> Undelivered:
+        """Hand one engine step's events to their requests; events of unknown (withdrawn) attempts are dropped."""
+        undelivered = Undelivered()
         for event in events:
             request = self._requests.get(event.request_id)
             if request is None:
@@ -223,15 +274,15 @@ class InFlightRequests:
             try:
                 if event.error is not None and isinstance(event.error.error(), WorkerLost):
                     self.remove(event.request_id)
-                    lost.append(request)
+                    undelivered.lost.append(request)
                 elif not request.take(event):
                     self.remove(event.request_id)
-                    torn.append(request)
+                    undelivered.torn.append(request)
                 else:
                     if request.has_ended:
                         self.remove(event.request_id)
                     self._listener.advanced(request, event)
-            except Exception as error:  # a bug, and this request's alone
+            except Exception as error:  # a bug, which ends this request and no other
                 self.remove(event.request_id)
-                failed.append((request, error))
-        return lost, torn, failed
+                undelivered.failed.append((request, error))
+        return undelivered

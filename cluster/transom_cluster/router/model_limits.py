@@ -1,4 +1,4 @@
-"""What the served model can do, as far as a worker has said so yet."""
+"""The served model's limits, which only workers know: they report them when they connect, and requests wait until then."""
 
 from __future__ import annotations
 
@@ -6,39 +6,50 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from transom_cluster.openai.to_contract import ModelLimits
-from transom_cluster.router.worker_connection import WorkerConnection
-from transom_worker.errors import WorkerLost
+from transom_worker.errors import EngineDead, WorkerLost
 
 NO_WORKER = "No worker could take the request for {wait_s:.0f} s (starting, or being replaced); try again in a moment."
 
+_NOT_READY = "The worker is not ready (starting, or being replaced); try again in a moment."
+
 
 class ModelLimitsTracker:
-    """The least of all workers' limits at the time when the last one was opened; they stay known while there is none."""
+    """Keeps the limits of the worker with the shortest `max_model_len`, as of the last time that a worker connected.
 
-    def __init__(self) -> None:
-        self.now: ModelLimits | None = None
+    The limits stay known while no worker is connected. `wake_workers` asks for a worker where all were scaled away.
+    """
+
+    def __init__(self, *, wake_workers: Callable[[], None]) -> None:
+        self.last_known: ModelLimits | None = None
+        self._wake_workers = wake_workers
         self._are_known = asyncio.Event()
 
-    def update(self, connections: Iterable[WorkerConnection]) -> None:
-        """A worker's connection was opened."""
-        known = [
-            connection.limits
-            for connection in connections
-            if connection.takes_requests and connection.limits is not None
-        ]
-        self.now = min(known, key=lambda limits: limits.max_model_len, default=self.now)
-        if self.now is not None:
-            self._are_known.set()
-
-    async def wait(self, wait_s: float, *, wake_workers: Callable[[], None]) -> None:
-        """Wait until they are known; returns at once if they are.
+    @property
+    def current(self) -> ModelLimits:
+        """The limits.
 
         Raises:
-            WorkerLost: there was no worker for `wait_s`.
+            EngineDead: no worker has connected so far.
         """
-        if self.now is not None:
+        if self.last_known is None:
+            raise EngineDead(_NOT_READY)
+        return self.last_known
+
+    def update(self, connected: Iterable[ModelLimits]) -> None:
+        """A worker has connected: take note of the limits of all workers that take requests now."""
+        self.last_known = min(connected, key=lambda limits: limits.max_model_len, default=self.last_known)
+        if self.last_known is not None:
+            self._are_known.set()
+
+    async def wait(self, wait_s: float) -> None:
+        """Wait until the limits are known; returns at once if they are.
+
+        Raises:
+            WorkerLost: no worker connected within `wait_s`.
+        """
+        if self.last_known is not None:
             return
-        wake_workers()
+        self._wake_workers()
         try:
             await asyncio.wait_for(self._are_known.wait(), wait_s)
         except TimeoutError:

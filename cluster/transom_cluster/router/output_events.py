@@ -1,4 +1,4 @@
-"""Output events cut and joined: a resumed stream repeats a part, a slow reader takes many at once."""
+"""Cutting and joining of output events: a migrated request repeats output, and a slow client gets many events at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transom_worker.contract import OutputEvent, TokenLogprobs
 
 
 def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:
-    """The event without its first tokens and characters."""
+    """The event without its first `num_tokens` tokens and the first `num_chars` characters of its text."""
     num_tokens = min(num_tokens, len(event.token_ids))
     num_chars = max(0, num_chars)
     return replace(
@@ -24,7 +24,7 @@ def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> Output
 
 
 def joined(events: Sequence[OutputEvent]) -> OutputEvent:
-    """Consecutive events of one choice, none with an error, as one."""
+    """Consecutive events of one choice, none of them with an error, as one event."""
     first, last = events[0], events[-1]
     usages = [event.usage for event in events if event.usage is not None]
     logprobs: list[TokenLogprobs] = [one for event in events for one in event.logprobs or ()]

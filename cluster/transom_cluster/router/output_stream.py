@@ -1,4 +1,7 @@
-"""The events of one HTTP request, from whatever workers they come, for the one who writes its response."""
+"""The output of one HTTP request: the events of all its choices, from several workers, for the code that writes the response.
+
+An HTTP request has one output stream, whatever its number of prompts and choices, so that its task wakes once per engine step.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,20 @@ import asyncio
 from collections.abc import Sequence
 
 from transom_cluster.router.output_events import joined
-from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_worker.contract import ErrorInfo, OutputEvent, Request
 
-MAX_BUFFERED = 512  # events of which a slow client's answer keeps each; more are joined, one a choice
+MAX_BUFFERED = 512  # events kept for a slow client, plus one a choice; more are joined to one event a choice
 
 
 class OutputStream:
-    """The events of one HTTP request's choices, in order of arrival. `admitted` and `next` are for one reader.
+    """The events of one HTTP request's choices, in order of arrival. One task at a time may wait in `admitted` or `next`.
 
-    An HTTP request has one, whatever its number of prompts and choices, so that it wakes once per engine step.
-    `num_unfinished` counts choices whose last event `next` has not returned yet.
+    `num_unfinished` counts the choices whose last event `next` has not returned yet.
     """
 
-    def __init__(self, requests: Sequence[Request], timeline: RequestTimeline | None = None) -> None:
-        self.requests = requests
-        self.timeline = timeline or RequestTimeline(requests)
+    def __init__(self, requests: Sequence[Request]) -> None:
         self.num_unfinished = len(requests)
+        self._num_choices = len(requests)
         self._num_unadmitted = len(requests)
         self._refusal: Exception | None = None
         self._events: list[tuple[int, OutputEvent]] = []
@@ -31,17 +31,18 @@ class OutputStream:
     def put(self, index: int, event: OutputEvent) -> None:
         """Add an event of choice `index` and wake the reader."""
         self._events.append((index, event))
-        if len(self._events) > MAX_BUFFERED + len(self.requests):
+        if len(self._events) > MAX_BUFFERED + self._num_choices:
             self._events = _joined_by_choice(self._events)
         self._wake()
 
     def admit(self) -> None:
-        """A worker has one more of the requests. Those who wait for `admitted` go on with the last one."""
+        """Note that a worker has accepted one more choice."""
         self._num_unadmitted -= 1
         self._wake()
 
     def fail(self, index: int, event: OutputEvent, error: Exception) -> None:
-        """Choice `index` cannot go on: the reason for a refusal until all are admitted, an error event from then on."""
+        """End choice `index`: before all choices are admitted `admitted` raises `error`, from then on `next` returns the error
+        `event`."""
         if self._num_unadmitted:
             self._refusal = self._refusal or error
             self._wake()
@@ -49,10 +50,10 @@ class OutputStream:
             self.put(index, event)
 
     async def admitted(self) -> None:
-        """Wait until workers have all requests.
+        """Wait until workers have accepted all choices.
 
         Raises:
-            TransomError: one was refused; the others have to be withdrawn.
+            TransomError: one choice was refused; the caller has to withdraw the others.
         """
         while self._num_unadmitted and self._refusal is None:
             await self._sleep()
@@ -60,7 +61,7 @@ class OutputStream:
             raise self._refusal
 
     async def next(self) -> list[tuple[int, OutputEvent]]:
-        """All events since the last call, at least one; waits for it. A slow reader gets many at once."""
+        """Wait for at least one event, and return all events since the last call with the indices of their choices."""
         while not self._events:
             await self._sleep()
         events, self._events = self._events, []
@@ -83,7 +84,10 @@ def error_event(request_id: str, position: int, error: Exception) -> OutputEvent
 
 
 def _joined_by_choice(events: Sequence[tuple[int, OutputEvent]]) -> list[tuple[int, OutputEvent]]:
-    """At most two events a choice, errors being kept apart: memory is then that of the tokens themselves."""
+    """The same output in at most two events a choice: one with all tokens and text, and an error if there is one.
+
+    The memory for a client that does not read is then that of the tokens and the text themselves.
+    """
     by_choice: dict[int, list[OutputEvent]] = {}
     errors = []
     for index, event in events:

@@ -1,39 +1,115 @@
-"""The seam between routers: what one asks the others when a client wants to know something of the whole."""
+"""Queries between the routers of one application.
+
+A client reaches any one of the routers, so a page about the whole cluster needs the other routers' parts.
+
+- **peer**: another router of the same application.
+- **query**: one question to a router, as plain data that can be sent to another process. Its `answer` reads the router that it is
+  given and changes nothing. For example, `ProcessNameQuery().answer(router)` is `"router/r0"` at the router with the id `r0`.
+
+A router answers its own part with `query.answer(router)` and gets the others' parts from `router.peers.ask_others(query,
+timeout_s=2.0)`.
+"""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-PEER_METHODS = frozenset({"metrics_text", "process_name", "process_page", "request_timeline", "request_lines"})
-"""What routers may ask each other: methods of `Router` that only look."""
+from transom_cluster.telemetry.request_timeline import RequestTimelines
+from transom_cluster.telemetry.router_metrics import RouterMetrics
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class QueriedRouter(Protocol):
+    """The parts of a router that queries read."""
+
+    router_id: str
+    metrics: RouterMetrics
+    timelines: RequestTimelines
+
+
+class PeerQuery(Protocol[T_co]):
+    """A question whose answer has the type `T_co`."""
+
+    def answer(self, router: QueriedRouter) -> T_co:
+        """Read the answer from `router`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsQuery:
+    """Asks for a router's page of metrics, in Prometheus' text format or as OpenMetrics."""
+
+    openmetrics: bool
+
+    def answer(self, router: QueriedRouter) -> str:
+        """Return the page of this router alone."""
+        return router.metrics.text(openmetrics=self.openmetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessNameQuery:
+    """Asks for a router's name among all processes of the cluster."""
+
+    def answer(self, router: QueriedRouter) -> str:
+        """Return `router/{router id}`."""
+        return f"router/{router.router_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMetricsQuery:
+    """Asks for the page of metrics of the process with the name `process`."""
+
+    process: str
+    openmetrics: bool
+
+    def answer(self, router: QueriedRouter) -> str | None:
+        """Return the router's page; None where the router has another name."""
+        if self.process != ProcessNameQuery().answer(router):
+            return None
+        return MetricsQuery(self.openmetrics).answer(router)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineQuery:
+    """Asks for a router's part of the timeline of one of a client's requests."""
+
+    request_id: str
+    client: str
+
+    def answer(self, router: QueriedRouter) -> dict[str, Any] | None:
+        """Return the part as JSON values; None where the router does not know the request, or has forgotten it."""
+        return router.timelines.find(self.request_id, self.client)
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequestsQuery:
+    """Asks for a client's `limit` newest requests; `state`: `running`, `finished`, or None for both."""
+
+    client: str
+    state: str | None
+    limit: int
+
+    def answer(self, router: QueriedRouter) -> list[dict[str, Any]]:
+        """Return one summary for each request, the newest first."""
+        return router.timelines.summaries(self.client, self.state, self.limit)
 
 
 class RouterPeers(Protocol):
-    """The other routers of the application, as seen from one."""
+    """The other routers of the application."""
 
-    async def ask_others(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of `Router` (of `PEER_METHODS`) on every other router; one entry each, an exception where one failed or was
-        too late. Those that are being stopped are not asked. Never raises, and takes little longer than `timeout_s`."""
+    async def ask_others(self, query: PeerQuery[T], *, timeout_s: float) -> list[T | BaseException]:
+        """Send a query to every other router, and return one entry for each: its answer, or an exception where it failed or was
+        late.
+
+        Routers that are being stopped are not asked. The call never raises, and takes little longer than `timeout_s`.
+        """
 
 
 class NoPeers:
-    """For a router that is alone."""
+    """The peers of a router that is alone."""
 
-    async def ask_others(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """See `RouterPeers`: there are none."""
+    async def ask_others(self, query: PeerQuery[T], *, timeout_s: float) -> list[T | BaseException]:
+        """Return an empty list."""
         return []
-
-
-async def answer_peer(router: Any, asker_id: str, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-    """The other side of `ask_others`: this router's id, and its answer; None instead of an answer to itself.
-
-    Raises:
-        ValueError: the method is not one that routers may ask each other.
-    """
-    if method not in PEER_METHODS:
-        raise ValueError(f"Routers do not ask each other for {method!r}; it must be one of {sorted(PEER_METHODS)}.")
-    if asker_id == router.router_id:
-        return router.router_id, None
-    answer = getattr(router, method)(*args)
-    return router.router_id, (await answer) if inspect.isawaitable(answer) else answer

@@ -1,7 +1,14 @@
-"""Requests that no worker has, new ones and those whose worker was lost: each goes to the best worker that may take it.
+"""The router's request queue: requests that no worker has. It gives each request to the best worker that may take it.
 
-The request queue hears what happens on all connections. It decides where a lost request continues (`failover` has the rule), and
-keeps a request that no worker can take now.
+New requests enter the queue, and so do requests whose worker was lost: the queue hears what happens on all worker connections, and
+decides by the rule in `failover` which requests migrate. A request that no worker may take waits in the queue.
+
+A worker may take a request unless
+
+- it is not connected, or it drains;
+- it refused the request since the last retry (every `RETRY_S`);
+- it is in **cooldown**: it answered a submission with `WorkerLost` less than `COOLDOWN_S` ago, and other workers are connected;
+- the request is a suspect (`failover`), and the worker has another suspect: suspects are **quarantined**, one to a worker.
 """
 
 from __future__ import annotations
@@ -10,14 +17,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.failover import RELEASE_TOKENS, Cause, after_loss, lost_too_often, poison
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER, ModelLimitsTracker
-from transom_cluster.router.worker_availability import WillingWorkers
 from transom_cluster.router.worker_connection import Attempts, ConnectionBroken, WorkerConnection
 from transom_cluster.routing.placer import Placer
+from transom_cluster.telemetry.request_events import FailoverOutcome, Lost, Queued, TurnedAway
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_worker.config import FailoverConfig
@@ -26,17 +34,19 @@ from transom_worker.errors import Overloaded, RequestTimeout, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
-RETRY_S = 0.25  # after which workers that refused are asked again
-MAX_WAITING = 4096  # new requests without a worker; resumed ones always wait
+RETRY_S = 0.25  # workers that refused a request are asked again after this time
+COOLDOWN_S = 1.0
+MAX_WAITING = 4096  # new requests in the queue; requests whose worker was lost always enter it
 
 LATE = "The request's deadline has passed."
 TOO_MANY = "{n} requests wait for a worker already; try again later."
 
 
 class RequestQueue:
-    """Places requests among `connections`, and again when they are lost.
+    """Gives requests to the workers of `connections`, and again when they are lost.
 
-    The queue runs on one event loop and implements `ConnectionListener`.
+    The queue runs on one event loop and implements `ConnectionListener`. `wake_workers` asks for a worker where all were scaled
+    away.
     """
 
     def __init__(
@@ -55,17 +65,21 @@ class RequestQueue:
         self._metrics = metrics
         self._limits = limits
         self._wake_workers = wake_workers
-        self._tasks = BackgroundTasks()
-        self._waiting: dict[InFlightRequest, None] = {}  # in the order in which they came
-        self._willing = WillingWorkers(connections)
-        self._soon: asyncio.Handle | None = None
-        self._tick: asyncio.TimerHandle | None = None
+        self._submissions = BackgroundTasks()
+        self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
+        self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
+        self._retry: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_submitting(self) -> int:
+        """Submissions to workers that run now; each carries one request or several."""
+        return len(self._submissions)
+
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
-        """Get these to workers, at once where one can take them."""
+        """Give requests to workers, at once where a worker may take them."""
         requests, until_s = list(requests), time.monotonic() + self._config.wait_s
         for request in requests:
             request.wait_until_s = until_s
@@ -73,7 +87,7 @@ class RequestQueue:
         self._place(requests)
 
     def withdraw(self, requests: Iterable[InFlightRequest]) -> None:
-        """Forget what has not ended of these and abort it, wherever it is; returns at once."""
+        """End those of the requests that have not ended, and abort them at their workers; returns at once."""
         by_worker: dict[str, list[InFlightRequest]] = {}
         for request in requests:
             if request.has_ended:
@@ -84,137 +98,153 @@ class RequestQueue:
                 by_worker.setdefault(request.worker_id, []).append(request)
         for worker_id, its_requests in by_worker.items():
             for request in its_requests:
-                self._left(request)
+                self._leave_worker(request)
             if (connection := self._connections.get(worker_id)) is not None:
                 connection.withdraw(its_requests)
 
     async def stop(self) -> None:
-        """End what is being done; nothing may wait any more."""
-        for handle in (self._soon, self._tick):
+        """Cancel what the queue is doing. No request may be waiting any more."""
+        for handle in (self._placing, self._retry):
             if handle is not None:
                 handle.cancel()
-        await self._tasks.cancel()
+        await self._submissions.cancel()
+
+    # What happens on connections (`ConnectionListener`)
 
     def opened(self, connection: WorkerConnection) -> None:
-        """See `ConnectionListener`."""
+        """A worker takes requests from now on."""
         assert connection.info is not None
         self._placer.add_worker(connection.worker_id, connection.info)
         self._metrics.worker_changed("joined")
-        self._limits.update(self._connections.values())
-        self._willing.is_rested(connection.worker_id)
-        self._serve_soon()
+        open_limits = [one.limits for one in self._connections.values() if one.takes_requests]
+        self._limits.update(limits for limits in open_limits if limits is not None)
+        connection.cooldown_until_s = 0.0
+        self._place_soon()
 
     def closed(self, connection: WorkerConnection) -> None:
-        """See `ConnectionListener`."""
+        """A worker's stream has ended."""
         self._placer.remove_worker(connection.worker_id)
         self._metrics.worker_changed("drained" if connection.is_closing else "lost")
-        self._willing.is_rested(connection.worker_id)
 
-    def told(self, connection: WorkerConnection, message: WorkerMessage) -> None:
-        """See `ConnectionListener`."""
+    def received(self, connection: WorkerConnection, message: WorkerMessage) -> None:
+        """A worker's message has updates of its prefix index or its load."""
         if not self._placer.update(connection.worker_id, message):
             connection.resync()
 
     def advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
-        """See `ConnectionListener`."""
+        """A request has taken an event."""
         if not request.has_begun:
             request.has_begun = True
-            self._admitted(request)
+            request.accept()
         if event.usage is not None and event.token_ids:
             self._placer.first_event(event.request_id, event.usage)
         if request.has_ended:
-            self._left(request)
-        elif not request.record.is_suspect or request.num_new_tokens >= RELEASE_TOKENS:  # or somebody else was named
+            self._leave_worker(request)
+        elif not request.record.is_suspect or request.num_new_tokens >= RELEASE_TOKENS:
+            # It has passed the step that a worker was lost at, or another request was found to be the culprit.
             request.record.release()
-            self._vacate(request)
+            self._end_quarantine(request)
 
     def lost(self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause) -> None:
-        """See `ConnectionListener`."""
+        """Requests cannot continue at their worker: they migrate, or end with an error."""
         requests = [request for request in requests if not request.has_ended]
         for request in requests:
-            request.timeline.lost(request.index, connection.worker_id, cause, len(request.token_ids))
-            self._left(request)
+            tokens_so_far = len(request.token_ids)
+            request.events.report(
+                Lost(choice=request.index, worker=connection.worker_id, cause=cause, tokens_so_far=tokens_so_far)
+            )
+            self._leave_worker(request)
         max_num_seqs = None if connection.load is None else connection.load.max_num_seqs
-        verdict = after_loss(requests, cause, self._config, max_num_seqs=max_num_seqs)
-        for request in verdict.culprits:
+        decision = after_loss(requests, cause, self._config, max_num_seqs=max_num_seqs)
+        for request in decision.culprits:
             self._give_up(request, "poison", poison(request.record))
-        for request in verdict.given_up:
+        for request in decision.given_up:
             self._give_up(request, "gave_up", lost_too_often(request.record))
-        for request in verdict.going_on:
-            request.is_resuming = True
+        for request in decision.migrating:
+            request.is_migrating = True
             request.refusals.clear()
-        self.enter(verdict.going_on)
-        self._serve_soon()
+        self.enter(decision.migrating)
+        self._place_soon()
 
     def failed(self, request: InFlightRequest, error: Exception) -> None:
-        """See `ConnectionListener`."""
+        """Handling a request raised an error: it ends, if it has not ended yet."""
         try:
-            self._left(request)
+            self._leave_worker(request)
         finally:
             if not request.has_ended:
                 request.fail(error)
 
+    # Giving requests to workers
+
     def _place(self, requests: Iterable[InFlightRequest]) -> None:
-        """Send each to the best worker that may take it; the others wait."""
+        """Give each request to the best worker that may take it; the others wait."""
         groups: dict[str, list[tuple[InFlightRequest, Request]]] = {}
-        open_ids = self._willing.open_ids()
+        available = self._available()
         for request in requests:
             if request.has_ended:
                 self._waiting.pop(request, None)
                 continue
-            willing = [worker_id for worker_id in open_ids if worker_id not in request.refusals]
-            among = self._willing.without_suspect(willing) if request.record.is_suspect else willing
-            if among:
+            willing = [one for one in available if one.worker_id not in request.refusals]
+            allowed = [one for one in willing if one.suspect is None] if request.record.is_suspect else willing
+            if allowed:
                 self._waiting.pop(request, None)
                 try:
-                    worker_id = self._assign(request, among)
-                except Exception as error:  # a bug: neither this client nor the others may wait for ever because of it
-                    details = "".join(traceback_lines(error, with_messages=False))
-                    about = {"request_id": request.original.request_id}
-                    logger.error(
-                        "Request %s could not be placed.\n%s", request.original.request_id, details, extra=about
-                    )
+                    worker_id = self._assign(request, [one.worker_id for one in allowed])
+                except Exception as error:  # a bug: no request may wait for ever because of it
+                    _log_error(request, "Request %s could not be placed.\n%s", _stack(error))
                     request.fail(error)
                     continue
                 groups.setdefault(worker_id, []).append((request, request.attempt))
             else:
-                self._wait(request, in_line=bool(willing), is_refused=bool(open_ids))
+                self._wait(request, is_quarantined=bool(willing), is_refused=bool(available))
         for worker_id, group in groups.items():
-            self._tasks.spawn(self._send(self._connections[worker_id], group))
-        if self._waiting and not open_ids:
+            self._submissions.spawn(self._submit(self._connections[worker_id], group))
+        if self._waiting and not available:
             self._wake_workers()
 
-    def _assign(self, request: InFlightRequest, among: list[str]) -> str:
-        attempt = request.begin_attempt()
-        placed = self._placer.place(attempt, among)
-        request.go_to(placed, policy=self._placer.policy)
-        if request.record.is_suspect:
-            self._willing.examine(request, placed.worker_id)
-        self._connections[placed.worker_id].in_flight.add(request)
-        return placed.worker_id
+    def _available(self) -> list[WorkerConnection]:
+        """Workers that take requests; those in cooldown only where there are no others."""
+        connected, now_s = [one for one in self._connections.values() if one.takes_requests], time.monotonic()
+        return [one for one in connected if one.cooldown_until_s <= now_s] or connected
 
-    def _wait(self, request: InFlightRequest, *, in_line: bool, is_refused: bool) -> None:
-        """Nobody can take it now. A new request ends here if those who are there have too much to do."""
+    def _assign(self, request: InFlightRequest, worker_ids: list[str]) -> str:
+        """Let the routing policy choose one of the workers."""
+        attempt = request.begin_attempt()
+        decision = self._placer.place(attempt, worker_ids)
+        request.place(decision, policy=self._placer.policy)
+        connection = self._connections[decision.worker_id]
+        if request.record.is_suspect:
+            connection.suspect = request
+        connection.in_flight.add(request)
+        return decision.worker_id
+
+    def _wait(self, request: InFlightRequest, *, is_quarantined: bool, is_refused: bool) -> None:
+        """Have a request wait, or fail a new one where the connected workers or this queue are full.
+
+        `is_quarantined`: a worker would take it, were it no suspect. `is_refused`: workers are connected, and none of them takes
+        it.
+        """
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
-        if full is not None and is_refused and not in_line and not request.is_admitted:
+        if full is not None and is_refused and not is_quarantined and not request.is_accepted:
             self._waiting.pop(request, None)
             request.fail(full)
             return
-        if not request.is_admitted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
+        if not request.is_accepted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
             request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
             return
-        if in_line:  # the line moves
+        if is_quarantined:  # suspects before it make progress, so that its wait is not for a worker
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
-            request.timeline.waits(
-                request.index, "suspect" if in_line else "workers full" if is_refused else "no worker"
-            )
+            reason: Literal["suspect", "workers full", "no worker"]
+            reason = "suspect" if is_quarantined else "workers full" if is_refused else "no worker"
+            request.events.report(Queued(choice=request.index, reason=reason))
         self._waiting[request] = None
-        if self._tick is None:
-            self._tick = asyncio.get_running_loop().call_later(RETRY_S, self._on_tick)
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._on_retry)
 
-    async def _send(self, connection: WorkerConnection, group: Attempts) -> None:
+    async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
+        """Submit attempts to their worker; those that it refuses are placed again, or end."""
         group = [(request, attempt) for request, attempt in group if connection.in_flight.has(attempt.request_id)]
         if not group:
             return
@@ -227,78 +257,84 @@ class RequestQueue:
             if request.attempt is not attempt or request.has_ended:
                 continue
             if not any(results):
-                self._admitted(request)
-            elif connection.in_flight.remove(attempt.request_id) is not None and self._refused(
-                request, connection, error
-            ):
+                request.accept()
+            elif connection.in_flight.remove(attempt.request_id) is None:
+                continue
+            elif self._is_placed_again(request, connection, error):
                 again.append(request)
         self._place(again)
 
-    def _admitted(self, request: InFlightRequest) -> None:
-        if request.is_resuming:
-            request.is_resuming = False
-            self._metrics.failover("resumed")
-        request.admit()
+    def _is_placed_again(self, request: InFlightRequest, connection: WorkerConnection, error: ErrorInfo | None) -> bool:
+        """Handle the refusal of a submission: whether to place the request again; otherwise it ends with the error.
 
-    def _refused(self, request: InFlightRequest, connection: WorkerConnection, error: ErrorInfo | None) -> bool:
-        """Whether to try again: with others where this worker is full or gone, here where another request was at fault."""
-        self._left(request)
+        The request is placed again where another request of the submission was at fault (`error` is None), and where the worker
+        is full or lost: then at another worker.
+        """
+        self._leave_worker(request)
         if error is None:
             return True
         if isinstance(error.error(), WorkerLost):
-            self._willing.rest(connection.worker_id)
+            connection.cooldown_until_s = time.monotonic() + COOLDOWN_S
         if isinstance(error.error(), (Overloaded, WorkerLost)):
-            request.timeline.turned_away(request.index, connection.worker_id, error.kind)
+            request.events.report(TurnedAway(choice=request.index, worker=connection.worker_id, error=error.kind))
             request.refusals[connection.worker_id] = error
             return True
         request.fail(error.error())
         return False
 
-    def _left(self, request: InFlightRequest) -> None:
-        """A request is no longer at its worker."""
-        self._vacate(request)
+    def _leave_worker(self, request: InFlightRequest) -> None:
+        """Note that a request is not at its worker any more."""
+        self._end_quarantine(request)
         request.worker_id = None
         self._placer.ended(request.attempt.request_id)
 
-    def _vacate(self, request: InFlightRequest) -> None:
-        """Its worker may take another suspect."""
-        if self._willing.vacate(request):
-            self._serve_soon()
+    def _end_quarantine(self, request: InFlightRequest) -> None:
+        """Let the request's worker take another suspect, if this request was its suspect."""
+        connection = None if request.worker_id is None else self._connections.get(request.worker_id)
+        if connection is not None and connection.suspect is request:
+            connection.suspect = None
+            self._place_soon()
 
-    def _give_up(self, request: InFlightRequest, outcome: str, error: Exception) -> None:
-        request_id, num_losses = request.original.request_id, request.record.num_losses
-        about = {"request_id": request_id}
-        logger.error("Request %s is given up (%s) after %d losses.", request_id, outcome, num_losses, extra=about)
-        self._metrics.failover(outcome)
-        request.fail(error)
+    def _give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:
+        """End a request whose worker was lost."""
+        _log_error(request, "Request %s ends (%s) after %d losses.", outcome, request.record.num_losses)
+        request.fail(error, failover=outcome)
 
     def _expire(self, request: InFlightRequest) -> None:
         if not request.has_ended:
             self.withdraw([request])
             request.fail(RequestTimeout(LATE))
 
-    def _serve_soon(self) -> None:
-        if self._soon is None and self._waiting:
-            self._soon = asyncio.get_running_loop().call_soon(self._serve)
+    def _place_soon(self) -> None:
+        """Place what waits in the event loop's next turn."""
+        if self._placing is None and self._waiting:
+            self._placing = asyncio.get_running_loop().call_soon(self._place_waiting)
 
-    def _serve(self) -> None:
-        self._soon = None
-        self._place(self._line())
+    def _place_waiting(self) -> None:
+        self._placing = None
+        self._place(sorted(self._waiting, key=lambda request: request.queue_order))
 
-    def _line(self) -> list[InFlightRequest]:
-        return sorted(self._waiting, key=lambda request: request.place_in_line)
-
-    def _on_tick(self) -> None:
-        """Some have waited long enough; the others may ask again those who refused."""
-        self._tick = None
+    def _on_retry(self) -> None:
+        """Fail requests that have waited long enough, and ask workers again for the others."""
+        self._retry = None
         now_s = time.monotonic()
         for request in list(self._waiting):
             request.refusals.clear()
             if now_s >= request.wait_until_s:
                 del self._waiting[request]
                 error = WorkerLost(NO_WORKER.format(wait_s=self._config.wait_s))
-                if request.is_resuming:
+                if request.is_migrating:
                     self._give_up(request, "gave_up", error)
                 else:
                     request.fail(error)
-        self._place(self._line())
+        self._place(sorted(self._waiting, key=lambda request: request.queue_order))
+
+
+def _stack(error: Exception) -> str:
+    return "".join(traceback_lines(error, with_messages=False))
+
+
+def _log_error(request: InFlightRequest, message: str, *args: object) -> None:
+    """Log an error about a request; `message` begins with a place for the request's id."""
+    request_id = request.original.request_id
+    logger.error(message, request_id, *args, extra={"request_id": request_id})

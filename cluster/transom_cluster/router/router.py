@@ -1,45 +1,52 @@
-"""The router's core, independent of Ray and HTTP: a tokenizer, connections to workers, and answers in flight."""
+"""The router, without Ray and HTTP: takes tokenised requests, has workers compute them, and streams their output.
+
+The router owns the parts, and the HTTP routes use the parts directly:
+
+- `connections`: a `WorkerConnection` for each worker, kept by the `WorkerPool`;
+- `queue`: the requests that no worker has, and the rule that gives them to workers;
+- `limits`: the model's limits, as workers reported them;
+- `peers`: the other routers of the application;
+- `metrics`, `timelines`, `tracing`: the router's telemetry.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 from zlib import crc32
 
 from transom_cluster.openai.errors import unknown_model
-from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.peers import NoPeers, RouterPeers
 from transom_cluster.router.request_queue import RequestQueue
-from transom_cluster.router.router_state import read_state
-from transom_cluster.router.worker_client import WorkerClient, WorkerDirectory
+from transom_cluster.router.worker_client import WorkerDirectory
 from transom_cluster.router.worker_connection import WorkerConnection
 from transom_cluster.router.worker_pool import WorkerPool
+from transom_cluster.routing.autoscaling import wanted_replicas
 from transom_cluster.routing.placer import Placer
+from transom_cluster.telemetry.request_events import Arrived, Ended, RequestEvents
 from transom_cluster.telemetry.request_timeline import RequestTimeline, RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
-from transom_cluster.telemetry.tracing import RouterTracing
+from transom_cluster.telemetry.router_state import RouterState
+from transom_cluster.telemetry.tracing import RequestTrace, RouterTracing
 from transom_worker.config import AutoscalingConfig, ServerConfig
 from transom_worker.contract import Request
-from transom_worker.errors import EngineDead, WorkerLost
+from transom_worker.errors import WorkerLost
 from transom_worker.text.tokenizer import Tokenizer
 
 DRAIN_S = 30.0
 
 _STOPPING = "This router is being stopped; send the request again."
-_NOT_READY = "The worker is not ready (starting, or being replaced); try again in a moment."
 
 
 class Router:
-    """What the routes work with. `start` and `stop` run on the event loop that serves.
+    """One router. `start` and `stop` run on the event loop that serves HTTP.
 
-    `drain_s` is how long running answers go on at a worker that disappears, and at a router that stops.
+    `drain_s` is how long running requests may continue at a worker that leaves, and at a router that stops.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class Router:
         drain_s: float = DRAIN_S,
         peers: RouterPeers | None = None,
         autoscaling: AutoscalingConfig | None = None,
+        timelines: RequestTimelines | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -60,95 +68,63 @@ class Router:
         self.router_id = router_id
         self.peers = peers or NoPeers()
         self.metrics = RouterMetrics(router_id, model=config.served_model_name)
+        self.timelines = timelines or RequestTimelines(router_id)
+        self.tracing: RouterTracing | None = None
+        if config.tracing is not None:
+            self.tracing = RouterTracing(config.tracing, router_id, model=config.served_model_name)
+        self.limits = ModelLimitsTracker(wake_workers=workers.wake)
         self.connections: dict[str, WorkerConnection] = {}
         self.is_draining = False
-        seed = crc32(router_id.encode())  # routers cast lots of their own
-        placer = Placer(config.routing_policy, seed=seed, observer=self.metrics.routing)
-        self._drain_s = drain_s
-        self._limits = ModelLimitsTracker()
-        self._wake_workers = workers.wake
-        self._queue = RequestQueue(
-            self.connections, placer, config.failover, self.metrics, limits=self._limits, wake_workers=workers.wake
+        self.queue = RequestQueue(
+            self.connections,
+            Placer(config.routing_policy, seed=crc32(router_id.encode()), observer=self.metrics.routing),
+            config.failover,
+            self.metrics,
+            limits=self.limits,
+            wake_workers=workers.wake,
         )
         self._pool = WorkerPool(
             workers,
             router_id,
             connections=self.connections,
-            listener=self._queue,
+            listener=self.queue,
             metrics=self.metrics,
             drain_s=drain_s,
         )
-        self.timelines = RequestTimelines(router_id)
-        self.tracing: RouterTracing | None = None
-        if config.tracing is not None:
-            self.tracing = RouterTracing(config.tracing, router_id, model=config.served_model_name)
+        self._drain_s = drain_s
+        self._autoscaling = autoscaling
         self._running: dict[OutputStream, list[InFlightRequest]] = {}
-        self._idle = asyncio.Event()
-        self.metrics.watch(functools.partial(read_state, self.connections, self._queue, autoscaling))
-
-    def metrics_text(self, openmetrics: bool) -> str:
-        """This router's own page of metrics, in one of Prometheus' two formats."""
-        return self.metrics.text(openmetrics=openmetrics)
-
-    def request_timeline(self, request_id: str, client: str) -> dict[str, Any] | None:
-        """This router's part of the timeline of a client's request; None if it does not know it (any more)."""
-        return self.timelines.find(request_id, client)
-
-    def request_lines(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
-        """A client's last requests here, in a line each."""
-        return self.timelines.lines(client, state, limit)
-
-    def process_name(self) -> str:
-        """This router among all processes of the cluster."""
-        return f"router/{self.router_id}"
-
-    def process_page(self, name: str, openmetrics: bool) -> str | None:
-        """The same page for one that asks for a process by its name; None where that is another."""
-        return self.metrics_text(openmetrics) if name == self.process_name() else None
-
-    @property
-    def clients(self) -> list[WorkerClient]:
-        """All workers, for metrics."""
-        return [connection.client for connection in self.connections.values()]
+        self._has_none_running = asyncio.Event()
+        self.metrics.watch(self.state)
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken: a worker's stream is open, and the router is not being stopped."""
+        """Whether the router takes requests: a worker's stream is open, and the router is not being stopped."""
         return not self.is_draining and any(connection.takes_requests for connection in self.connections.values())
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that no worker has."""
-        return len(self._queue)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests that workers have."""
-        return sum(len(connection.in_flight) for connection in self.connections.values())
-
-    @property
-    def limits(self) -> ModelLimits:
-        """The served model's limits; those of the last worker while there is none.
-
-        Raises:
-            EngineDead: no worker was ready so far.
-        """
-        if self._limits.now is None:
-            raise EngineDead(_NOT_READY)
-        return self._limits.now
-
-    @property
-    def known_limits(self) -> ModelLimits | None:
-        """The same; None while no worker was ready."""
-        return self._limits.now
+    def state(self) -> RouterState:
+        """The numbers of requests and workers now, and the number of workers that the autoscaling policy would ask for."""
+        workers_by_state = {"open": 0, "closed": 0, "draining": 0}
+        for connection in self.connections.values():
+            workers_by_state[connection.state] += 1
+        return RouterState(
+            num_waiting=len(self.queue),
+            workers_by_state=workers_by_state,
+            in_flight_by_worker={one.worker_id: len(one.in_flight) for one in self.connections.values()},
+            desired_workers=None if self._autoscaling is None else self._desired_workers(self._autoscaling),
+        )
 
     def check_model(self, name: str | None) -> None:
-        """Raise HttpError (404) unless `name` is served here; None means the served one."""
+        """Check that the router serves the model `name`; None stands for the served model.
+
+        Raises:
+            HttpError: 404, the model is not served here.
+        """
         if name is not None and name != self.config.served_model_name:
             raise unknown_model(name, self.config.served_model_name)
 
     async def prepare(self, model: str | None) -> None:
-        """For a request with a prompt: check its model's name, and wait until the model's limits are known.
+        """Check the model's name of a request with a prompt, and wait until the model's limits are known.
 
         Raises:
             HttpError: 404, the model is not served here.  WorkerLost: there is no worker, or the router is being stopped.
@@ -156,56 +132,67 @@ class Router:
         self.check_model(model)
         if self.is_draining:
             raise WorkerLost(_STOPPING)
-        wait_s = min(self.config.failover.wait_s, self.config.limits.request_timeout_s or math.inf)
-        await self._limits.wait(wait_s, wake_workers=self._wake_workers)
+        await self.limits.wait(min(self.config.failover.wait_s, self.config.limits.request_timeout_s or math.inf))
 
     def start(self) -> None:
         """Connect to the workers."""
         self._pool.start()
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on; `/health` says so. What runs goes on."""
+        """Refuse new requests from now on, and say so at `/health`. Running requests continue."""
         self.is_draining = True
 
     async def stop(self) -> None:
-        """Give running answers `drain_s`, end the others with an error, and disconnect."""
+        """Give running requests `drain_s` to end, end the others with an error, and disconnect from the workers."""
         self.begin_drain()
         if self._running:
-            self._idle.clear()
+            self._has_none_running.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), self._drain_s)
+                await asyncio.wait_for(self._has_none_running.wait(), self._drain_s)
         for requests in self._running.values():
-            left = [request for request in requests if not request.has_ended]
-            self._queue.withdraw(left)
-            for request in left:
+            unfinished = [request for request in requests if not request.has_ended]
+            self.queue.withdraw(unfinished)
+            for request in unfinished:
                 request.fail(WorkerLost(_STOPPING))
-        await self._queue.stop()
+        await self.queue.stop()
         await self._pool.stop()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
+    def request_events(self, timeline: RequestTimeline, trace: RequestTrace | None = None) -> RequestEvents:
+        """The event stream of one HTTP request: to its timeline, to the router's metrics and, where it is traced, to its spans."""
+        return RequestEvents(timeline, self.metrics, spans=trace)
+
     @contextlib.asynccontextmanager
     async def generate(
-        self, requests: Sequence[Request], timeline: RequestTimeline | None = None
+        self, requests: Sequence[Request], events: RequestEvents | None = None
     ) -> AsyncIterator[OutputStream]:
-        """Submit requests; on leaving, for whatever reason, what has not ended is aborted at once.
+        """Have workers compute the choices of one HTTP request, and yield their output once workers have accepted all of them.
+
+        Leaving the context aborts what has not ended, at once.
 
         Raises:
-            TransomError: a request was refused.
+            TransomError: a worker refused a request, or the router is being stopped.
         """
         if self.is_draining:
             raise WorkerLost(_STOPPING)
-        output = OutputStream(requests, timeline)
-        in_flight = self._running[output] = [
-            InFlightRequest(output, index, request) for index, request in enumerate(requests)
-        ]
-        with self.timelines.following(output.timeline, in_flight):
-            try:
-                self._queue.enter(in_flight)
-                await output.admitted()
-                yield output
-            finally:
-                self._queue.withdraw(in_flight)
-                del self._running[output]
-                if not self._running:
-                    self._idle.set()
+        events = events or self.request_events(self.timelines.create(requests))
+        output = OutputStream(requests)
+        in_flight = [InFlightRequest(output, index, request, events) for index, request in enumerate(requests)]
+        self._running[output] = in_flight
+        events.report(Arrived(choices=in_flight))
+        try:
+            self.queue.enter(in_flight)
+            await output.admitted()
+            yield output
+        finally:
+            self.queue.withdraw(in_flight)
+            del self._running[output]
+            if not self._running:
+                self._has_none_running.set()
+            events.report(Ended())
+
+    def _desired_workers(self, config: AutoscalingConfig) -> int:
+        present = [connection for connection in self.connections.values() if not connection.is_draining]
+        loads = [connection.load for connection in present if connection.load is not None]
+        return wanted_replicas(loads, num_unplaced=len(self.queue), num_target=len(present), config=config)

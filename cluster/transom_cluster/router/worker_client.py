@@ -10,52 +10,56 @@ from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessag
 
 
 class WorkerClient(Protocol):
-    """One worker, as seen from a router.
+    """One worker, as a router calls it.
 
-    Events of accepted requests come on the router's one long stream: a message per engine step, with what changed of prefix index
-    and load. The first message has the whole index. A newer stream of the same router ends the older; when a stream ends the
-    worker aborts that router's requests. Every method may raise anything when the worker is gone.
+    The router opens one long event stream. Events of accepted requests come on it, in one message per engine step, with the
+    changes of the worker's prefix index and its load; the first message has the whole index. A newer stream of the same router
+    ends the older one. When a stream ends, the worker aborts that router's requests. Every method may raise any exception when
+    the worker is lost.
     """
 
     def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
-        """The events of all requests of this router."""
+        """The messages for this router."""
 
     async def resync(self, router_id: str) -> None:
-        """Ask for the whole index again, on the stream."""
+        """Have the worker send its whole prefix index on the stream again."""
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
-        """Admit all requests or none; one entry each, None where nothing was wrong with it."""
+        """Submit requests, which the worker accepts all or none. Returns one entry for each: its error, or None."""
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
-        """Drop requests and free their blocks; unknown ids are ignored."""
+        """Abort requests and free their blocks; unknown ids are ignored."""
 
     async def info(self) -> WorkerInfo:
-        """Who it is and what it can do."""
+        """The worker's id, model and limits."""
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
-        """The worker's page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
+        """The worker's page of metrics in Prometheus' text format, or as OpenMetrics, which has exemplars."""
 
     def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
-        """Frames of the live block map (docs/block_map.md): the first tells all, later ones what changed."""
+        """Frames of the live block map (docs/block_map.md), one each `period_s`: the first has all blocks, later ones the
+        changes."""
 
     async def describe_block(self, group: int, block: int) -> dict[str, Any]:
-        """One block now, as JSON values, for a person who points at it."""
+        """The present content of one block as JSON values, for the page of the block map."""
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
-        """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
+        """The events of a request at this worker as JSON values; empty where the worker does not know the request any more."""
 
 
 def describe_worker(info: WorkerInfo) -> dict[str, Any]:
-    """A worker for people, as JSON values: its cache by the groups' names."""
+    """A worker as JSON values, its cache by the names of the cache groups."""
     return {**asdict(info), "cache": [group.name for group in info.cache.groups]}
 
 
 class WorkerDirectory(Protocol):
-    """Which workers there are. Ids are never given again: a worker that comes back is another one."""
+    """The workers that exist. Worker ids are not reused: a worker that starts again is another worker."""
 
     def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
-        """The present workers by id, at once and again at every change. One that is missing takes no new requests (it is gone, or
-        drains); its client works as long as it timelines."""
+        """The present workers by id, at once and again at every change.
+
+        A worker that is missing is lost or drains, and gets no new requests; its client works as long as the worker runs.
+        """
 
     def wake(self) -> None:
-        """A request waits and there is no worker: one is started where all were scaled away. Returns at once."""
+        """Ask for a worker where all were scaled away, because a request waits; returns at once."""

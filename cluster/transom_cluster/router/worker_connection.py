@@ -1,7 +1,14 @@
-"""One worker's connection: its long event stream, kept open, and the attempts that live on it.
+"""A router's connection to one worker: the worker's event stream, kept open, and the attempts that the worker has.
 
-When the stream breaks, everything on it is handed over as lost, and the stream is opened again, with growing pauses, until the
-connection is closed.
+- **event stream**: the worker's messages to this router, one per engine step: output events, changes of the prefix index, and the
+  load.
+- **attempt**: one try to compute a request at this worker (`in_flight_requests`).
+
+When the stream breaks, the connection hands all its attempts over to its listener as lost. Then it opens the stream again, with
+pauses that double from `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, until the connection is closed:
+
+    closed --open_stream--> open --the stream breaks--> closed --pause--> ...
+    open or closed --drain--> draining --close--> removed by the worker pool
 """
 
 from __future__ import annotations
@@ -25,59 +32,65 @@ logger = logging.getLogger("transom.router")
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
-SUBMIT_GRACE_S = 0.5  # a submission that fails is mostly the first sign of a stream that breaks
+SUBMIT_GRACE_S = 0.5  # after a call failed the stream mostly breaks within this time
 
 T = TypeVar("T")
 Attempts = Sequence[tuple[InFlightRequest, Request]]
 
 
 class ConnectionBroken(Exception):
-    """The stream broke while a worker was asked; what was on it has been handed over as lost."""
+    """The stream broke during a call to the worker; the listener has the attempts."""
 
 
 class CallFailed(Exception):
-    """A call to a worker failed."""
+    """A call to the worker failed, and the stream is still open."""
 
 
 class ConnectionListener(OutputListener, Protocol):
-    """Who is told what happens on a connection."""
+    """Learns what happens on worker connections."""
 
     def opened(self, connection: WorkerConnection) -> None:
         """The connection takes requests from now on."""
 
-    def told(self, connection: WorkerConnection, message: WorkerMessage) -> None:
-        """The worker says what changed of its index and load."""
+    def received(self, connection: WorkerConnection, message: WorkerMessage) -> None:
+        """The worker's message has updates of its prefix index or its load."""
 
     def closed(self, connection: WorkerConnection) -> None:
-        """The stream has ended. `lost` follows."""
+        """The stream has ended. A call of `lost` comes next."""
 
     def lost(self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause) -> None:
-        """These cannot go on here."""
+        """These requests cannot continue at this worker."""
 
     def failed(self, request: InFlightRequest, error: Exception) -> None:
-        """Something went wrong with this one here: it ends, if it has not ended yet."""
+        """Handling the request raised an error: it has to end, if it has not ended yet."""
 
 
 class WorkerConnection:
-    """Keeps one worker's stream open and moves requests and events over it. Runs on one event loop."""
+    """Keeps one worker's event stream open, submits attempts and receives their events. Runs on one event loop.
+
+    `suspect` and `cooldown_until_s` belong to the request queue, which decides what the worker gets.
+    """
 
     def __init__(self, worker_id: str, client: WorkerClient, router_id: str, listener: ConnectionListener) -> None:
         self.worker_id = worker_id
         self.client = client
         self.in_flight = InFlightRequests(listener)
-        self.info: WorkerInfo | None = None  # the worker's last answer
-        self.load: WorkerLoad | None = None  # what it said last
+        self.suspect: InFlightRequest | None = None  # the one suspect (`failover`) that the worker has
+        self.cooldown_until_s = (
+            0.0  # on the monotonic clock: until then the worker gets requests only if no other one can
+        )
+        self.info: WorkerInfo | None = None  # as of the last time that the stream was opened
+        self.load: WorkerLoad | None = None  # as the worker reported it last
         self.is_open = False
         self.is_draining = False
-        self.is_closing = False  # the stream ends on purpose
+        self.is_closing = False  # the router itself ends the stream
         self._router_id = router_id
         self._listener = listener
         self._tasks = BackgroundTasks()
-        self._calls: set[asyncio.Task[Any]] = set()  # that nobody can answer once the connection is broken
-        self._submitting: set[str] = set()
-        self._withdrawn: set[str] = set()  # while they were being submitted
-        self._reader: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()  # of the present stream
+        self._calls: set[asyncio.Task[Any]] = set()  # cancelled when the stream breaks
+        self._submitting: set[str] = set()  # request ids of attempts in a submission that runs
+        self._withdrawn: set[str] = set()  # those of them that are aborted once the submission has ended
+        self._stream_ended = asyncio.Event()  # of the present stream
 
     @property
     def takes_requests(self) -> bool:
@@ -86,31 +99,31 @@ class WorkerConnection:
 
     @property
     def state(self) -> Literal["open", "closed", "draining"]:
-        """For people and metrics."""
+        """The connection's state, for metrics and the list of workers."""
         return "draining" if self.is_draining else "open" if self.is_open else "closed"
 
     @property
     def limits(self) -> ModelLimits | None:
-        """What the worker's model can do, as it said last."""
+        """The limits of the worker's model; None before the first time that the stream is open."""
         if self.info is None:
             return None
         return ModelLimits(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
 
     def start(self) -> None:
-        """Begin to keep the stream open."""
-        self._reader = self._tasks.spawn(self._keep_open())
+        """Open the stream, and open it again whenever it breaks."""
+        self._tasks.spawn(self._keep_open())
 
     async def close(self, *, is_lost: bool = False) -> None:
-        """End the stream for good; `is_lost`: the worker is not there any more, so that nobody ends it on purpose."""
+        """End the stream for good. `is_lost`: the worker is gone, so that its end is a loss and no drain."""
         self.is_draining, self.is_closing = True, not is_lost
         await self._tasks.cancel()
 
     async def drain(self, drain_s: float) -> int:
-        """Take nothing new, and wait until all has ended; what has not by then is handed over. Returns how many that were."""
+        """Take no new attempts, and give running ones `drain_s` to end; hand over the others, and return their number."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                await self.in_flight.emptied()
+                await self.in_flight.wait_until_empty()
         requests = self.in_flight.take_all()
         if requests:
             request_ids = [request.attempt.request_id for request in requests]
@@ -120,25 +133,26 @@ class WorkerConnection:
         return len(requests)
 
     async def submit(self, attempts: Attempts) -> list[ErrorInfo | None]:
-        """Ask the worker to take attempts that are in `in_flight`: all or none; an entry for each as in `WorkerClient.submit`.
+        """Submit attempts that are in `in_flight`. The worker accepts all or none; returns an entry for each as
+        `WorkerClient.submit` does.
 
-        Before it gets one that was lost with another worker, it has to show that it lives: of two workers that die together the
-        second must not count as this request's doing.
+        A worker must answer a call before it gets a migrated attempt. Otherwise, where two workers die together, the second loss
+        would count against a request that was sent from the first to the second.
 
         Raises:
-            ConnectionBroken: the connection broke; `lost` was told.
+            ConnectionBroken: the stream broke; the listener's `lost` has the attempts.
         """
         request_ids = {attempt.request_id for _, attempt in attempts}
         self._submitting |= request_ids
         try:
-            if any(request.record.num_resumes for request, _ in attempts):
-                await self._ask(self.client.info())
+            if any(request.record.num_migrations for request, _ in attempts):
+                await self._call(self.client.info())
             for request, attempt in attempts:
-                if request.attempt is attempt:  # it may have moved meanwhile
+                if request.attempt is attempt:  # the request may have migrated meanwhile
                     request.send()
-            return await self._ask(self.client.submit(self._router_id, [attempt for _, attempt in attempts]))
+            return await self._call(self.client.submit(self._router_id, [attempt for _, attempt in attempts]))
         except CallFailed:
-            self._abort(list(request_ids))  # it may have taken them
+            self._abort(list(request_ids))  # the worker may have accepted them
             return [ErrorInfo.of(WorkerLost("The worker did not answer."))] * len(attempts)
         finally:
             self._submitting -= request_ids
@@ -147,7 +161,7 @@ class WorkerConnection:
                 self._abort(list(withdrawn))
 
     def withdraw(self, requests: Sequence[InFlightRequest]) -> None:
-        """Abort attempts, as soon as the worker has them; returns at once."""
+        """Abort attempts, those of a running submission after the submission has ended; returns at once."""
         request_ids = [request.attempt.request_id for request in requests]
         known = {one for one in request_ids if self.in_flight.remove(one) is not None}
         self._withdrawn |= known & self._submitting
@@ -155,17 +169,17 @@ class WorkerConnection:
             self._abort(now)
 
     def resync(self) -> None:
-        """Ask for the whole index again; returns at once."""
+        """Ask the worker for its whole prefix index again; returns at once."""
         self._tasks.spawn(self._ask_resync())
 
-    async def _ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """The worker's answer.
+    async def _call(self, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for the result of a call to the worker.
 
         Raises:
-            ConnectionBroken: the connection broke meanwhile, or right after the call had failed.
-            CallFailed: the call failed, and the connection is whole.
+            ConnectionBroken: the stream broke during the call, or within `SUBMIT_GRACE_S` after the call had failed.
+            CallFailed: the call failed, and the stream is still open.
         """
-        stream_ended = self._ended
+        stream_ended = self._stream_ended
         task = self._tasks.spawn(call)
         self._calls.add(task)
         try:
@@ -204,55 +218,56 @@ class WorkerConnection:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _read(self, lost: list[str]) -> None:
-        """Open the stream and read it until it ends. `lost` are attempts that the worker may still compute for nobody."""
+        """Open the stream and read it until it ends. The worker may still compute the attempts `lost`, which are aborted first."""
         async with contextlib.aclosing(self.client.open_stream(self._router_id)) as stream:
             async for message in stream:
                 if not self.is_open:
-                    await self._opened(lost)
-                self._take(message)
+                    await self._open(lost)
+                self._receive(message)
 
-    async def _opened(self, lost: list[str]) -> None:
+    async def _open(self, lost: list[str]) -> None:
         self.info = await self.client.info()
         if lost:
             await self.client.abort(self._router_id, lost)
-        self._ended = asyncio.Event()
+        self._stream_ended = asyncio.Event()
         self.is_open = True
         self._listener.opened(self)
 
-    def _take(self, message: WorkerMessage) -> None:
+    def _receive(self, message: WorkerMessage) -> None:
         if message.load is not None:
             self.load = message.load
         if message.kv is not None or message.load is not None:
-            self._listener.told(self, message)
-        lost, torn, failed = self.in_flight.dispatch(message.events)
-        if torn:
-            logger.warning("Output of %d requests is missing between worker %s and here.", len(torn), self.worker_id)
+            self._listener.received(self, message)
+        undelivered = self.in_flight.dispatch(message.events)
+        if torn := undelivered.torn:
+            logger.warning("Output of %d requests from worker %s is missing.", len(torn), self.worker_id)
             self._abort([request.attempt.request_id for request in torn])
             self._hand_over(torn, "torn")
-        if lost:
-            self._hand_over(lost, "lost")
-        for request, error in failed:
+        if undelivered.lost:
+            self._hand_over(undelivered.lost, "lost")
+        for request, error in undelivered.failed:
             self._fail(request, error)
             self._abort([request.attempt.request_id])
 
     def _lose(self) -> list[str]:
-        """The stream has ended: hand over what was on it; returns the attempts' ids."""
+        """The stream has ended: hand its attempts over, and return their request ids."""
         for call in list(self._calls):
             call.cancel()
-        self._ended.set()
+        self._stream_ended.set()
         requests = self.in_flight.take_all()
         request_ids = [request.attempt.request_id for request in requests]
         if self.is_open:
             self.is_open = False
             try:
                 self._listener.closed(self)
-            except Exception as error:  # a bug; what was taken must be handed over all the same
-                logger.error("Worker %s could not be taken off the list.\n%s", self.worker_id, _details(error))
+            except Exception as error:  # a bug; the attempts are handed over all the same
+                logger.error("Handling the loss of worker %s failed.\n%s", self.worker_id, _stack(error))
             self._hand_over(requests, "lost")
         return request_ids
 
     def _hand_over(self, requests: list[InFlightRequest], cause: Cause) -> None:
-        """Requests that cannot go on here. Should that fail, which would be a bug, they end: nobody waits for ever."""
+        """Hand requests over that cannot continue here. Should that fail, which would be a bug, they end, so that none waits for
+        ever."""
         try:
             self._listener.lost(self, requests, cause)
         except Exception as error:
@@ -261,10 +276,10 @@ class WorkerConnection:
                     self._fail(request, error)
 
     def _fail(self, request: InFlightRequest, error: Exception) -> None:
-        """Something went wrong with this request, which would be a bug: it ends, and nothing else does."""
+        """End a request whose handling raised an error, which would be a bug; other requests continue."""
         request_id = request.original.request_id
         logger.error(
-            "Request %s failed in the router.\n%s", request_id, _details(error), extra={"request_id": request_id}
+            "Request %s failed in the router.\n%s", request_id, _stack(error), extra={"request_id": request_id}
         )
         self._listener.failed(request, error)
 
@@ -275,21 +290,21 @@ class WorkerConnection:
     async def _send_abort(self, request_ids: list[str]) -> None:
         try:
             await self.client.abort(self._router_id, request_ids)
-        except Exception as error:  # a worker that is gone computes nothing
-            logger.info("An abort did not reach worker %s: %r", self.worker_id, error)
+        except Exception as error:  # a lost worker computes nothing more
+            logger.info("Worker %s did not get an abort: %r", self.worker_id, error)
 
     async def _ask_resync(self) -> None:
-        """Until the worker has heard it, or its stream ends: a mirror tells of a gap only once."""
-        stream_ended, pause_s = self._ended, FIRST_PAUSE_S
+        """Ask until the worker has replied or its stream ends, since the index mirror reports a gap only once."""
+        stream_ended, pause_s = self._stream_ended, FIRST_PAUSE_S
         while not stream_ended.is_set():
             try:
                 await self.client.resync(self._router_id)
                 return
             except Exception as error:
-                logger.info("Worker %s was not asked for its index: %r", self.worker_id, error)
+                logger.info("Worker %s did not get the request for its prefix index: %r", self.worker_id, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _details(error: Exception) -> str:
+def _stack(error: Exception) -> str:
     return "".join(traceback_lines(error, with_messages=False))

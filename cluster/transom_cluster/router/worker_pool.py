@@ -1,4 +1,9 @@
-"""The workers that there are: a connection to each, opened when it appears and drained when it disappears."""
+"""The router's workers: a connection to each worker of the directory, opened when it appears and drained when it disappears.
+
+- **directory**: the workers that exist, as Ray Serve names them (`WorkerDirectory`).
+- **drain**: a worker that the directory no longer names gets no new requests. What runs there may end within `drain_s`; the rest
+  migrates.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,12 @@ from transom_cluster.telemetry.router_metrics import RouterMetrics
 
 logger = logging.getLogger("transom.router")
 
-FOLLOW_AGAIN_S = 0.5
-LAST_WORD_S = 5.0  # a worker that drains answers at once; for one whose host is gone nobody does
+DIRECTORY_RETRY_S = 0.5
+LAST_CALL_TIMEOUT_S = 5.0  # a worker that drains answers at once; a call to a worker whose host is gone never ends
 
 
 def describe_connection(connection: WorkerConnection) -> dict[str, Any]:
-    """A worker for people, as JSON values."""
+    """A worker and its connection as JSON values, for the list of workers at `/`."""
     return {
         "id": connection.worker_id,
         "state": connection.state,
@@ -31,11 +36,7 @@ def describe_connection(connection: WorkerConnection) -> dict[str, Any]:
 
 
 class WorkerPool:
-    """Keeps `connections` equal to the directory.
-
-    A worker that disappears from the directory gets no new requests; what runs there for longer than `drain_s` continues
-    on another worker.
-    """
+    """Keeps `connections` equal to the directory."""
 
     def __init__(
         self,
@@ -53,27 +54,27 @@ class WorkerPool:
         self._listener = listener
         self._metrics = metrics
         self._drain_s = drain_s
-        self._present: Mapping[str, WorkerClient] = {}
+        self._present: Mapping[str, WorkerClient] = {}  # as the directory said last
         self._tasks = BackgroundTasks()
 
     def start(self) -> None:
-        """Begin to follow the directory."""
-        self._tasks.spawn(self._follow())
+        """Begin to watch the directory."""
+        self._tasks.spawn(self._watch_directory())
 
     async def stop(self) -> None:
-        """Close all connections; what is on them is handed over."""
+        """Close all connections; their requests are handed over to the listener."""
         await self._tasks.cancel()
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         self._connections.clear()
 
-    async def _follow(self) -> None:
+    async def _watch_directory(self) -> None:
         while True:
             try:
                 async for present in self._directory.changes():
                     self._update(present)
             except Exception as error:
                 logger.warning("The directory of workers failed: %r", error)
-            await asyncio.sleep(FOLLOW_AGAIN_S)
+            await asyncio.sleep(DIRECTORY_RETRY_S)
 
     def _update(self, present: Mapping[str, WorkerClient]) -> None:
         self._present = dict(present)
@@ -86,7 +87,8 @@ class WorkerPool:
                 self._tasks.spawn(self._drain(connection))
 
     def _add(self, worker_id: str, client: WorkerClient) -> None:
-        connection = self._connections[worker_id] = WorkerConnection(worker_id, client, self._router_id, self._listener)
+        connection = WorkerConnection(worker_id, client, self._router_id, self._listener)
+        self._connections[worker_id] = connection
         connection.start()
         logger.info("Worker %s has appeared.", worker_id)
 
@@ -103,15 +105,15 @@ class WorkerPool:
 
 
 async def _answers(connection: WorkerConnection) -> bool:
-    """Whether a worker that the directory no longer names is still there.
+    """Whether a worker that the directory no longer names still answers a call: it drains; otherwise it was lost.
 
-    Directories hear of deaths as of departures, sometimes before the stream breaks. A worker that is asked to leave stays until its
-    routers have closed their streams, so whoever does not answer was lost, and all routers say the same of it.
+    A directory drops workers that died as well as those that leave, sometimes before the stream breaks. A worker that leaves
+    stays until all its routers have closed their streams, so all routers come to the same result.
     """
     try:
-        async with asyncio.timeout(LAST_WORD_S):
+        async with asyncio.timeout(LAST_CALL_TIMEOUT_S):
             await connection.client.info()
     except Exception as error:
-        logger.warning("Worker %s left without a word: %r", connection.worker_id, error)
+        logger.warning("Worker %s was lost while it drained: %r", connection.worker_id, error)
         return False
     return connection.is_open

@@ -1,32 +1,46 @@
-"""What happens to each HTTP request at this router, step by step: for `/debug/requests/{id}`, spans and log lines."""
+"""Timelines of a router's requests, for `/debug/requests`, span attributes and log lines.
+
+- **timeline**: all events of one HTTP request at this router, in order, and its figures. It holds neither prompts nor generated
+  text.
+- **summary**: the figures of one timeline on one line of `/debug/requests`.
+- **client**: the owner of a request: a digest of its API key. A client sees only its own requests.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-from transom_cluster.routing.placer import PlacementDecision
-from transom_cluster.telemetry.tracing import RequestTrace
-from transom_worker.contract import Request, Usage
+from transom_cluster.telemetry.request_events import (
+    Arrived,
+    ChoiceEvent,
+    ChoiceOutput,
+    ClientLeft,
+    Ended,
+    Failed,
+    Finished,
+    FirstToken,
+    Lost,
+    Placed,
+    RequestEvent,
+)
+from transom_worker.contract import Request
 from transom_worker.telemetry.request_timelines import Timeline, TimelineStore, response_id_of
 
 ONLY_CLIENT = "all"
-"""The client of every request where the server wants no API keys."""
-
-
-class Choice(Protocol):
-    """What a life looks at while its request runs: the output of one choice so far."""
-
-    token_ids: list[int]
+"""The client of every request where the server requires no API keys."""
 
 
 class RequestTimeline(Timeline):
-    """One answer's steps, those of all its choices. `client` is who may read it; keys are not kept."""
+    """The sink that records the events of one HTTP request and keeps its figures; it is in `store` from the request's arrival on.
+
+    `outer_id` is the `x-request-id` header that the request came with.
+    """
 
     __slots__ = (
         "_choices",
+        "_store",
         "client",
         "endpoint",
         "error",
@@ -41,134 +55,93 @@ class RequestTimeline(Timeline):
         "num_resumes",
         "outer_id",
         "stream",
-        "trace",
         "workers",
     )
 
     def __init__(
         self,
         requests: Sequence[Request],
+        store: TimelineStore,
         *,
-        endpoint: str = "",
-        client: str = ONLY_CLIENT,
-        stream: bool = False,
-        outer_id: str = "",
-        trace: RequestTrace | None = None,
+        endpoint: str,
+        client: str,
+        stream: bool,
+        outer_id: str,
     ) -> None:
         first = requests[0]
         super().__init__(response_id_of(first.request_id), first.arrival_s or time.time())
         self.endpoint = endpoint
         self.client = client
         self.stream = stream
-        self.outer_id = outer_id  # the x-request-id that it came with
-        self.trace = trace
+        self.outer_id = outer_id
         self.num_choices = len(requests)
         self.num_prompts = sum(one.choice_index == 0 for one in requests)
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in requests if one.choice_index == 0)
-        self.num_output_tokens = 0  # of all choices, once they have ended
-        self.num_hit_tokens = 0
-        self.num_resumes = 0
-        self.first_token_s = 0.0
-        self.workers: dict[str, None] = {}  # in order
-        self.finish_reasons: dict[int, str] = {}
-        self.error = ""
-        self.has_left = False
-        self._choices: Sequence[Choice] = ()
+        self.num_output_tokens = 0  # of all choices; final once the request has ended
+        self.num_hit_tokens = 0  # of all prompts, likewise
+        self.num_resumes = 0  # attempts that were lost
+        self.first_token_s = 0.0  # when the first token of any choice came; 0 before
+        self.workers: dict[str, None] = {}  # in the order in which they were chosen
+        self.finish_reasons: dict[int, str] = {}  # by choice
+        self.error = ""  # the class of the first error
+        self.has_left = False  # the client
+        self._choices: Sequence[ChoiceOutput] = ()  # while the request runs
+        self._store = store
 
     @property
     def state(self) -> str:
-        """For people and for lists."""
+        """The request's state as a client reads it: running, finished, failed or client left."""
         if not self.end_s:
             return "running"
         return "client left" if self.has_left else "failed" if self.error else "finished"
 
-    @property
-    def num_tokens_now(self) -> int:
-        """Tokens of all choices so far."""
-        return sum(len(choice.token_ids) for choice in self._choices) if self._choices else self.num_output_tokens
-
-    # What happens, in this order
-
-    def arrived(self, choices: Sequence[Choice]) -> None:
-        """The body is read, and the prompt is tokens."""
-        self._choices = choices
-        facts = {"endpoint": self.endpoint, "prompt_tokens": self.num_prompt_tokens, "stream": self.stream}
-        self.add("arrived", self.arrival_s, **facts, choices=self.num_choices)
-        self.add("tokenised")
-
-    def waits(self, index: int, reason: str) -> None:
-        """No worker can take it now."""
-        self.add("waits", reason=reason, **self._about(index))
-
-    def placed(self, index: int, placed: PlacementDecision, *, policy: str, num_resumed: int) -> str | None:
-        """A worker was chosen; returns the traceparent of what is done there."""
-        self.workers[placed.worker_id] = None
-        facts: dict[str, Any] = {"worker": placed.worker_id, "policy": policy, "reason": placed.reason}
-        facts["predicted_hit_tokens"] = placed.predicted_tokens
-        if num_resumed:
-            facts["resumed_tokens"] = num_resumed
-        self.add("placed", **facts, **self._about(index))
-        if self.trace is None:
-            return None
-        return self.trace.attempt_began(index, placed, policy=policy, num_resumed=num_resumed)
-
-    def sent(self, index: int, worker: str | None) -> None:
-        """It is on its way to the worker."""
-        self.add("sent", worker=worker, **self._about(index))
-
-    def accepted(self, index: int, worker: str | None) -> None:
-        """The worker has queued it."""
-        self.add("accepted", worker=worker, **self._about(index))
-
-    def turned_away(self, index: int, worker: str, kind: str) -> None:
-        """That worker does not take it; another may."""
-        self.add("turned_away", worker=worker, error=kind, **self._about(index))
-        self._end_attempt(index, kind)
-
-    def began(self, index: int, worker: str | None, usage: Usage | None) -> None:
-        """The first token of an attempt has come."""
+    def receive(self, event: RequestEvent) -> None:
+        """Record an event, and bring the figures up to date."""
         now_s = time.time()
-        self.first_token_s = self.first_token_s or now_s
-        hit = {} if usage is None else {"hit_tokens": usage.num_cached_tokens}
-        self.add("first_token", now_s, worker=worker, **hit, **self._about(index))
+        match event:
+            case Arrived(choices=choices):
+                self._choices = choices
+                facts = {"endpoint": self.endpoint, "prompt_tokens": self.num_prompt_tokens, "stream": self.stream}
+                self.add("arrived", self.arrival_s, **facts, choices=self.num_choices)
+                self.add("tokenised", now_s)
+                self._store.begin(self)
+            case ClientLeft():
+                self.has_left = True
+                self._count_tokens()
+                self.add("client_left", now_s, tokens_so_far=self.num_output_tokens)
+            case Ended():
+                self._count_tokens()
+                self._choices = ()
+                self.add("ended", now_s)
+                self._store.end(self)
+            case ChoiceEvent():
+                self._update(event, now_s)
+                choice = {"choice": event.choice} if self.num_choices > 1 else {}
+                self.add(event.kind, now_s, **event.facts(), **choice)
 
-    def lost(self, index: int, worker: str, cause: str, num_tokens: int) -> None:
-        """It cannot go on at its worker."""
-        self.num_resumes += 1
-        self.add("lost", worker=worker, cause=cause, tokens_so_far=num_tokens, **self._about(index))
-        self._end_attempt(index, cause)
+    def _update(self, event: ChoiceEvent, now_s: float) -> None:
+        match event:
+            case Placed(worker=worker):
+                self.workers[worker] = None
+            case FirstToken():
+                self.first_token_s = self.first_token_s or now_s
+            case Lost():
+                self.num_resumes += 1
+            case Finished(reason=reason):
+                self.finish_reasons[event.choice] = reason
+            case Failed(error=error):
+                self.error = self.error or error
+                self.finish_reasons[event.choice] = "error"
 
-    def finished(self, index: int, reason: str, num_tokens: int) -> None:
-        """A choice is complete."""
-        self.finish_reasons[index] = reason
-        self.add("finished", reason=reason, output_tokens=num_tokens, **self._about(index))
-        self._end_attempt(index)
+    def _count_tokens(self) -> None:
+        """Read the counts of tokens from the choices that run."""
+        if self._choices:
+            self.num_output_tokens = sum(len(choice.token_ids) for choice in self._choices)
+            self.num_hit_tokens = sum(choice.num_hit_tokens for choice in self._choices)
 
-    def failed(self, index: int, kind: str, num_tokens: int) -> None:
-        """A choice ends with an error, or was refused; its class alone is told, since its message may quote a prompt."""
-        self.error = self.error or kind
-        self.finish_reasons[index] = "error"
-        self.add("failed", error=kind, tokens_so_far=num_tokens, **self._about(index))
-        self._end_attempt(index, kind)
-
-    def hit(self, usage: Usage) -> None:
-        """What of a prompt was cached is known."""
-        self.num_hit_tokens += usage.num_cached_tokens
-
-    def client_left(self) -> None:
-        """Nobody waits for it any more."""
-        self.has_left = True
-        self.add("client_left", tokens_so_far=self.num_tokens_now)
-
-    def ended(self) -> None:
-        """Nothing more is done for it."""
-        self.num_output_tokens, self._choices = self.num_tokens_now, ()
-        self.add("ended")
-        if self.trace is not None:
-            self.trace.request_ended()
-
-    def line(self) -> dict[str, Any]:
-        """It in a line, as JSON values."""
+    def summary(self) -> dict[str, Any]:
+        """The request's figures now, as JSON values."""
+        self._count_tokens()
         now_s = time.time()
         return {
             "id": self.request_id,
@@ -185,55 +158,58 @@ class RequestTimeline(Timeline):
             "choices": self.num_choices,
             "prompt_tokens": self.num_prompt_tokens,
             "hit_tokens": self.num_hit_tokens,
-            "output_tokens": self.num_tokens_now,
+            "output_tokens": self.num_output_tokens,
             "finish_reasons": sorted(set(self.finish_reasons.values())),
             "error": self.error or None,
         }
 
-    def _about(self, index: int) -> dict[str, int]:
-        return {"choice": index} if self.num_choices > 1 else {}
-
-    def _end_attempt(self, index: int, error: str = "") -> None:
-        if self.trace is not None:
-            self.trace.attempt_ended(index, error)
-
 
 class RequestTimelines:
-    """The last requests of one router. Runs on its event loop."""
+    """The timelines of one router's last requests. Runs on the router's event loop."""
 
-    def __init__(self, router_id: str) -> None:
+    def __init__(self, router_id: str, *, store: TimelineStore | None = None) -> None:
         self._router_id = router_id
-        self._timelines = TimelineStore()
+        self._store = TimelineStore() if store is None else store
 
-    @contextlib.contextmanager
-    def following(self, timeline: RequestTimeline, choices: Sequence[Choice]) -> Iterator[None]:
-        """A request is served inside."""
-        timeline.arrived(choices)
-        self._timelines.begin(timeline)
-        try:
-            yield
-        finally:
-            timeline.ended()
-            self._timelines.end(timeline)
+    def create(
+        self,
+        requests: Sequence[Request],
+        *,
+        endpoint: str = "",
+        client: str = ONLY_CLIENT,
+        stream: bool = False,
+        outer_id: str = "",
+    ) -> RequestTimeline:
+        """Create the timeline of an HTTP request with these choices."""
+        return RequestTimeline(
+            requests, self._store, endpoint=endpoint, client=client, stream=stream, outer_id=outer_id
+        )
 
     def find(self, request_id: str, client: str) -> dict[str, Any] | None:
-        """This router's part of the timeline of one of a client's requests, by either of its ids, as JSON values; None if it is not
-        known (any more)."""
-        answer_id = response_id_of(request_id)
-        for timeline in self._timelines.newest():
-            assert isinstance(timeline, RequestTimeline)
-            if timeline.client == client and (timeline.request_id == answer_id or timeline.outer_id == request_id):
+        """This router's part of the timeline of one of a client's requests, as JSON values; None where it is not known any more.
+
+        `request_id` is the response's id or the `x-request-id` that the request came with.
+        """
+        response_id = response_id_of(request_id)
+        for timeline in self._of_client(client):
+            if timeline.request_id == response_id or timeline.outer_id == request_id:
                 by = {"router": self._router_id}
-                steps = [{"at_s": step.at_s, **by, "what": step.kind, **step.facts} for step in timeline.events]
-                return {"line": timeline.line(), "steps": steps}
+                steps = [{"at_s": event.at_s, **by, "what": event.kind, **event.facts} for event in timeline.events]
+                return {"line": timeline.summary(), "steps": steps}
         return None
 
-    def lines(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
-        """A client's last requests in a line each, the newest first; `state`: running, or finished (however it ended)."""
-        found: list[dict[str, Any]] = []
-        for timeline in self._timelines.newest():
-            assert isinstance(timeline, RequestTimeline)
-            is_wanted = state is None or (state == "running") == (not timeline.end_s)
-            if timeline.client == client and is_wanted:
-                found.append({**timeline.line(), "router": self._router_id})
-        return sorted(found, key=lambda line: line["arrival_s"], reverse=True)[:limit]
+    def summaries(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
+        """Summaries of a client's last requests, the newest first.
+
+        `state` selects requests that run (`running`) or that have ended in any way (`finished`); None selects both.
+        """
+        found = [
+            {**timeline.summary(), "router": self._router_id}
+            for timeline in self._of_client(client)
+            if state is None or (state == "running") == (not timeline.end_s)
+        ]
+        return sorted(found, key=lambda summary: summary["arrival_s"], reverse=True)[:limit]
+
+    def _of_client(self, client: str) -> list[RequestTimeline]:
+        timelines = (timeline for timeline in self._store.newest() if isinstance(timeline, RequestTimeline))
+        return [timeline for timeline in timelines if timeline.client == client]

@@ -9,6 +9,7 @@ from prometheus_client import Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from transom_cluster.telemetry.metric_families import RouterFamilies
+from transom_cluster.telemetry.request_events import Accepted, Failed, RequestEvent
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_state import RouterState, StateCollector
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
@@ -123,9 +124,13 @@ class RouterMetrics:
             for value in values:
                 family.of(value)
 
-    def failover(self, outcome: str) -> None:
-        """A request whose worker was lost has gone on (resumed) or not."""
-        self._failovers.of(outcome).inc()
+    def receive(self, event: RequestEvent) -> None:
+        """Count how losses of workers ended for requests; makes the metrics a sink of request events."""
+        match event:
+            case Accepted(is_migrated=True):
+                self._failovers.of("resumed").inc()
+            case Failed(failover=str(outcome)):
+                self._failovers.of(outcome).inc()
 
     def drained(self, *, num_moved: int) -> None:
         """A worker that leaves has nothing to do any more."""

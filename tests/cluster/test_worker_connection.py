@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_worker import StubWorker
 
-from conftest import http_server, make_router, running_api, until
+from conftest import http_server, make_router, num_in_flight, running_api, until
 from transom_cluster.http.api import build_api
 from transom_cluster.router import worker_connection
-from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests
+from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests, Undelivered
 from transom_cluster.router.output_stream import MAX_BUFFERED, OutputStream
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import OutputEvent, Request, SamplingParams
@@ -88,10 +88,11 @@ def test_a_resumed_request_goes_on_from_its_position():
 
 def test_a_request_of_which_output_is_missing_is_handed_back():
     in_flight, _ = in_flight_with(request())
-    lost, (torn,), failed = in_flight.dispatch([event(0, 2), event(4, 5)])
-    assert lost == failed == []
+    undelivered = in_flight.dispatch([event(0, 2), event(4, 5)])
+    (torn,) = undelivered.torn
+    assert undelivered.lost == undelivered.failed == []
     assert torn.token_ids == [0, 1]
-    assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == ([], [], [])  # nobody waits
+    assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == Undelivered()  # none is expected
     assert len(in_flight) == 0
 
 
@@ -178,11 +179,11 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
 
         worker.submit = hang
         waiting = asyncio.create_task(api.complete())
-        await until(lambda: api.router.num_in_flight)
+        await until(lambda: num_in_flight(api.router))
         worker.die()
         async with asyncio.timeout(120):
             assert (await waiting).status_code == 503
-        await until(lambda: not api.router._queue._tasks._tasks)  # nobody waits for the worker's answer any more
+        await until(lambda: not api.router.queue.num_submitting)  # the router waits for no reply of the worker any more
 
 
 async def test_a_submission_that_fails_is_503(monkeypatch):
@@ -192,7 +193,7 @@ async def test_a_submission_that_fails_is_503(monkeypatch):
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert "secret" not in response.text
-        assert api.router.num_in_flight == api.router.num_waiting == 0
+        assert num_in_flight(api.router) == len(api.router.queue) == 0
 
 
 async def test_stopping_the_router_ends_what_runs():
@@ -226,7 +227,7 @@ def test_a_client_that_leaves_aborts_its_requests(server, stream):
             server.call(server.worker.until(lambda: len(server.worker.submitted) == num_submitted + 2))
     server.call(server.worker.until(lambda: len(server.worker.aborted) >= before + 2))
     server.worker.max_events = None
-    assert server.router.num_in_flight == 0
+    assert num_in_flight(server.router) == 0
     ids = {r.request_id for r in server.worker.submitted[-2:]}
     assert set(server.worker.aborted[-2:]) == ids
 
@@ -259,7 +260,7 @@ async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
 
     async def slow_send(message):
         if message["type"] == "http.response.start":
-            await until(lambda: not api.router.num_in_flight)
+            await until(lambda: not num_in_flight(api.router))
         sent.append(message.get("body", b""))
 
     scope = {

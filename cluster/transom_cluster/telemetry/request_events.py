@@ -1,0 +1,189 @@
+"""The events of one HTTP request at a router: each thing that happens is reported once, and every sink receives it.
+
+- **choice**: one of the completions of an HTTP request, numbered from 0 over all of its prompts; each runs at a worker by itself.
+- **attempt**: one try to run a choice at a worker. A choice that migrates has several attempts.
+- **event**: one thing that happened, as a frozen dataclass. Its `kind` is its name in `/debug/requests/{id}`.
+- **sink**: an object that makes one output of the events: the request's timeline (`request_timeline`), its spans (`tracing`), or
+  counters (`router_metrics`). The JSON log line of a request is made from its timeline at the end.
+
+The events of a request that migrates once, with two attempts at one choice:
+
+    Arrived  Placed  Sent  Accepted  FirstToken  Lost  Placed  Sent  Accepted(is_migrated)  FirstToken  Finished  Ended
+             |------------- attempt 1 --------------|  |--------------------- attempt 2 ---------------------|
+
+`Queued` comes before `Placed` where no worker can take the choice. `TurnedAway` ends an attempt that a worker refused. `Failed`
+replaces `Finished` where an error ends the choice. `ClientLeft` may come at any time before `Ended`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol
+
+FailoverOutcome = Literal["resumed", "gave_up", "poison"]
+"""How the loss of a worker ended for a request: it migrated, it was lost too often, or it was stopped as a poison request."""
+
+
+class ChoiceOutput(Protocol):
+    """The output of one choice so far."""
+
+    token_ids: list[int]
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Tokens of the prompt that the first worker found in its prefix cache; 0 for further choices of one prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """The request's body is read and its prompts are tokenised."""
+
+    choices: Sequence[ChoiceOutput]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLeft:
+    """The client closed its connection before the response ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The router does nothing more for the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceEvent:
+    """Base of the events of one choice."""
+
+    kind: ClassVar[str]
+    choice: int
+
+    def facts(self) -> dict[str, Any]:
+        """The event's figures as JSON values: its fields without `choice` and without those that are None."""
+        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_FIGURES}
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+_NO_FIGURES = ("choice", "is_migrated", "failover")  # for sinks; the kinds of the other events say the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued(ChoiceEvent):
+    """No worker can take the choice now, for this reason: it waits in the router's queue."""
+
+    kind: ClassVar[str] = "waits"
+    reason: Literal["suspect", "workers full", "no worker"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed(ChoiceEvent):
+    """The routing policy chose a worker: an attempt begins. `resumed_tokens`: output of earlier attempts, None without any."""
+
+    kind: ClassVar[str] = "placed"
+    worker: str
+    policy: str
+    reason: str
+    predicted_hit_tokens: int
+    resumed_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent(ChoiceEvent):
+    """The router sends the attempt to its worker."""
+
+    kind: ClassVar[str] = "sent"
+    worker: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted(ChoiceEvent):
+    """The worker has queued the attempt. `is_migrated`: the choice was lost with another worker before."""
+
+    kind: ClassVar[str] = "accepted"
+    worker: str | None
+    is_migrated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedAway(ChoiceEvent):
+    """The worker refused the attempt with an error of this class; the router tries another worker."""
+
+    kind: ClassVar[str] = "turned_away"
+    worker: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken(ChoiceEvent):
+    """The first token of an attempt has come. `hit_tokens`: prompt tokens that this worker found in its prefix cache."""
+
+    kind: ClassVar[str] = "first_token"
+    worker: str | None
+    hit_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost(ChoiceEvent):
+    """The attempt cannot continue at its worker: `router.failover.Cause` has the causes."""
+
+    kind: ClassVar[str] = "lost"
+    worker: str
+    cause: str
+    tokens_so_far: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(ChoiceEvent):
+    """The choice is complete."""
+
+    kind: ClassVar[str] = "finished"
+    reason: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(ChoiceEvent):
+    """An error of this class ended the choice; the message is left out, since it may quote a prompt.
+
+    `failover` says why a choice was not sent to another worker after a loss.
+    """
+
+    kind: ClassVar[str] = "failed"
+    error: str
+    tokens_so_far: int
+    failover: FailoverOutcome | None = None
+
+
+RequestEvent = Arrived | ChoiceEvent | ClientLeft | Ended
+
+
+class RequestEventSink(Protocol):
+    """Receives the events of requests."""
+
+    def receive(self, event: RequestEvent) -> None:
+        """Take note of an event. Called on the router's event loop, in the order of the events."""
+
+
+class SpanSink(RequestEventSink, Protocol):
+    """The sink that makes the spans of one request."""
+
+    def trace_parent(self, choice: int) -> str:
+        """The traceparent header of the present attempt's span, for the worker's own spans."""
+
+
+class RequestEvents:
+    """The event stream of one HTTP request: hands every reported event to each sink."""
+
+    def __init__(self, *sinks: RequestEventSink, spans: SpanSink | None = None) -> None:
+        self._sinks = sinks if spans is None else (*sinks, spans)
+        self._spans = spans
+
+    def report(self, event: RequestEvent) -> None:
+        """Hand an event to each sink."""
+        for sink in self._sinks:
+            sink.receive(event)
+
+    def trace_parent(self, choice: int) -> str | None:
+        """The traceparent header for the worker that has the present attempt; None where the request is not traced."""
+        return None if self._spans is None else self._spans.trace_parent(choice)
