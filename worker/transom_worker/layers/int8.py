@@ -4,7 +4,7 @@ The integer product has three implementations, and `best_product` takes the firs
 
 - *packed*: oneDNN's product over weights in its own layout (AMX or VNNI instructions); private to torch, so it is tried first;
 - *integer*: torch's public integer product;
-- *float*: the same integers multiplied in float32. It is slower, and the only exact one on processors without VNNI, where the integer
+- *float*: the same integers multiplied in float32. It is slower, and the only exact one on processors without VNNI: their integer
   products add pairs of 8-bit products in 16 bits and saturate.
 
 Activations are rounded in their own dtype, since torch's mixed bfloat16 and float32 arithmetic is ten times as slow.
