@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_cases.case import Case, Check, Prepared, Scale
-from transom_kernels.route import Routing, arranged
+from transom_kernels.route import Routing, router_layout
 from transom_kernels.route.gpu import route_triton
 
 ERROR_LIMIT = 1e-5  # sums in float32
@@ -56,7 +56,7 @@ def _prepare(mixture: Mixture, tokens: int, device: torch.device) -> Prepared:
     x = torch.randn(tokens, mixture.width, device=device, dtype=torch.bfloat16)
     weight = torch.randn(shape, device=device) * mixture.width**-0.5
     correction = torch.rand(mixture.experts, device=device) if mixture.has_correction else None
-    way = arranged(weight)
+    way = router_layout(weight)
 
     def run() -> tuple[torch.Tensor, ...]:
         return route_triton(x, way, routing, correction=correction)

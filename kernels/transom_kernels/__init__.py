@@ -1,1 +1,1 @@
-"""Operators, a folder each: contract (op), specification (reference), fast paths."""
+"""Operators on torch tensors, one folder each: `op.py` (contract), `reference.py` (specification), `kernel.py` and `gpu.py`."""

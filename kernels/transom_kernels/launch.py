@@ -1,4 +1,11 @@
-"""Who computes an operator, torch or Triton, and what launching Triton kernels needs to know of where they run."""
+"""Decides whether torch or Triton computes an operator, and sizes Triton launches.
+
+The environment variable TRANSOM_KERNELS chooses:
+
+    auto         Triton for CUDA tensors, torch for all others (default)
+    reference    torch for all tensors: to find out whether a kernel causes a wrong result
+    interpreted  Triton for all tensors, on CPUs in Triton's interpreter, which is a thousand times slower: for tests
+"""
 
 from __future__ import annotations
 
@@ -13,21 +20,21 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 if TYPE_CHECKING:
     import torch
 
-KERNELS_VARIABLE = "TRANSOM_KERNELS"  # of the environment; `Kernels` says what it may be
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by triton when a kernel is defined, hence once here too
+KERNELS_VARIABLE = "TRANSOM_KERNELS"
+INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # Triton reads it once, when a kernel is defined; so does this module
 
-# auto: Triton for CUDA tensors. reference: torch for all, to find out whether a kernel is to blame. interpreted: Triton for all,
-# on CPUs in its interpreter, which is a thousand times slower: for tests.
 Kernels = Literal["auto", "reference", "interpreted"]
 
 _chosen: Kernels | None = None
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Whether operators compute with their Triton kernels on this tensor and those beside it: the one place that decides.
+    """Whether operators compute with Triton kernels on this tensor and the other tensors of the call. Every operator asks here.
 
     Raises:
-        ValueError: the environment asks for something else than `Kernels`, or for an interpreter that is not there.
+        ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
     """
     kernels = _chosen or _of_environment()
     if kernels == "reference":
@@ -37,7 +44,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def prefer(kernels: Kernels) -> Iterator[None]:
-    """Within it operators compute so, in all threads of this process, whatever the environment says."""
+    """Within this context all operators of the process, in all threads, use `kernels` instead of TRANSOM_KERNELS."""
     global _chosen
     _check(kernels, "prefer")
     before, _chosen = _chosen, kernels
@@ -49,7 +56,7 @@ def prefer(kernels: Kernels) -> Iterator[None]:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; without it CUDA tensors take torch's path, which is told once."""
+    """Whether Triton is installed. Without it CUDA tensors are computed by torch, which is logged once."""
     if find_spec("triton") is not None:
         return True
     logging.getLogger("transom.worker").warning("Triton is not installed: attention and experts will be slow on CUDA.")
@@ -70,17 +77,17 @@ def _check(kernels: str, source: str) -> Kernels:
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two from `number` on."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def split_width(width: int, *, least: int = 16) -> tuple[int, int]:
-    """A width as a power of two and a padded rest (0: none): 80 is (64, 16), 128 is (128, 0), 192 is (128, 64)."""
+    """A width as a power of two and a padded remainder (0: none): 80 gives (64, 16), 128 gives (128, 0), 192 gives (128, 64)."""
     first = max(least, 1 << (width.bit_length() - 1))
     rest = max(0, width - first)
     return first, max(least, next_power_of_two(rest)) if rest else 0
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that keeps so many elements in registers."""
+    """Warps of a program that keeps `elements` elements in registers."""
     return min(16, max(1, elements // 512))

@@ -1,4 +1,4 @@
-"""Scalar functions that several kernels share, in forms that the interpreter has too."""
+"""Device functions that several Triton kernels share, written with operations that Triton's interpreter has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
 
 @triton.jit
 def tanh(x):
-    """By the sigmoid: there is no tanh without a library."""
+    """tanh by the sigmoid, since Triton has no tanh without an external library."""
     return 2 * tl.sigmoid(2 * x) - 1
 
 
@@ -22,19 +22,22 @@ def silu(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """The tanh approximation of gelu."""
+    """gelu(x) by its tanh approximation."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def round_to_nearest(x):
-    """Halves to even, as torch rounds: adding 1.5 * 2**23 leaves no bits for a fraction."""
+    """The nearest integer, halves to even as torch rounds: adding 1.5 * 2**23 leaves no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def partner(i, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The other element of each element's rotary pair, among R."""
+    """The index of the other element of each element's rotary pair, among R elements.
+
+    Pairs are (2i, 2i + 1) if INTERLEAVED, else (i, i + R / 2).
+    """
     if INTERLEAVED:
         return i ^ 1
     return tl.where(i < R // 2, i + R // 2, i - R // 2)

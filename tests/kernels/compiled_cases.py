@@ -16,13 +16,13 @@ from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
 from transom_kernels.latent_attention.tuning import POOL_CHANNELS, POOL_ROWS, attend_config, score_config
 from transom_kernels.launch import next_power_of_two, split_width, warps_for
-from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
+from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
 from transom_kernels.moe.sort import sort_blocks, sort_pairs
 from transom_kernels.moe.tuning import Tile, choose_tile
 from transom_kernels.paged_attention.combine import combine
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
-from transom_kernels.quantize.kernel import round_rows, widen_rows
+from transom_kernels.quantize.kernel import dequantize_rows, quantize_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
 from transom_kernels.route import tuning as routes
@@ -129,7 +129,7 @@ def small_cases() -> Iterator[Compilation]:
         block = next_power_of_two(width)
         yield norm_of(width)
         yield Compilation(
-            name=f"round_rows {width}", kernel=round_rows, types={"x": "*bf16", "values": f"*{FP8}", "scales": "*fp32"},
+            name=f"quantize_rows {width}", kernel=quantize_rows, types={"x": "*bf16", "values": f"*{FP8}", "scales": "*fp32"},
             constants={"N": width, "LARGEST": 448.0, "TO_INTEGER": False, "BLOCK_N": block}, num_warps=warps_for(block),
         )  # fmt: skip
     yield norm_of(4096, " alone", HAS_RESIDUAL=False)
@@ -152,7 +152,7 @@ def small_cases() -> Iterator[Compilation]:
             constants={"GELU": gelu, "HAS_LIMIT": has_limit, "BLOCK_N": 2048},
         )  # fmt: skip
     yield Compilation(
-        name="widen_rows", kernel=widen_rows, types={"values": f"*{FP8}", "scales": "*fp32", "out": "*bf16"},
+        name="dequantize_rows", kernel=dequantize_rows, types={"values": f"*{FP8}", "scales": "*fp32", "out": "*bf16"},
         constants={"BLOCK_N": 2048},
     )  # fmt: skip
     yield Compilation(
@@ -246,9 +246,9 @@ def expert_cases() -> Iterator[Compilation]:
             num_warps=8, unaligned=("num_pairs", "num_blocks"),
         )  # fmt: skip
     yield Compilation(
-        name="add_up",
-        kernel=add_up,
-        types={"parts": "*fp32", "out": "*bf16"},
+        name="sum_experts",
+        kernel=sum_experts,
+        types={"results": "*fp32", "out": "*bf16"},
         constants={"NUM_CHOSEN": 8, "BLOCK_N": 1024},
     )
 
@@ -312,7 +312,7 @@ def route_cases() -> Iterator[Compilation]:
             tile = routes.choose_tile(tokens, experts)
             yield Compilation(
                 name=f"router's scores {dtype} {kind} {'few' if tokens == 1 else 'many'} tokens", kernel=score_experts,
-                types={"x": f"*{dtype}", "weight": "*fp32", "parts": "*fp32"},
+                types={"x": f"*{dtype}", "weight": "*fp32", "partials": "*fp32"},
                 constants={"E": experts, "N": width, "SPLIT": split, "BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e,
                            "BLOCK_N": tile.block_n, "weight_stride_e": 1},
                 num_warps=tile.num_warps, num_stages=tile.num_stages, unaligned=("num_tokens",),
@@ -326,7 +326,7 @@ def route_cases() -> Iterator[Compilation]:
         ):
             yield Compilation(
                 name=f"router's choice {what} {kind}", kernel=choose_experts,
-                types={**dict.fromkeys(("parts", "bias", "correction", "expert_scale", "weights"), "*fp32"), "chosen": "*i64",
+                types={**dict.fromkeys(("partials", "bias", "correction", "expert_scale", "weights"), "*fp32"), "chosen": "*i64",
                        "experts": "*i64", "scale": "fp32", "tiny": "fp32"},
                 constants={"E": experts, "K": chosen, "SPLITS": splits, "SCORE": score, "NORMALISE": True, "HAS_BIAS": True,
                            "HAS_SCALE": True, **{flag: flag in flags for flag in ("HAS_CORRECTION", "IS_FIXED")},

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_kernels.route import Routing, arranged, route
+from transom_kernels.route import Routing, route, router_layout
 from transom_kernels.route.reference import route_reference, routes_of
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
@@ -105,8 +105,8 @@ def test_the_product_is_in_float32() -> None:
 
 def test_weights_are_arranged_without_being_changed() -> None:
     weight = torch.randn(5, 6)
-    assert arranged(weight).equal(weight)
-    assert arranged(weight).is_contiguous()
+    assert router_layout(weight).equal(weight)
+    assert router_layout(weight).is_contiguous()
 
 
 @pytest.mark.parametrize(

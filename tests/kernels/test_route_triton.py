@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom_kernels.launch import INTERPRETED, prefer
-from transom_kernels.route import Routing, arranged, route, tuning
-from transom_kernels.route.gpu import logits_in_parts_triton, route_triton
+from transom_kernels.route import Routing, route, router_layout, tuning
+from transom_kernels.route.gpu import partial_logits_triton, route_triton
 from transom_kernels.route.reference import route_reference
-from transom_kernels.route.tuning import FEW_TOKENS, LEAST_SPLIT, split_of
+from transom_kernels.route.tuning import FEW_TOKENS, MIN_SPLIT, split_of
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -45,8 +45,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     [
         (torch.float32, 0, 40, 4, 2),
         (torch.float16, 1, 24, 8, 1),
-        (torch.bfloat16, 3, 2 * LEAST_SPLIT + 5, 33, 4),
-        (torch.float32, 17, LEAST_SPLIT, 7, 1),
+        (torch.bfloat16, 3, 2 * MIN_SPLIT + 5, 33, 4),
+        (torch.float32, 17, MIN_SPLIT, 7, 1),
         (torch.bfloat16, 2, 8, 5, 5),
         (torch.float32, 1, 1, 1, 1),
     ],
@@ -141,32 +141,32 @@ def test_parts_of_a_token_are_few() -> None:
     for experts in (1, 8, 33, 128, 384, 2049, 9000):
         for width in (1, 128, 2880, 8192, 20_000):
             split = split_of(width, experts)
-            assert split % LEAST_SPLIT == 0
+            assert split % MIN_SPLIT == 0
             assert (experts > 4096 and split >= width) or -(-width // split) * experts <= 4096
     assert [split_of(4096, 128), split_of(7168, 256), split_of(2880, 32)] == [128, 512, 128]
 
 
 def test_parts_of_more_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "MOST_PARTS", 64)
+    monkeypatch.setattr(tuning, "MAX_PARTIALS", 64)
     x, weight = torch.randn(2, 300), torch.randn(20, 300)
-    assert logits_in_parts_triton(x, weight).shape == (2, 2, 20)
+    assert partial_logits_triton(x, weight).shape == (2, 2, 20)
     check(x, weight, Routing(num_chosen=3))
 
 
 def test_tiles_for_many_tokens_add_in_the_same_order() -> None:
-    x, weight = torch.randn(FEW_TOKENS + 3, 2 * LEAST_SPLIT + 9).bfloat16(), torch.randn(37, 2 * LEAST_SPLIT + 9)
-    together = logits_in_parts_triton(x, weight)
+    x, weight = torch.randn(FEW_TOKENS + 3, 2 * MIN_SPLIT + 9).bfloat16(), torch.randn(37, 2 * MIN_SPLIT + 9)
+    together = partial_logits_triton(x, weight)
     assert together.shape == (FEW_TOKENS + 3, 3, 37)
     torch.testing.assert_close(together.sum(1), x.float() @ weight.T, atol=1e-4, rtol=1e-4)
     for rows in (slice(0, 1), slice(FEW_TOKENS, FEW_TOKENS + 3)):
-        assert same(logits_in_parts_triton(x[rows], weight), together[rows])
+        assert same(partial_logits_triton(x[rows], weight), together[rows])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 def test_the_operator_goes_by_the_switch() -> None:
     x, weight = torch.randn(2, 12).bfloat16(), torch.randn(5, 12)
     with prefer("interpreted"):
-        way = arranged(weight)
+        way = router_layout(weight)
         assert way.stride() == (1, 5)
         found, weights = route(x, way, Routing(num_chosen=2))
     wanted, shares = route(x, weight, Routing(num_chosen=2))

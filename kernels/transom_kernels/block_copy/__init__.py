@@ -1,4 +1,4 @@
-"""Copies of whole blocks inside one group's part of the slab."""
+"""Copies of whole KV cache blocks inside one KV cache group's memory."""
 
 from transom_kernels.block_copy.op import block_copy
 

@@ -1,4 +1,4 @@
-"""Block copies on a device: one launch for all that do not wait for each other."""
+"""Launches of the block copy kernel: one launch for copies that do not depend on each other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 from transom_kernels.block_copy.kernel import copy_words
 
-WORDS = 2048  # of a program: 8 KiB
+WORDS = 2048  # 32-bit words that a program copies: 8 KiB
 
 
 def copy_blocks_triton(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """`target[t] = source[s]` for each (s, t), at once: no copy may read what another writes.
+    """`target[t] = source[s]` for each pair (s, t), all at once: no copy may read a block that another copy writes.
 
-    Both are [ids, bytes] of uint8, whole words wide, rows in one piece; one may be the slab and the other a staging area.
+    `source` and `target` are [ids, bytes] of uint8. Rows are contiguous and a multiple of 4 bytes wide. The two may be one tensor,
+    or the cache's memory and a staging buffer.
     """
     if not pairs:
         return

@@ -1,4 +1,7 @@
-"""`block_copy`: copy whole blocks, in order."""
+"""The operator `block_copy`: copies whole KV cache blocks, in order.
+
+A *batch* of copies is a part of the list whose copies do not depend on each other, so that one launch performs them.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ import torch
 
 from transom_kernels.launch import uses_triton
 
-STAGED_BYTES = 64 << 20  # a run passes through memory of its own
+STAGED_BYTES = 64 << 20  # a batch of the torch implementation passes through a buffer, at most this large
 
 
 def block_copy(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy `blocks[source]` over `blocks[target]` for each (source, target), as if one after the other.
+    """Copy `blocks[source]` to `blocks[target]` for each (source, target), with the result of one copy after the other.
 
-    `blocks` is a group's view of the slab, [ids, ...] of any dtype and strides; a block is everything behind its id.
+    `blocks` is one KV cache group's view of the cache memory, [ids, ...] of any dtype and strides; a block is everything at one id.
 
     Raises:
-        ValueError: an id outside the view.
+        ValueError: an id is outside the view.
     """
     num_ids = blocks.shape[0]
     for source, target in pairs:
@@ -26,35 +29,36 @@ def block_copy(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     if uses_triton(blocks) and _is_rows_of_words(blocks):
         from transom_kernels.block_copy.gpu import copy_blocks_triton
 
-        for run in _independent_runs(pairs, most=len(pairs), staged=False):
-            copy_blocks_triton(blocks, blocks, run)
+        for batch in _independent_batches(pairs, most=len(pairs), staged=False):
+            copy_blocks_triton(blocks, blocks, batch)
         return
     block_bytes = blocks[0].numel() * blocks.element_size() if pairs else 1
-    for run in _independent_runs(pairs, most=max(1, STAGED_BYTES // block_bytes), staged=True):
-        sources = torch.tensor([source for source, _ in run], device=blocks.device)
-        targets = torch.tensor([target for _, target in run], device=blocks.device)
+    for batch in _independent_batches(pairs, most=max(1, STAGED_BYTES // block_bytes), staged=True):
+        sources = torch.tensor([source for source, _ in batch], device=blocks.device)
+        targets = torch.tensor([target for _, target in batch], device=blocks.device)
         blocks.index_copy_(0, targets, blocks.index_select(0, sources))
 
 
 def _is_rows_of_words(blocks: torch.Tensor) -> bool:
+    """Whether `blocks` is a matrix of bytes whose rows are contiguous 32-bit words, as the Triton kernel needs."""
     return blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.stride(1) == 1 and not blocks.shape[1] % 4
 
 
-def _independent_runs(pairs: Sequence[tuple[int, int]], *, most: int, staged: bool) -> list[list[tuple[int, int]]]:
-    """Cut the list wherever a copy reads or writes what an earlier copy of its run wrote: a run can go at once.
+def _independent_batches(pairs: Sequence[tuple[int, int]], *, most: int, staged: bool) -> list[list[tuple[int, int]]]:
+    """Split the list before each copy that reads or writes a block which an earlier copy of its batch wrote.
 
-    A later copy may overwrite what an earlier one of its run reads only if all are read first (`staged`). At most `most` are in
-    a run.
+    Without `staged`, a copy may not overwrite a block that an earlier copy of its batch reads, either; with `staged` all blocks of
+    a batch are read before any is written. A batch has at most `most` copies.
     """
-    runs: list[list[tuple[int, int]]] = []
+    batches: list[list[tuple[int, int]]] = []
     read: set[int] = set()
     written: set[int] = set()
     for source, target in pairs:
-        waits = source in written or target in written or (not staged and target in read)
-        if not runs or len(runs[-1]) == most or waits:
-            runs.append([])
+        depends = source in written or target in written or (not staged and target in read)
+        if not batches or len(batches[-1]) == most or depends:
+            batches.append([])
             read, written = set(), set()
-        runs[-1].append((source, target))
+        batches[-1].append((source, target))
         read.add(source)
         written.add(target)
-    return runs
+    return batches

@@ -1,4 +1,4 @@
-"""One copy after the other: the specification of `block_copy`."""
+"""One block copy after the other: the specification of `block_copy`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch
 
 
 def block_copy_reference(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """See `op.block_copy`."""
+    """The contract is that of `op.block_copy`."""
     for source, target in pairs:
         blocks[target] = blocks[source].clone()

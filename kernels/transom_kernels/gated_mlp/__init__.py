@@ -1,4 +1,4 @@
-"""The activation of a gated feed-forward layer."""
+"""The activation of a gated feed-forward layer: SwiGLU, GEGLU."""
 
 from transom_kernels.gated_mlp.op import Activation, gated_activation, gated_silu
 

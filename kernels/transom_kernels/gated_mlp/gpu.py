@@ -1,4 +1,7 @@
-"""Launch of the activation kernel."""
+"""Launch of the gated activation kernel.
+
+Legend: T tokens, N inner width.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import torch
 from transom_kernels.gated_mlp.kernel import activate
 from transom_kernels.launch import next_power_of_two
 
-MOST_ELEMENTS = 2048  # of a program
+MOST_ELEMENTS = 2048  # of a row that a program computes
 
 
 def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float | None = None) -> torch.Tensor:
-    """See `op.gated_activation`."""
+    """The contract is that of `op.gated_activation`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     rows = gate_up.reshape(-1, 2 * width)

@@ -1,4 +1,4 @@
-"""Gated activations in Triton.
+"""The Triton kernel of gated activations: out[t, n] = activation(gate_up[t, n]) * gate_up[t, N + n].
 
 Legend: T tokens, N inner width.
 """
@@ -13,7 +13,7 @@ from transom_kernels.triton_math import gelu_tanh, silu
 
 @triton.jit
 def activate(gate_up, out, stride, N, limit, GELU: tl.constexpr, HAS_LIMIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`BLOCK_N` elements of one row of `out` [T, N], of `gate_up` [T, 2N]."""
+    """Compute `BLOCK_N` elements of one row. `gate_up` is [T, 2 N], `out` [T, N]. The grid is (T, blocks of N)."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N

@@ -1,4 +1,4 @@
-"""`gated_activation`: activation(gate) * up, of one fused projection.
+"""The operator `gated_activation`: activation(gate) * up, where one projection gives gate and up.
 
 Legend: T tokens, N inner width.
 """
@@ -16,12 +16,12 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float | None = None) -> torch.Tensor:
-    """`activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2N].
+    """`activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2 N].
 
-    `limit` cuts gates off above it, and ups on both sides.
+    With `limit` gates are clamped to at most `limit`, and ups to [-limit, limit], before the activation.
 
     Raises:
-        ValueError: an odd width.
+        ValueError: the width of `gate_up` is odd.
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has width {gate_up.shape[-1]}; it must be gate and up, equally wide.")
@@ -38,5 +38,5 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float
 
 
 def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gated_activation` with silu."""
+    """`gated_activation` with silu (SwiGLU)."""
     return gated_activation(gate_up, "silu")

@@ -1,7 +1,10 @@
-"""K and V in one scatter, when both lie side by side in the source and in one storage in the cache.
+"""The CPU's fast path of `kv_write`: K and V in one scatter, if both are adjacent in the source and lie in one storage in the
+cache.
 
-Every (token, head) of K and V is one row of `width` elements somewhere in the slab, so one index addresses them all. The row
-numbers are relative to the layer's K, hence the same for all layers whose strides agree.
+Every (token, head) of K and of V is one row of `width` elements somewhere in the cache's storage, so one index addresses them all.
+Row numbers are relative to the layer's K, hence equal for all layers whose strides agree.
+
+Legend: T tokens, KVH KV heads, D width, N rows of the storage.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ def fused_target(
     slots: torch.Tensor,
     scratch: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The slab as rows [N, D], the index [T, 2 KVH] and the source [T, 2 KVH, D]; None where K and V lie apart."""
+    """The storage as rows [N, D], the index [T, 2 KVH] and the source [T, 2 KVH, D]; None if one scatter cannot do it."""
     strides = k_cache.stride()
     delta = int(v_cache.storage_offset()) - int(k_cache.storage_offset())
     heads, width = k.shape[1], k.shape[2]
@@ -38,17 +41,17 @@ def fused_target(
         or k_cache.untyped_storage().data_ptr() != v_cache.untyped_storage().data_ptr()
     ):
         return None
-    held: dict[tuple[object, ...], _Rows] = scratch.setdefault("kv_write", {})
+    indices: dict[tuple[object, ...], _Rows] = scratch.setdefault("kv_write", {})
     key = (strides, delta, heads)
-    if key not in held:
-        held[key] = _row_index(slots, k_cache.shape, strides, delta)
-    unit, num_rows, index = held[key]
+    if key not in indices:
+        indices[key] = _row_index(slots, k_cache.shape, strides, delta)
+    unit, num_rows, index = indices[key]
     rows = k_cache.as_strided((num_rows, width), (unit, 1))
     return rows, index, k.as_strided((k.shape[0], 2 * heads, width), k.stride())
 
 
 def _row_index(slots: torch.Tensor, shape: torch.Size, strides: tuple[int, ...], delta: int) -> _Rows:
-    """Row unit in elements, number of rows, and each token's 2 KVH rows."""
+    """The row unit in elements, the number of rows, and the rows [T, 2 KVH] of each token."""
     ids, block_size, heads, _ = shape
     unit = math.gcd(*strides[:3], delta)
     block, token, head, values = (s // unit for s in (*strides[:3], delta))

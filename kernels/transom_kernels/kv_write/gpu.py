@@ -1,6 +1,6 @@
-"""Launches of the kernel that prepares and writes.
+"""Launches of the kernel `prepare_and_write`.
 
-Legend: T tokens, H query heads, KVH heads, D key width, E value width.
+Legend: T tokens, H query heads, KVH KV heads, D key width, E value width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.kv_write.prepare import PLAIN, Preparation
 from transom_kernels.launch import next_power_of_two
 
-HEAD_ELEMENTS = 2048  # of a program
+HEAD_ELEMENTS = 2048  # elements of heads that a program computes
 
 
 def prepare_qkv_triton(
@@ -23,14 +23,14 @@ def prepare_qkv_triton(
     v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
-    how: Preparation = PLAIN,
+    preparation: Preparation = PLAIN,
     query_scale: torch.Tensor | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See `op.prepare_qkv`.
+    """The contract is that of `op.prepare_qkv`, with 8-bit caches besides: keys and values are divided by `kv_scales` ([KVH]
+    float32 each).
 
-    Caches of 8 bits take `kv_scales` ([KVH] float32 each), by which keys and values are divided. Heads of a token must lie
-    together; tokens may be strided. Without query heads keys and values are written all the same.
+    The heads of a token must be adjacent; tokens may have strides. With 0 query heads keys and values are written all the same.
     """
     tokens, heads, width = q.shape
     kv_heads, num_written = k.shape[1], 1 if v is None else 2
@@ -44,21 +44,21 @@ def prepare_qkv_triton(
     if tokens:
         prepare_and_write[(tokens, parts)](
             q, k, v, q_out, k_cache, v_cache, slots, cos, sin,
-            k if how.q_weight is None else how.q_weight, k if how.k_weight is None else how.k_weight,
-            k if query_scale is None else query_scale, *scales, how.value_factor, how.eps,
-            q.stride(0), k.stride(0), v.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-            BLOCK_SIZE=k_cache.shape[1], H=heads, KVH=kv_heads, D=width, E=value_width,
-            R=rotated, BEGIN=width - rotated if how.rotates_last else 0, INTERLEAVED=how.interleaved, NORM=how.norm,
-            HAS_Q_WEIGHT=how.q_weight is not None, HAS_K_WEIGHT=how.k_weight is not None, NORM_AFTER=how.norm_after_rotation,
-            VALUE_NORM=how.value_norm, HAS_QUERY_SCALE=query_scale is not None, TO_INTEGER=k_cache.dtype is torch.int8,
-            LARGEST=LARGEST.get(k_cache.dtype, 0.0), BLOCK_H=block_h, BLOCK_D=block_d,
-            BLOCK_E=next_power_of_two(value_width), num_warps=4,
+            k if preparation.q_weight is None else preparation.q_weight, k if preparation.k_weight is None else
+            preparation.k_weight, k if query_scale is None else query_scale, *scales, preparation.value_factor, preparation.eps,
+            q.stride(0), k.stride(0), v.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1],
+            H=heads, KVH=kv_heads, D=width, E=value_width, R=rotated, BEGIN=width - rotated if preparation.rotates_last else 0,
+            INTERLEAVED=preparation.interleaved, NORM=preparation.norm, HAS_Q_WEIGHT=preparation.q_weight is not None,
+            HAS_K_WEIGHT=preparation.k_weight is not None, NORM_AFTER=preparation.norm_after_rotation,
+            VALUE_NORM=preparation.value_norm, HAS_QUERY_SCALE=query_scale is not None, TO_INTEGER=k_cache.dtype is torch.int8,
+            LARGEST=LARGEST.get(k_cache.dtype, 0.0), BLOCK_H=block_h, BLOCK_D=block_d, BLOCK_E=next_power_of_two(value_width),
+            num_warps=4,
         )  # fmt: skip
     return q_out
 
 
 def head_blocks(num_heads: int, width: int) -> tuple[int, int]:
-    """Elements of a head and heads that a program has."""
+    """Elements of a head and heads that one program computes, both powers of two."""
     block_d = next_power_of_two(width)
     return block_d, min(next_power_of_two(num_heads), max(1, HEAD_ELEMENTS // block_d))
 
@@ -66,5 +66,5 @@ def head_blocks(num_heads: int, width: int) -> tuple[int, int]:
 def kv_write_triton(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See `op.kv_write`; heads of a token must lie together."""
+    """The contract is that of `op.kv_write`; the heads of a token must be adjacent."""
     prepare_qkv_triton(k[:, :0], k, v, k_cache, v_cache, slots, None)

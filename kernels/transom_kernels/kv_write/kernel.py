@@ -1,6 +1,15 @@
-"""Queries and keys normalised, rotated and written in one pass over a token's projections, values with them, in Triton.
+"""The Triton kernel `prepare_and_write`: norms and rotates queries and keys, scales values, and writes keys and values into the
+cache.
 
-Legend: T tokens, H query heads, KVH heads, D key width, E value width, R rotated width, P block size.
+    q_out[t] = query_scale[t] * after(rotate(norm(q[t])))           a new tensor
+    k_cache[slot of t] = after(rotate(norm(k[t])))                  norm: RMS norm of each head, with or without a weight
+    v_cache[slot of t] = value_factor * norm(v[t])                  after: RMS norm of each head without a weight
+
+Every step is optional (constexpr flags). All steps are float32; values are rounded once, where they are stored. Caches of 8 bits
+store value / scale. The grid is (T, blocks of heads): the programs of a token compute its query heads, then key heads, then value
+heads, `BLOCK_H` heads each.
+
+Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width, P block size in tokens.
 """
 
 from __future__ import annotations
@@ -14,50 +23,52 @@ from transom_kernels.triton_math import partner, round_to_nearest
 @triton.jit
 def _prepared(
     rows,  # pointers to heads, [BLOCK_H, 1]
-    weight_rows,  # likewise, or unused
-    cos,  # pointers to this token's tables
+    weight_rows,  # pointers to the heads' weights, [BLOCK_H, 1], or unused
+    cos,  # pointers to this token's rows of the tables
     signed_sin,
-    kept,  # [BLOCK_H]
+    kept,  # [BLOCK_H]: heads that exist
     eps,
     D: tl.constexpr,
     R: tl.constexpr,  # 0: no rotation
-    BEGIN: tl.constexpr,  # of what is rotated
+    BEGIN: tl.constexpr,  # first rotated element of a head
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     NORM_AFTER: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Heads normalised, rotated, and normalised without a weight, as asked for; float32 [BLOCK_H, BLOCK_D]."""
+    """Heads after norm, rotation and norm after rotation, as the flags say; float32 [BLOCK_H, BLOCK_D]."""
     d = tl.arange(0, BLOCK_D)
     inside = kept[:, None] & (d < D)[None, :]
-    mine = tl.load(rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    # RMS norm
     if NORM:
-        length = tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
-        mine *= length
+        inverse_rms = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        value *= inverse_rms
         if HAS_WEIGHT:
-            mine *= tl.load(weight_rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            value *= tl.load(weight_rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    # rotation: each element with its partner, which is loaded and normed a second time
     if R > 0:
         r = d - BEGIN
-        is_turned = (r >= 0) & (r < R)
-        rotates = inside & is_turned[None, :]
+        is_rotated = (r >= 0) & (r < R)
+        rotates = inside & is_rotated[None, :]
         pair = BEGIN + partner(r, R, INTERLEAVED)
         other = tl.load(rows + pair[None, :], mask=rotates, other=0.0).to(tl.float32)
         if NORM:
-            other *= length
+            other *= inverse_rms
             if HAS_WEIGHT:
                 other *= tl.load(weight_rows + pair[None, :], mask=rotates, other=0.0).to(tl.float32)
-        turn = tl.load(cos + r, mask=is_turned, other=1.0).to(tl.float32)
-        cross = tl.load(signed_sin + r, mask=is_turned, other=0.0).to(tl.float32)
-        mine = mine * turn[None, :] + other * cross[None, :]
+        cosine = tl.load(cos + r, mask=is_rotated, other=1.0).to(tl.float32)
+        sine = tl.load(signed_sin + r, mask=is_rotated, other=0.0).to(tl.float32)
+        value = value * cosine[None, :] + other * sine[None, :]
     if NORM_AFTER:
-        mine *= tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
-    return mine
+        value *= tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+    return value
 
 
 @triton.jit
 def _store(place, values, scale, inside, TO_INTEGER: tl.constexpr, LARGEST: tl.constexpr):
-    """Into a cache of the same number format, or of 8 bits (`LARGEST` above 0) under a scale."""
+    """Store values in a cache of any float format, or of 8 bits (LARGEST above 0) divided by `scale`."""
     if LARGEST > 0:
         values = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
         if TO_INTEGER:
@@ -73,14 +84,14 @@ def prepare_and_write(
     q_out,  # [T, H, D]
     k_cache,  # [ids, P, KVH, D]
     v_cache,  # [ids, P, KVH, E]
-    slots,  # [T] int64; below 0: not written
+    slots,  # [T] int64: block * P + offset; below 0: not written
     cos,  # [T, R], or unused
-    signed_sin,
+    signed_sin,  # as cos: the sine, negated for the first of each pair
     q_weight,  # [H, D], or unused
     k_weight,  # [KVH, D]
     query_scale,  # [T], or unused
     k_scale,  # [KVH] float32, or unused
-    v_scale,
+    v_scale,  # [KVH] float32, or unused
     value_factor,
     eps,
     q_stride_t,
@@ -107,20 +118,21 @@ def prepare_and_write(
     VALUE_NORM: tl.constexpr,
     HAS_QUERY_SCALE: tl.constexpr,
     TO_INTEGER: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LARGEST: tl.constexpr,  # of the 8-bit format; 0: the cache is not of 8 bits
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """`BLOCK_H` heads of one token: first the programs of queries, then of keys, then of values, if there are any."""
+    """Compute `BLOCK_H` query heads, key heads or value heads of one token."""
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    Q_PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    KV_PARTS: tl.constexpr = (KVH + BLOCK_H - 1) // BLOCK_H
+    head_block = tl.program_id(1)
+    Q_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    KV_BLOCKS: tl.constexpr = (KVH + BLOCK_H - 1) // BLOCK_H
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    if part < Q_PARTS:
-        head = part * BLOCK_H + h
+    # --- query heads ---
+    if head_block < Q_BLOCKS:
+        head = head_block * BLOCK_H + h
         values = _prepared(
             q + token * q_stride_t + head[:, None] * D, q_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
             head < H, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_Q_WEIGHT, NORM_AFTER, BLOCK_D,
@@ -133,8 +145,10 @@ def prepare_and_write(
     slot = tl.load(slots + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     is_written = slot + tl.zeros([BLOCK_H], tl.int64) >= 0
-    if part < Q_PARTS + KV_PARTS:
-        head = (part - Q_PARTS) * BLOCK_H + h
+
+    # --- key heads ---
+    if head_block < Q_BLOCKS + KV_BLOCKS:
+        head = (head_block - Q_BLOCKS) * BLOCK_H + h
         kept = (head < KVH) & is_written
         keys = _prepared(
             k + token * k_stride_t + head[:, None] * D, k_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
@@ -144,7 +158,9 @@ def prepare_and_write(
         scale = tl.load(k_scale + head, mask=head < KVH, other=1.0)[:, None] if LARGEST > 0 else 1.0
         _store(place, keys, scale, kept[:, None] & (d < D)[None, :], TO_INTEGER, LARGEST)
         return
-    head = (part - Q_PARTS - KV_PARTS) * BLOCK_H + h
+
+    # --- value heads ---
+    head = (head_block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + h
     e = tl.arange(0, BLOCK_E)
     inside = (head < KVH)[:, None] & (e < E)[None, :]
     values = tl.load(v + token * v_stride_t + head[:, None] * E + e[None, :], mask=inside, other=0.0).to(tl.float32)

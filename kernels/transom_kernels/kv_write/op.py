@@ -1,6 +1,10 @@
-"""`kv_write`: scatter the keys and values of T tokens into their slots. `prepare_qkv`: the same, and all that comes before.
+"""The operators `kv_write` (scatter a step's keys and values into their cache slots) and `prepare_qkv` (norms and RoPE before
+that).
 
-Legend: T tokens, P block size, H query heads, KVH heads, D key width, Dv value width, R rotated width.
+A *slot* is a token's place in the cache: block * P + offset. The *dump block* is a block that belongs to no sequence; masked tokens
+are written there.
+
+Legend: T tokens, P block size in tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width.
 """
 
 from __future__ import annotations
@@ -23,16 +27,16 @@ def kv_write(
     slots: torch.Tensor,
     scratch: dict[str, Any] | None = None,
 ) -> None:
-    """Write `k` [T, KVH, D] and `v` [T, KVH, Dv] to `k_cache` and `v_cache` [ids, P, KVH, width], in place.
+    """Write `k` [T, KVH, D] and `v` [T, KVH, Dv] in place to `k_cache` and `v_cache` [ids, P, KVH, width].
 
-    Token `t` goes to block `slots[t] // P`, offset `slots[t] % P`; masked tokens carry slots of the dump block, which may
-    repeat. Caches may have any strides. `scratch` keeps indices for further calls with the same slots (other layers).
+    Token `t` goes to block `slots[t] // P`, offset `slots[t] % P`. Masked tokens have slots of the dump block, which may repeat.
+    Caches may have any strides. `scratch` keeps indices for further calls with these slots (other layers of the step).
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
     _check([(k, k_cache), (v, v_cache)], slots)
-    if uses_triton(k) and heads_lie_together(k) and heads_lie_together(v):
+    if uses_triton(k) and heads_are_adjacent(k) and heads_are_adjacent(v):
         from transom_kernels.kv_write.gpu import kv_write_triton
 
         kv_write_triton(k, v, k_cache, v_cache, slots)
@@ -56,23 +60,23 @@ def prepare_qkv(
     v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
-    how: Preparation = PLAIN,
+    preparation: Preparation = PLAIN,
     query_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise, rotate and scale as `how` says, in float32; write keys and values, return queries [T, H, D] in one piece.
+    """Norm, rotate and scale as `preparation` says, in float32; write keys and values, return the queries [T, H, D], contiguous.
 
-    `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv] are left as they are; `tables` are cosines and signed sines [T, R] or
-    [T, 1, R] (see `rotary_`); `query_scale` [T] multiplies queries. Slots are those of `kv_write`. Without `v` and `v_cache` keys
-    alone are written; keys in float32 go into a cache of any dtype.
+    `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv] are not changed. `tables` are cosines and signed sines (see `rotary_`), [T,
+    R] or [T, 1, R]. `query_scale` [T] multiplies queries. `slots` are those of `kv_write`. Without `v` and `v_cache` only keys are
+    written. Float32 keys and values may go into a cache of any dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or the heads of a token do not lie together.
+        ValueError: shapes or dtypes do not fit, or the heads of a token are not adjacent.
     """
     if (v is None) != (v_cache is None):
         raise ValueError("v and v_cache belong together: give both or neither.")
-    parts = [(k, k_cache)] if v is None or v_cache is None else [(k, k_cache), (v, v_cache)]
-    _check(parts, slots, rounds=True)
-    if q.shape[::2] != k.shape[::2] or not all(map(heads_lie_together, (q, *(rows for rows, _ in parts)))):
+    rows_and_caches = [(k, k_cache)] if v is None or v_cache is None else [(k, k_cache), (v, v_cache)]
+    _check(rows_and_caches, slots, rounds=True)
+    if q.shape[::2] != k.shape[::2] or not all(map(heads_are_adjacent, (q, *(rows for rows, _ in rows_and_caches)))):
         raise ValueError(
             f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)} {k.stride()} and v {None if v is None else v.stride()}: give "
             "equally wide heads that follow each other in memory."
@@ -80,32 +84,37 @@ def prepare_qkv(
     if uses_triton(q):
         from transom_kernels.kv_write.gpu import prepare_qkv_triton
 
-        return prepare_qkv_triton(q, k, v, k_cache, v_cache, slots, tables, how, query_scale)
+        return prepare_qkv_triton(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale)
     flat = None if tables is None else (tables[0].flatten(0, -2), tables[1].flatten(0, -2))
-    return prepare_qkv_reference(q, k, v, k_cache, v_cache, slots, flat, how, query_scale)
+    return prepare_qkv_reference(q, k, v, k_cache, v_cache, slots, flat, preparation, query_scale)
 
 
-def heads_lie_together(x: torch.Tensor) -> bool:
-    """Whether each token's heads [T, H, D] are one run of elements."""
+def heads_are_adjacent(x: torch.Tensor) -> bool:
+    """Whether the heads of each token of `x` [T, H, D] are adjacent and contiguous."""
     return x.stride(2) == 1 and (x.shape[1] < 2 or x.stride(1) == x.shape[2])
 
 
 def _block_offsets(slots: torch.Tensor, block_size: int, scratch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block and the offset of each slot, computed once per step."""
     if "kv_write.split" not in scratch:
         scratch["kv_write.split"] = (slots // block_size, slots % block_size)
     pair: tuple[torch.Tensor, torch.Tensor] = scratch["kv_write.split"]
     return pair
 
 
-def _check(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor, *, rounds: bool = False) -> None:
-    """Keys and their cache, then values; `rounds`: float32 may go where there are fewer bits."""
-    if any(rows.shape[1:] != cache.shape[2:] for rows, cache in parts):
-        (rows, caches) = ([tuple(tensor.shape) for tensor in side] for side in zip(*parts, strict=True))
+def _check(
+    rows_and_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor, *, rounds: bool = False
+) -> None:
+    """Raise ValueError unless keys fit their cache, and values theirs; `rounds` allows float32 rows for a cache of fewer bits."""
+    if any(rows.shape[1:] != cache.shape[2:] for rows, cache in rows_and_caches):
+        (rows, caches) = ([tuple(tensor.shape) for tensor in side] for side in zip(*rows_and_caches, strict=True))
         raise ValueError(f"k and v {rows} do not fit caches {caches}: heads and widths must agree.")
-    if any(rows.dtype != cache.dtype and not (rounds and rows.dtype == torch.float32) for rows, cache in parts):
-        (rows, caches) = ([tensor.dtype for tensor in side] for side in zip(*parts, strict=True))
+    if any(
+        rows.dtype != cache.dtype and not (rounds and rows.dtype == torch.float32) for rows, cache in rows_and_caches
+    ):
+        (rows, caches) = ([tensor.dtype for tensor in side] for side in zip(*rows_and_caches, strict=True))
         raise ValueError(f"k and v are {rows}, their caches {caches}.")
-    if any(len(rows) != len(slots) for rows, _ in parts):
+    if any(len(rows) != len(slots) for rows, _ in rows_and_caches):
         raise ValueError(
-            f"{[len(rows) for rows, _ in parts]} keys and values, {len(slots)} slots: give one each per token."
+            f"{[len(rows) for rows, _ in rows_and_caches]} keys and values, {len(slots)} slots: give one each per token."
         )

@@ -1,6 +1,8 @@
-"""`prepare_qkv`: what happens to a token's projections before attention, in one pass: norms, rotation, the write into the cache.
+"""The specification of `prepare_qkv`: what happens to queries, keys and values between the projection and attention.
 
-Legend: T tokens, H query heads, KVH heads, D key width, E value width, R rotated width.
+Order: RMS norm of each head, rotation (RoPE), a second norm without a weight; queries are scaled, keys and values written.
+
+Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width.
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What a layer does to queries, keys and values; the default is nothing."""
+    """The steps that a layer applies to queries, keys and values before attention; the default is none."""
 
-    norm: bool = False  # of each query and key head, before rotation
+    norm: bool = False  # RMS norm of each query and key head, before rotation (QK norm)
     q_weight: torch.Tensor | None = None  # [H, D], with `norm`
     k_weight: torch.Tensor | None = None  # [KVH, D], with `norm`
-    norm_after_rotation: bool = False  # without a weight
-    value_norm: bool = False  # without a weight
-    value_factor: float = 1.0
+    norm_after_rotation: bool = False  # RMS norm of each query and key head without a weight, after rotation
+    value_norm: bool = False  # RMS norm of each value head without a weight
+    value_factor: float = 1.0  # multiplies values
     eps: float = 1e-6
-    interleaved: bool = False  # rotary pairs lie side by side
+    interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + R / 2)
     rotates_last: bool = False  # the last elements of a head are rotated, not the first
 
 
@@ -36,27 +38,28 @@ def prepare_qkv_reference(
     v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
-    how: Preparation = PLAIN,
+    preparation: Preparation = PLAIN,
     query_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification, in float32: returns the queries, writes keys and values.
 
     `q` [T, H, D], `k` [T, KVH, D], `v` [T, KVH, E]; `tables` are cosines and signed sines [T, R] (`rotary`); `query_scale` [T]
-    multiplies queries. Without `v` keys alone are written. Token `t` goes to slot `slots[t]` (block * P + offset); below 0 it is
-    not written.
+    multiplies queries. Without `v` only keys are written. Token `t` goes to slot `slots[t]` (block * P + offset); a token whose
+    slot is below 0 is not written.
     """
-    queries = _prepare(q, how.q_weight, tables, how)
-    keys = _prepare(k, how.k_weight, tables, how)
+    queries = _prepare(q, preparation.q_weight, tables, preparation)
+    keys = _prepare(k, preparation.k_weight, tables, preparation)
     if query_scale is not None:
         queries = queries * query_scale[:, None, None]
     _write(keys, k_cache, slots)
     if v is not None and v_cache is not None:
-        values = _normalised(v.float(), how.eps) if how.value_norm else v.float()
-        _write(values * how.value_factor, v_cache, slots)
+        values = _normalised(v.float(), preparation.eps) if preparation.value_norm else v.float()
+        _write(values * preparation.value_factor, v_cache, slots)
     return queries.to(q.dtype)
 
 
 def _write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write row `t` to slot `slots[t]` of a cache [ids, P, heads, width]."""
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, cache.shape[1])
@@ -64,24 +67,30 @@ def _write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None
 
 
 def _prepare(
-    x: torch.Tensor, weight: torch.Tensor | None, tables: tuple[torch.Tensor, torch.Tensor] | None, how: Preparation
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    tables: tuple[torch.Tensor, torch.Tensor] | None,
+    preparation: Preparation,
 ) -> torch.Tensor:
+    """Heads [T, heads, width] in float32 after norm, rotation and norm after rotation."""
     x = x.float()
-    if how.norm:
-        x = _normalised(x, how.eps) * (1.0 if weight is None else weight.float())
+    if preparation.norm:
+        x = _normalised(x, preparation.eps) * (1.0 if weight is None else weight.float())
     if tables is not None:
-        x = _rotated(x, *(table.float()[:, None] for table in tables), how=how)
-    return _normalised(x, how.eps) if how.norm_after_rotation else x
+        x = _rotated(x, *(table.float()[:, None] for table in tables), preparation=preparation)
+    return _normalised(x, preparation.eps) if preparation.norm_after_rotation else x
 
 
 def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) over the last axis."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, how: Preparation) -> torch.Tensor:
+def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, preparation: Preparation) -> torch.Tensor:
+    """The first (or last) R elements of each head rotated by pairs."""
     width = cos.shape[-1]
-    begin = x.shape[-1] - width if how.rotates_last else 0
+    begin = x.shape[-1] - width if preparation.rotates_last else 0
     before, part, after = x[..., :begin], x[..., begin : begin + width], x[..., begin + width :]
-    pairs = part.reshape(*part.shape[:-1], *((width // 2, 2) if how.interleaved else (2, width // 2)))
-    swapped = pairs.flip(-1 if how.interleaved else -2).flatten(-2)
+    pairs = part.reshape(*part.shape[:-1], *((width // 2, 2) if preparation.interleaved else (2, width // 2)))
+    swapped = pairs.flip(-1 if preparation.interleaved else -2).flatten(-2)
     return torch.cat([before, part * cos + swapped * signed_sin, after], dim=-1)

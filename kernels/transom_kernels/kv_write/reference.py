@@ -1,4 +1,7 @@
-"""One token at a time: the specification of `kv_write`."""
+"""The specification of `kv_write`: one token at a time.
+
+Legend: T tokens, KVH KV heads, P block size in tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 def kv_write_reference(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See `op.kv_write`."""
+    """The contract is that of `op.kv_write`."""
     block_size = k_cache.shape[1]
     for token, slot in enumerate(slots.tolist()):
         k_cache[slot // block_size, slot % block_size] = k[token]

@@ -1,4 +1,4 @@
-"""Attention over a window of latent rows and compressed entries, and what makes and chooses the entries."""
+"""DeepSeek V4's latent attention over a window and compressed entries, the pooling that makes entries, and the indexer."""
 
 from transom_kernels.latent_attention.compress import pool_rows
 from transom_kernels.latent_attention.index import select_entries

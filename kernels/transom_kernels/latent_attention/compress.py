@@ -1,6 +1,11 @@
-"""`pool_rows`: tokens' (kv, gate) rows to one compressed entry each.
+"""The operator `pool_rows`: pools the (kv, gate) rows of several tokens into one compressed entry (DeepSeek V4's compressor).
 
-Legend: E entries, R tokens per entry, G groups of R tokens that an entry reads (its own the last), D width of an entry.
+An entry covers R tokens. With overlap it also reads the R tokens before (G = 2 groups). Each token's kv and gate rows have G
+*series* of D channels; series `g` is used by the entry for which the token is in group `g`:
+
+    R = 4, G = 2, entry 1 (tokens 4 to 7):   tokens 0 1 2 3  with their series 0,   tokens 4 5 6 7  with their series 1
+
+Legend: E entries, R tokens per entry, G groups of R tokens that an entry reads (its own last), D width of an entry.
 """
 
 from __future__ import annotations
@@ -14,12 +19,11 @@ from transom_kernels.launch import uses_triton
 def pool_rows(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """Entries from the rows of `kv_cache` and `gate_cache` [ids, P, 1, G * D] at `slots` [E, G * R]; [E, D] float32.
+    """Entries [E, D] float32 from the rows of `kv_cache` and `gate_cache` [ids, P, 1, G * D] at `slots` [E, G * R].
 
-    A row's channels are G series of D. Group `g` of an entry's rows, the earliest first, gives its series `g`: of the group
-    before an entry's own the first half is read, of its own the second. Per channel, `softmax(gate + bias)` over all G * R
-    rows weighs their kv, in float32; `position_bias` [R, G * D] is by place in the group. Rows with a negative slot (before
-    the first token) weigh nothing.
+    Each channel of an entry is the sum of the G * R kv values of this channel, weighted by softmax(gate + bias) over these rows, in
+    float32. `position_bias` [R, G * D] is by the token's place in its group. Rows with a negative slot (before the first token)
+    have weight zero.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -50,7 +54,7 @@ def pool_rows(
 
 
 def _own_series(rows: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Of rows [E, G * R, G * D], group g's series g: [E, G * R, D]."""
+    """Series `g` of the rows of group `g`: [E, G * R, D] of rows [E, G * R, G * D]."""
     if num_groups == 1:
         return rows
     entries, length, channels = rows.shape

@@ -1,6 +1,6 @@
-"""Launches of the latent kernels.
+"""Launches of the latent attention kernels.
 
-Legend: T queries, H heads, D width, W window slots, K entry slots, N entries, E entries that close.
+Legend: T queries, H heads, D width, W window slots, K entry slots, N entries of the longest sequence, E entries that are pooled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def latent_attention_triton(
     entry_cache: torch.Tensor | None = None,
     entry_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `op.latent_attention`."""
+    """The contract is that of `op.latent_attention`."""
     tokens, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if entry_cache is None or entry_slots is None:
@@ -58,18 +58,18 @@ def select_entries_triton(
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
-    """See `index.select_entries`. Scores of some queries at a time, so that their memory has a bound."""
+    """The contract is that of `index.select_entries`. Some queries are scored at a time, which bounds the memory of scores."""
     num_entries = slots.shape[1]
     chosen = min(top_k, num_entries)
-    best = torch.full((len(q), chosen), -1, dtype=torch.int64, device=q.device)
+    selected = torch.full((len(q), chosen), -1, dtype=torch.int64, device=q.device)
     step = queries_at_once(num_entries)
     scores = torch.empty((min(step, len(q)), num_entries), dtype=torch.float32, device=q.device)
     for begin in range(0, len(q) if chosen else 0, step):
         tile = slice(begin, begin + step)
         rows = scores[: len(q[tile])]
         _score(q[tile], head_weights[tile], key_cache, slots, sequence[tile], num_visible[tile], scale, rows)
-        torch.topk(rows, chosen, dim=1, out=(rows.new_empty(len(rows), chosen), best[tile]))
-    return best.masked_fill_(best >= num_visible[:, None], -1)
+        torch.topk(rows, chosen, dim=1, out=(rows.new_empty(len(rows), chosen), selected[tile]))
+    return selected.masked_fill_(selected >= num_visible[:, None], -1)
 
 
 def _score(
@@ -82,7 +82,7 @@ def _score(
     scale: float,
     scores: torch.Tensor,
 ) -> None:
-    """Fills `scores` [T, N]."""
+    """Write the scores [t, N] of all entries for some queries."""
     (tokens, heads, width), num_entries = q.shape, slots.shape[1]
     config, rounds = score_config(heads, width, q.element_size()), score_rounds(tokens)
     score_entries[(tokens, -(-num_entries // (rounds * config.block_n)))](
@@ -96,7 +96,7 @@ def _score(
 def pool_rows_triton(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """See `compress.pool_rows`."""
+    """The contract is that of `compress.pool_rows`."""
     ratio, channels = position_bias.shape
     num_groups = slots.shape[1] // ratio
     width = channels // num_groups

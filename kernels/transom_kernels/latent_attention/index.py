@@ -1,6 +1,7 @@
-"""`select_entries`: the compressed entries that matter most to each query, by an indexer's scores.
+"""The operator `select_entries`: DeepSeek V4's indexer, which selects the compressed entries that each query reads.
 
-Legend: T queries, H indexer heads, D width, B sequences, N entries of the longest, K chosen.
+Legend: T queries, H indexer heads, D width, B sequences, N entries of the longest sequence, K selected entries, t queries of a
+tile.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ def select_entries(
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
-    """The `top_k` best of the entries that each query sees, [T, min(top_k, N)] entry numbers, -1 where it sees fewer.
+    """The `top_k` best of the entries that each query sees: entry numbers [T, min(top_k, N)] int64, -1 where it sees fewer.
 
-    `q` is [T, H, D], `head_weights` [T, H] float32, `key_cache` [ids, P, 1, D]. Query `t` sees the first `num_visible[t]`
-    entries of sequence `sequence[t]`, whose keys lie at `slots[sequence[t]]` [N]. An entry's score is
-    `sum_h head_weights[h] * relu(q_h k) * scale`, in float32.
+    `q` is [T, H, D], `head_weights` [T, H] float32, `key_cache` [ids, P, 1, D]. Query `t` sees the first `num_visible[t]` entries
+    of sequence `sequence[t]`, whose keys lie at the slots `slots[sequence[t]]` [N]. An entry's score is `sum_h head_weights[h] *
+    relu(q_h . k) * scale`, in float32.
 
     Raises:
         ValueError: shapes do not fit.

@@ -1,9 +1,17 @@
-"""Latent attention and its indexer in Triton: rows are gathered by slot, once for all heads of a program.
+"""The Triton kernels of DeepSeek V4's latent attention: `attend_rows`, `score_entries` (indexer) and `pool` (compressor).
 
-Loops hold no branches around loads, so that the compiler can fetch a round's slots and rows while earlier rounds are computed: a
-pointer that is chosen in the loop would be loaded from two bytes at a time.
+    attend_rows:    out[t, h] = softmax over rows r of (scale * q[t, h] . r, sink_logits[h]) times r     window rows, entries
+    score_entries:  scores[t, n] = sum_h head_weights[t, h] * relu(q[t, h] . key[n]) * scale                -inf for unseen entries
+    pool:           out[e, d] = sum over rows of softmax(gate + position_bias) * kv                         per channel d
 
-Legend: T queries, H heads, D latent width, W window slots, K entry slots, N slots a round, P rows per block.
+A latent row is key and value at once for all heads, so a program gathers a row once for all of its heads. Rows are found
+by slot: slot `s` is row `s % P` of block `s // P`; negative slots name no row.
+
+Loops contain no branches around loads, so that the compiler can fetch an iteration's slots and rows while earlier iterations are
+computed. A pointer that is selected inside a loop would be loaded from two bytes at a time.
+
+Legend: T queries, H heads, D width, W window slots, K entry slots, N entries or slots of an iteration, P rows per block, B
+sequences, E pooled entries, R tokens per entry, G groups of tokens that an entry reads.
 """
 
 from __future__ import annotations
@@ -16,21 +24,21 @@ from transom_kernels.triton_math import LOG2_E
 
 @triton.jit
 def _gather(cache, slot, stride_b, stride_p, d, D: tl.constexpr, P: tl.constexpr):
-    """Rows at slots, zeros for negative ones, [N, BLOCK_D]."""
+    """Rows [N, BLOCK_D] of a cache at slots [N]; zeros at negative slots."""
     present = slot >= 0
-    at = tl.where(present, slot, 0)
-    rows = cache + (at // P * stride_b + at % P * stride_p)[:, None]
+    present_slot = tl.where(present, slot, 0)
+    rows = cache + (present_slot // P * stride_b + present_slot % P * stride_p)[:, None]
     return tl.load(rows + d[None, :], mask=present[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def _attend(
-    best,
-    total,
+    row_max,
+    row_sum,
     acc,
     query,  # [BLOCK_H, BLOCK_D]
     cache,
-    slots,  # of this query, `count` of them
+    slots,  # pointer to this query's slots
     count,
     stride_b,
     stride_p,
@@ -41,7 +49,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The running maximum, sum and values with the rows at `slots` among them."""
+    """Continue the online softmax over the rows at `slots`: returns the new maximum, sum and accumulated values."""
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     for first in range(0, count, BLOCK_N):
         slot = tl.load(slots + first + n, mask=first + n < count, other=-1)
@@ -50,22 +58,22 @@ def _attend(
             rows = rows.to(tl.float32)
         score = tl.dot(query, tl.trans(rows), input_precision="ieee") * scale
         score = tl.where((slot >= 0)[None, :], score, float("-inf"))
-        new_best = tl.maximum(best, tl.max(score, 1))
-        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weight, shrink = tl.exp2(score - anchor[:, None]), tl.exp2(best - anchor)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(rows.dtype), rows, acc * shrink[:, None], input_precision="ieee")
-        best = new_best
-    return best, total, acc
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight, rescale = tl.exp2(score - finite_max[:, None]), tl.exp2(row_max - finite_max)
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(rows.dtype), rows, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["num_window", "num_entries"])
 def attend_rows(
     q,  # [T, H, D]
     window_cache,  # [ids, P, 1, D]
-    entry_cache,
+    entry_cache,  # [ids, P, 1, D]
     window_slots,  # [T, W] int64
-    entry_slots,  # [T, K]
+    entry_slots,  # [T, K] int64
     sink_logits,  # [H] float32
     out,  # [T, H, D]
     scale,
@@ -86,29 +94,32 @@ def attend_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some heads of one query; a row is key and value at once."""
+    """Attend with `BLOCK_H` heads of one query. The grid is (T, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     kept = (head < num_heads)[:, None] & (d < D)[None, :]
-    query = tl.load(q + token * q_stride_t + head[:, None] * q_stride_h + d[None, :], mask=kept, other=0.0)
+    query = tl.load(
+        q + token * q_stride_t + head[:, None] * q_stride_h + d[None, :], mask=kept, other=0.0
+    )  # [BLOCK_H, BLOCK_D]
     if UPCAST:
         query = query.to(tl.float32)
-    # the sink is the first key: its weight is 1 at its own height, and it brings no value
-    best = tl.load(sink_logits + head, mask=head < num_heads, other=0.0) * LOG2_E
-    total = tl.where(best == float("-inf"), 0.0, tl.full([BLOCK_H], 1.0, tl.float32))
+    # the sink logit starts the softmax: it is the maximum so far, its own weight is 1, and it has no value
+    row_max = tl.load(sink_logits + head, mask=head < num_heads, other=0.0) * LOG2_E
+    row_sum = tl.where(row_max == float("-inf"), 0.0, tl.full([BLOCK_H], 1.0, tl.float32))
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    best, total, acc = _attend(
-        best, total, acc, query, window_cache, window_slots + token * num_window, num_window, window_stride_b,
+    # the window's rows, then the entries
+    row_max, row_sum, acc = _attend(
+        row_max, row_sum, acc, query, window_cache, window_slots + token * num_window, num_window, window_stride_b,
         window_stride_p, scale * LOG2_E, D, WINDOW_P, UPCAST, BLOCK_D, BLOCK_N,
     )  # fmt: skip
-    best, total, acc = _attend(
-        best, total, acc, query, entry_cache, entry_slots + token * num_entries, num_entries, entry_stride_b,
+    row_max, row_sum, acc = _attend(
+        row_max, row_sum, acc, query, entry_cache, entry_slots + token * num_entries, num_entries, entry_stride_b,
         entry_stride_p, scale * LOG2_E, D, ENTRY_P, UPCAST, BLOCK_D, BLOCK_N,
     )  # fmt: skip
-    share = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    inverse_sum = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
     place = out + (token * num_heads + head[:, None]) * D + d[None, :]
-    tl.store(place, (acc * share[:, None]).to(out.dtype.element_ty), mask=kept)
+    tl.store(place, (acc * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_rounds"])
@@ -123,7 +134,7 @@ def score_entries(
     scale,
     num_heads,
     num_entries,
-    num_rounds,  # of a program
+    num_rounds,  # blocks of BLOCK_N entries per program
     q_stride_t,
     q_stride_h,
     key_stride_b,
@@ -135,7 +146,7 @@ def score_entries(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """An indexer's scores of some entries for one query; minus infinity for entries that it does not see."""
+    """Score `num_rounds * BLOCK_N` entries for one query. The grid is (T, blocks of entries). Unseen entries get -inf."""
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * num_rounds * BLOCK_N
     end = tl.minimum(begin + num_rounds * BLOCK_N, num_entries)
@@ -156,8 +167,9 @@ def score_entries(
             if UPCAST:
                 keys = keys.to(tl.float32)
             product = tl.maximum(tl.dot(query, tl.trans(keys), input_precision="ieee"), 0.0) * scale
-            total = tl.sum(product * weight[:, None], 0)
-            tl.store(row + entry, tl.where(entry < seen_end, total, float("-inf")), mask=entry < num_entries)
+            entry_score = tl.sum(product * weight[:, None], 0)
+            tl.store(row + entry, tl.where(entry < seen_end, entry_score, float("-inf")), mask=entry < num_entries)
+    # entries that the query does not see
     unseen = begin + tl.cdiv(tl.maximum(seen_end - begin, 0), BLOCK_N) * BLOCK_N
     for first in range(unseen, end, BLOCK_N):
         tl.store(row + first + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=first + n < num_entries)
@@ -166,7 +178,7 @@ def score_entries(
 @triton.jit
 def pool(
     kv_cache,  # [ids, P, 1, G * D] float32
-    gate_cache,
+    gate_cache,  # [ids, P, 1, G * D] float32
     slots,  # [E, G * R] int64
     position_bias,  # [R, G * D]
     out,  # [E, D]
@@ -181,27 +193,29 @@ def pool(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Some channels of one entry: a softmax over its rows, channel by channel, `BLOCK_R` rows at a time."""
+    """Pool `BLOCK_D` channels of one entry. The grid is (E, blocks of channels). `BLOCK_R` rows are read at a time (online
+    softmax).
+    """
     entry = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    best = tl.full([BLOCK_D], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_D], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, G * R, BLOCK_R):
         place = first + tl.arange(0, BLOCK_R)
         slot = tl.load(slots + entry * (G * R) + place, mask=place < G * R, other=-1)
         kept = (slot >= 0)[:, None] & (d < D)[None, :]
-        at, channel = tl.where(slot >= 0, slot, 0), place // R * D
-        gate_rows = at // P * gate_stride_b + at % P * gate_stride_p + channel
-        kv_rows = at // P * kv_stride_b + at % P * kv_stride_p + channel
+        present_slot, channel = tl.where(slot >= 0, slot, 0), place // R * D
+        gate_rows = present_slot // P * gate_stride_b + present_slot % P * gate_stride_p + channel
+        kv_rows = present_slot // P * kv_stride_b + present_slot % P * kv_stride_p + channel
         gate = tl.load(gate_cache + gate_rows[:, None] + d[None, :], mask=kept, other=float("-inf"))
         value = tl.load(kv_cache + kv_rows[:, None] + d[None, :], mask=kept, other=0.0)
         bias_rows = place % R * (G * D) + channel
         gate += tl.load(position_bias + bias_rows[:, None] + d[None, :], mask=kept, other=0.0)
-        new_best = tl.maximum(best, tl.max(gate, 0))
-        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink, weight = tl.exp(best - anchor), tl.exp(gate - anchor[None, :])
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(value * weight, 0)
-        best = new_best
-    tl.store(out + entry * D + d, acc / tl.where(total > 0, total, 1.0), mask=d < D)
+        new_max = tl.maximum(row_max, tl.max(gate, 0))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale, weight = tl.exp(row_max - finite_max), tl.exp(gate - finite_max[None, :])
+        row_sum = row_sum * rescale + tl.sum(weight, 0)
+        acc = acc * rescale + tl.sum(value * weight, 0)
+        row_max = new_max
+    tl.store(out + entry * D + d, acc / tl.where(row_sum > 0, row_sum, 1.0), mask=d < D)

@@ -1,8 +1,12 @@
-"""`latent_attention`: one softmax over a window's latent rows, chosen compressed entries, and a learned sink.
+"""The operator `latent_attention`: one softmax over a window's latent rows, selected compressed entries, and a learned sink.
 
-A latent row is key and value at once, for all heads: so every query reads its own rows, once for all heads.
+Terms of DeepSeek V4: a *latent row* is one vector per token that serves as key and value of all heads (MLA with shared K and V). A
+*compressed entry* is a latent row that is pooled from the (kv, gate) rows of several tokens. The *indexer* scores entries for each
+query, and the query reads the best of them.
 
-Legend: T queries, H heads, D latent width, W rows of the window, K entries.
+Since a row serves all heads, each query gathers its rows once.
+
+Legend: T queries, H heads, D latent width, W rows of the window, K entries, P rows per block, t queries of a tile.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ def latent_attention(
     entry_cache: torch.Tensor | None = None,
     entry_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of `q` [T, H, D] over rows of `window_cache` and `entry_cache` [ids, P, 1, D]; [T, H, D].
+    """Attention [T, H, D] of `q` [T, H, D] over rows of `window_cache` and `entry_cache` [ids, P, 1, D], all of one dtype.
 
-    Query `t` sees the rows at `window_slots[t]` [W] and `entry_slots[t]` [K], negative slots apart; `sink_logits` [H] float32
-    take part in the softmax's denominator alone. Scores are `q k * scale`. A query that sees no row gets zeros.
+    Query `t` sees the rows at the slots `window_slots[t]` [W] and `entry_slots[t]` [K], except negative slots. A score is `q k *
+    scale`. `sink_logits` [H] float32 add to the softmax's denominator alone. A query that sees no row gets zeros.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -53,7 +57,7 @@ def latent_attention(
 def _by_torch(
     q: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], sink_logits: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Over caches and their slots, some queries at a time: every query's rows are gathered."""
+    """Attention by torch over (cache, slots) pairs, some queries at a time, since each query's rows are gathered."""
     num_rows = sum(slots.shape[1] for _, slots in pairs)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     step = rows_per_tile(num_rows * q.shape[2])
@@ -70,6 +74,7 @@ def _by_torch(
 
 
 def _check(q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sink_logits: torch.Tensor) -> None:
+    """Raise ValueError for arguments that do not fit."""
     if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[3] != q.shape[2] or cache.dtype != q.dtype:
         raise ValueError(
             f"q {tuple(q.shape)} {q.dtype} does not fit a cache {tuple(cache.shape)} {cache.dtype}: one head of q's width "

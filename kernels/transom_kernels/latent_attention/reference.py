@@ -1,6 +1,6 @@
-"""One query and one entry at a time: the specification of this folder's operators.
+"""The specification of `latent_attention`, `pool_rows` and `select_entries`: one query and one entry at a time.
 
-Legend: D width, R tokens per entry, G groups that an entry reads.
+Legend: D width, R tokens per entry, G groups of tokens that an entry reads.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 
 
 def _row(cache: torch.Tensor, slot: int) -> torch.Tensor:
+    """The row at a slot, in float32."""
     return cache[slot // cache.shape[1], slot % cache.shape[1], 0].float()
 
 
@@ -22,7 +23,7 @@ def latent_attention_reference(
     entry_cache: torch.Tensor,
     entry_slots: torch.Tensor,
 ) -> torch.Tensor:
-    """See `op.latent_attention`."""
+    """The contract is that of `op.latent_attention`."""
     out = torch.zeros_like(q)
     for t in range(len(q)):
         rows = [_row(window_cache, slot) for slot in window_slots[t].tolist() if slot >= 0]
@@ -38,18 +39,18 @@ def latent_attention_reference(
 def pool_rows_reference(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """See `compress.pool_rows`."""
+    """The contract is that of `compress.pool_rows`."""
     ratio, channels = position_bias.shape
     num_groups = slots.shape[1] // ratio
     width = channels // num_groups
     entries = []
     for entry in slots.tolist():
         kv, gate = [], []
-        for place, slot in enumerate(entry):
+        for position, slot in enumerate(entry):
             if slot >= 0:
-                series = slice(place // ratio * width, (place // ratio + 1) * width)
+                series = slice(position // ratio * width, (position // ratio + 1) * width)
                 kv.append(_row(kv_cache, slot)[series])
-                gate.append((_row(gate_cache, slot) + position_bias[place % ratio])[series])
+                gate.append((_row(gate_cache, slot) + position_bias[position % ratio])[series])
         entries.append((torch.stack(kv) * torch.stack(gate).softmax(0)).sum(0))
     return torch.stack(entries)
 
@@ -65,7 +66,7 @@ def select_entries_reference(
     top_k: int,
     scale: float,
 ) -> list[set[int]]:
-    """See `index.select_entries`; each query's chosen entries as a set."""
+    """The contract is that of `index.select_entries`, but each query's selected entries come as a set."""
     chosen = []
     for t in range(len(q)):
         table = slots[int(sequence[t])].tolist()

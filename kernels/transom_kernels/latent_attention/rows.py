@@ -1,8 +1,8 @@
-"""Rows of a paged cache that has one head: read and written by slot.
+"""Reads and writes rows of a paged cache that has one head, by slot.
 
-Slot `s` is block `s // P`, row `s % P`. A negative slot is no row.
+Slot `s` is row `s % P` of block `s // P`. A negative slot names no row.
 
-Legend: P rows per block, D width.
+Legend: P rows per block, D width, N rows.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 
 import torch
 
-TILE_ELEMENTS = 2**20  # read at once: what a core's own cache nearly holds
+TILE_ELEMENTS = 2**20  # read at once: about what the private cache of a CPU core holds
 
 
 def read_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of `cache` [ids, P, 1, D] at `slots` [...], [..., D]; zeros where there is no row. The cache may be strided."""
+    """Rows [..., D] of `cache` [ids, P, 1, D] at `slots` [...]; zeros at negative slots. The cache may have strides."""
     ids, size, _, width = cache.shape
     block, row = cache.stride(0), cache.stride(1)
     unit = math.gcd(block, row)
@@ -29,7 +29,11 @@ def read_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write `rows` [N, D] to `cache` [ids, P, 1, D] at `slots` [N], in place; slots of the dump block may repeat."""
+    """Write `rows` [N, D] in place to `cache` [ids, P, 1, D] at `slots` [N]; slots of the dump block may repeat.
+
+    Raises:
+        ValueError: width or dtype do not fit the cache.
+    """
     if rows.shape[-1] != cache.shape[-1] or rows.dtype != cache.dtype:
         raise ValueError(
             f"rows of {rows.shape[-1]} {rows.dtype} do not fit a cache of {cache.shape[-1]} {cache.dtype} elements."
@@ -38,5 +42,5 @@ def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> 
 
 
 def rows_per_tile(elements_per_row: int) -> int:
-    """Query rows that a tile holds, at least 1."""
+    """Query rows whose gathered elements fit in `TILE_ELEMENTS`; at least 1."""
     return max(1, TILE_ELEMENTS // max(1, elements_per_row))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: every token through the experts that it chose."""
+"""MoE layers: each token through the experts that it chose."""
 
 from transom_kernels.moe.op import moe
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor

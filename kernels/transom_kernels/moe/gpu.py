@@ -1,6 +1,6 @@
-"""Launches of the grouped products.
+"""Launches of an MoE layer: sort pairs into row blocks, matmul into the experts, matmul out of them, sum over each token's experts.
 
-Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs.
+Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import torch
 
 from transom_kernels.launch import INTERPRETED, next_power_of_two
 from transom_kernels.moe.dispatch import block_rows
-from transom_kernels.moe.kernel import add_up, into_experts, out_of_experts
-from transom_kernels.moe.sort import MOST_PAIRS, block_rows_triton
+from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
+from transom_kernels.moe.sort import MAX_PAIRS, block_rows_triton
 from transom_kernels.moe.tuning import choose_tile
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
-MOST_COLUMNS = 1024  # of a program that adds up
+SUM_COLUMNS = 1024  # of a program of `sum_experts`
 
 
 def moe_triton(
@@ -26,7 +26,7 @@ def moe_triton(
     *,
     scales_input: bool = False,
 ) -> torch.Tensor:
-    """See `op.moe`."""
+    """The contract is that of `op.moe`."""
     (tokens, width), chosen = x.shape, experts.shape[1]
     num_experts, double, _ = tensors.gate_up.shape
     inner, num_pairs = double // 2, tokens * chosen
@@ -36,10 +36,10 @@ def moe_triton(
     tile = choose_tile(
         num_pairs, num_experts, is_mx=isinstance(tensors.gate_up, MxTensor), element_bytes=x.element_size()
     )
-    sort = block_rows_triton if num_pairs <= MOST_PAIRS else block_rows
+    sort = block_rows_triton if num_pairs <= MAX_PAIRS else block_rows
     pairs, block_expert = sort(experts.reshape(-1).long(), num_experts, tile.block_m)
     inner_P = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    parts_P = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
+    results_P = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
     weights_P = weights.reshape(-1).float().contiguous()
     sizes = {
         "UPCAST": INTERPRETED,
@@ -58,16 +58,17 @@ def moe_triton(
     )  # fmt: skip
     blocks, scales, is_mx = _operands(tensors.down)
     out_of_experts[(-(-width // tile.block_n), len(pairs))](
-        inner_P, blocks, scales, x if tensors.down_bias is None else tensors.down_bias, weights_P, parts_P, pairs,
+        inner_P, blocks, scales, x if tensors.down_bias is None else tensors.down_bias, weights_P, results_P, pairs,
         block_expert, num_pairs, inner, width,
         IS_MX=is_mx, HAS_BIAS=tensors.down_bias is not None, SCALES_OUTPUT=not scales_input, **sizes,
     )  # fmt: skip
-    columns = min(MOST_COLUMNS, next_power_of_two(width))
-    add_up[(tokens, -(-width // columns))](parts_P, out, width, NUM_CHOSEN=chosen, BLOCK_N=columns, num_warps=4)
+    columns = min(SUM_COLUMNS, next_power_of_two(width))
+    sum_experts[(tokens, -(-width // columns))](results_P, out, width, NUM_CHOSEN=chosen, BLOCK_N=columns, num_warps=4)
     return out
 
 
 def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """The weight, its MXFP4 scales (or the weight again), and whether it is MXFP4: the arguments of a kernel."""
     if isinstance(weight, MxTensor):
         return weight.blocks, weight.scales, True
     return weight, weight, False

@@ -1,9 +1,16 @@
-"""Two grouped products in Triton: into the experts, gates applied, and out of them, routing weights applied.
+"""The Triton kernels of an MoE layer: `into_experts`, `out_of_experts` (grouped matmuls) and `sum_experts`.
 
-A program has a block of rows that chose one expert, and a block of columns. MXFP4 weights are widened in registers, the even and
-the odd elements of a byte in products of their own.
+    into_experts:    inner[p] = act(gate) * (up + up_offset),  [gate, up] = gate_up[expert of p] @ x[token of p] + bias
+    out_of_experts:  result[p] = weights[p] * (down[expert of p] @ inner[p] + bias)
+    sum_experts:     out[t] = sum of result[p] over the K pairs p of token t
 
-Legend: P pairs of token and expert, K experts per token; a tile is M rows by N columns, J inner elements a round.
+With SCALES_INPUT (Llama 4) weights[p] multiplies x instead of the result. The grid of a matmul is (column blocks, row blocks): one
+program multiplies one row block (pairs that chose one expert, `dispatch.py`) by one block of columns of that expert's matrix.
+
+MXFP4 weights are dequantised in registers. A byte holds an even and an odd element; even and odd columns are multiplied separately.
+
+Legend: T tokens, P pairs of token and expert, K experts per token, E experts, I inner width; a tile is M rows by N columns, and an
+iteration multiplies J inner elements.
 """
 
 from __future__ import annotations
@@ -16,23 +23,25 @@ from transom_kernels.triton_math import gelu_tanh
 
 @triton.jit
 def _mx_value(nibble):
-    """fp4 as float32: sign, two bits of exponent, one of fraction are put where float32 has them, below normal numbers too."""
+    """fp4 (one sign, two exponent, one fraction bit) as float32, by moving its bits to float32's places; subnormal numbers come out
+    right.
+    """
     bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126, what the exponents' biases differ by
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126: float32's exponent bias minus fp4's
 
 
 @triton.jit
-def _power(scale):
-    """2 ** (scale - 127) as float32, from its bits; the smallest is below normal numbers, and stays zero."""
+def _power_of_two(scale):
+    """2 ** (scale - 127) as float32, from its bits. Scale 0 gives zero, since its power is below float32's normal numbers."""
     return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _plain_product(
-    acc, rows, weight_rows, j0, width, is_row, is_column, factor, UPCAST: tl.constexpr, BLOCK_J: tl.constexpr
+    acc, rows, weight_rows, begin, width, is_row, is_column, factor, UPCAST: tl.constexpr, BLOCK_J: tl.constexpr
 ):
-    """`acc + rows @ weight.T` over elements [j0, j0 + BLOCK_J)."""
-    j = j0 + tl.arange(0, BLOCK_J)
+    """`acc + rows @ weight.T` [BLOCK_M, BLOCK_N] over the inner elements [begin, begin + BLOCK_J)."""
+    j = begin + tl.arange(0, BLOCK_J)
     inside = j < width
     a = tl.load(rows + j[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
     b = tl.load(weight_rows + j[None, :], mask=is_column[:, None] & inside[None, :], other=0.0)
@@ -43,16 +52,26 @@ def _plain_product(
 
 @triton.jit
 def _mx_product(
-    acc, rows, block_rows, scale_rows, j0, width, is_row, is_column, factor, UPCAST: tl.constexpr, BLOCK_J: tl.constexpr
+    acc,
+    rows,
+    block_rows,
+    scale_rows,
+    begin,
+    width,
+    is_row,
+    is_column,
+    factor,
+    UPCAST: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):
-    """The same where weights are MXFP4: 16 bytes and a scale a group, so that a thread loads a group at once."""
+    """`_plain_product` where weights are MXFP4: groups of 16 bytes and one scale, so that a thread loads whole groups."""
     GROUPS: tl.constexpr = BLOCK_J // 32
-    group, byte = j0 // 32 + tl.arange(0, GROUPS), tl.arange(0, 16)
+    group, byte = begin // 32 + tl.arange(0, GROUPS), tl.arange(0, 16)
     kept = is_column[:, None] & (group < width // 32)[None, :]
     places = block_rows[:, :, None] + (group * 16)[None, :, None] + byte[None, None, :]
     packed = tl.load(places, mask=kept[:, :, None], other=0).to(tl.int32)
-    power = _power(tl.load(scale_rows + group[None, :], mask=kept, other=0))[:, :, None]
-    j = j0 + tl.arange(0, BLOCK_J)
+    power = _power_of_two(tl.load(scale_rows + group[None, :], mask=kept, other=0))[:, :, None]
+    j = begin + tl.arange(0, BLOCK_J)
     a = tl.load(rows + j[None, :], mask=is_row[:, None] & (j < width)[None, :], other=0.0)
     if UPCAST:
         a = a.to(tl.float32)
@@ -69,19 +88,19 @@ def into_experts(
     gate_up,  # [E, 2I, width], or MXFP4 [E, 2I, width / 2]
     scales,  # [E, 2I, width / 32], or unused
     bias,  # [E, 2I], or unused
-    weights,  # [P] float32, or unused
+    weights,  # [P] float32 routing weights, or unused
     out,  # [P, I]
-    pairs,  # [blocks, BLOCK_M] int32: P where there is none
-    block_expert,  # [blocks] int32; below 0: nothing to do
+    pairs,  # [blocks, BLOCK_M] int32: pairs of each row block; P: padding
+    block_expert,  # [blocks] int32; below 0: the block is not needed
     num_pairs,
     width,
-    inner,
+    inner,  # I
     x_stride,
-    limit,
+    limit,  # `GateRule`, as the next two
     gain,
     up_offset,
     NUM_CHOSEN: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,  # rows of gate_up are gate, up, gate, up ..., not all gates first
     IS_MX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALES_INPUT: tl.constexpr,
@@ -92,7 +111,8 @@ def into_experts(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """Inner rows of some pairs: one accumulator for gates, one for ups."""
+    """Compute one tile of the inner rows: one accumulator for gates, one for ups."""
+    # the row block's expert and its rows
     expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -108,25 +128,38 @@ def into_experts(
         factor = tl.load(weights + pair, mask=is_row, other=0.0)[:, None]
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for j0 in range(0, width, BLOCK_J):
+    # loop over inner elements
+    for begin in range(0, width, BLOCK_J):
         if IS_MX:
             groups = width // 32
-            half = groups * 16  # bytes; said so that rows are known to begin at multiples of 16
+            half = (
+                groups * 16
+            )  # bytes of a row, as a product with 16: so the compiler knows that rows begin at multiples of 16
             gate = _mx_product(
                 gate, rows, gate_up + gate_row[:, None] * half, scales + gate_row[:, None] * groups,
-                j0, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+                begin, width, is_row, is_column, factor, UPCAST, BLOCK_J,
             )  # fmt: skip
             up = _mx_product(
                 up, rows, gate_up + up_row[:, None] * half, scales + up_row[:, None] * groups,
-                j0, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+                begin, width, is_row, is_column, factor, UPCAST, BLOCK_J,
             )  # fmt: skip
         else:
             gate = _plain_product(
-                gate, rows, gate_up + gate_row[:, None] * width, j0, width, is_row, is_column, factor, UPCAST, BLOCK_J
+                gate,
+                rows,
+                gate_up + gate_row[:, None] * width,
+                begin,
+                width,
+                is_row,
+                is_column,
+                factor,
+                UPCAST,
+                BLOCK_J,
             )
             up = _plain_product(
-                up, rows, gate_up + up_row[:, None] * width, j0, width, is_row, is_column, factor, UPCAST, BLOCK_J
+                up, rows, gate_up + up_row[:, None] * width, begin, width, is_row, is_column, factor, UPCAST, BLOCK_J
             )
+    # bias, clamp, activation
     if HAS_BIAS:
         gate += tl.load(bias + gate_row, mask=is_column, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + up_row, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -143,12 +176,12 @@ def into_experts(
 def out_of_experts(
     x,  # [P, width] inner rows
     down,  # [E, columns, width], or MXFP4
-    scales,
+    scales,  # [E, columns, width / 32], or unused
     bias,  # [E, columns], or unused
-    weights,  # [P] float32, or unused
+    weights,  # [P] float32 routing weights, or unused
     out,  # [P, columns] float32
-    pairs,
-    block_expert,
+    pairs,  # [blocks, BLOCK_M] int32, as for `into_experts`
+    block_expert,  # [blocks] int32
     num_pairs,
     width,
     columns,
@@ -160,7 +193,8 @@ def out_of_experts(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """What the experts make of some pairs."""
+    """Compute one tile of the experts' results."""
+    # the row block's expert and its rows
     expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -172,15 +206,16 @@ def out_of_experts(
     row = expert * columns + n
     factor = tl.full([BLOCK_M, 1], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for j0 in range(0, width, BLOCK_J):
+    # loop over inner elements
+    for begin in range(0, width, BLOCK_J):
         if IS_MX:
             acc = _mx_product(
                 acc, rows, down + row[:, None] * (width // 32 * 16), scales + row[:, None] * (width // 32),
-                j0, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+                begin, width, is_row, is_column, factor, UPCAST, BLOCK_J,
             )  # fmt: skip
         else:
             acc = _plain_product(
-                acc, rows, down + row[:, None] * width, j0, width, is_row, is_column, factor, UPCAST, BLOCK_J
+                acc, rows, down + row[:, None] * width, begin, width, is_row, is_column, factor, UPCAST, BLOCK_J
             )
     if HAS_BIAS:
         acc += tl.load(bias + row, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -191,12 +226,12 @@ def out_of_experts(
 
 
 @triton.jit
-def add_up(parts, out, columns, NUM_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A token's experts in the order in which it chose them, so that sums do not depend on the batch."""
+def sum_experts(results, out, columns, NUM_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum `BLOCK_N` columns of one token's results, in the order of its choice, so that sums do not depend on the batch."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < columns
     total = tl.zeros([BLOCK_N], tl.float32)
     for choice in tl.static_range(NUM_CHOSEN):
-        total += tl.load(parts + (token * NUM_CHOSEN + choice) * columns + n, mask=inside, other=0.0)
+        total += tl.load(results + (token * NUM_CHOSEN + choice) * columns + n, mask=inside, other=0.0)
     tl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""`moe`: every token through the experts that it chose, and their results added up.
+"""The operator `moe`: each token through its chosen experts, and the weighted sum of their results.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
 """
@@ -21,13 +21,13 @@ def moe(
     *,
     scales_input: bool = False,
 ) -> torch.Tensor:
-    """`sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N]; a token's experts are added in the order of its choice.
+    """`sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N] in the dtype of `x`; summed in the order of `k`.
 
-    `x` [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies what goes into the
-    expert instead. An expert is `down @ gated(gate_up @ x + bias) + bias`, see `ExpertTensors` and `GateRule`.
+    `x` is [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies the expert's input
+    instead of its result. An expert is `down @ gated(gate_up @ x + bias) + bias`; see `ExpertTensors` and `GateRule`.
 
     Raises:
-        ValueError: shapes that do not fit, or MXFP4 widths that are no multiples of 32.
+        ValueError: shapes do not fit, tensors are not contiguous, or MXFP4 widths are not multiples of 32.
     """
     _check(x, experts, weights, tensors)
     if uses_triton(x):
@@ -38,6 +38,7 @@ def moe(
 
 
 def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensors: ExpertTensors) -> None:
+    """Raise ValueError for arguments that do not fit."""
     num_experts, double, width = tensors.gate_up.shape
     if tuple(tensors.down.shape) != (num_experts, x.shape[1], double // 2) or width != x.shape[1] or double % 2:
         raise ValueError(
@@ -48,9 +49,9 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensor
         raise ValueError(
             f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
         )
-    plain = [part for part in (tensors.gate_up, tensors.down) if isinstance(part, torch.Tensor)]
-    if not all(part.is_contiguous() for part in (x, *plain)):
+    plain = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, torch.Tensor)]
+    if not all(weight.is_contiguous() for weight in (x, *plain)):
         raise ValueError("x and the experts' weights must each lie in one piece of memory; call contiguous() first.")
-    mx = [part for part in (tensors.gate_up, tensors.down) if isinstance(part, MxTensor)]
-    if any(part.shape[2] % 32 or part.scales.shape[2] * 32 != part.shape[2] for part in mx):
-        raise ValueError(f"MXFP4 weights {[part.shape for part in mx]} must have a scale for every 32 columns.")
+    mx = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, MxTensor)]
+    if any(weight.shape[2] % 32 or weight.scales.shape[2] * 32 != weight.shape[2] for weight in mx):
+        raise ValueError(f"MXFP4 weights {[weight.shape for weight in mx]} must have a scale for every 32 columns.")

@@ -1,4 +1,7 @@
-"""One token and one expert after the other, in float32: the specification of `moe`."""
+"""The specification of `moe`: one token and one expert after the other, in float32.
+
+Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def moe_reference(
     *,
     scales_input: bool = False,
 ) -> torch.Tensor:
-    """See `op.moe`."""
+    """The contract is that of `op.moe`."""
     gate_up, down = _wide(tensors.gate_up), _wide(tensors.down)
     out = torch.zeros(x.shape, dtype=torch.float32)
     for token in range(len(x)):
@@ -35,7 +38,7 @@ def moe_reference(
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> torch.Tensor:
-    """See `GateRule`."""
+    """The gated activation of `GateRule`: activation(gate) * (up + up_offset), with clamps."""
     if rule.limit is not None:
         gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
     active = gate * torch.sigmoid(rule.gain * gate) if rule.activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -43,4 +46,5 @@ def gated(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> torch.Tensor:
 
 
 def _wide(weight: torch.Tensor | MxTensor) -> torch.Tensor:
+    """The weights in float32."""
     return weight.dequantised() if isinstance(weight, MxTensor) else weight.float()

@@ -1,6 +1,8 @@
-"""`dispatch.block_rows` for a few pairs, in one program: a dozen small operators would take longer than the products.
+"""The Triton kernel `sort_pairs`: `dispatch.block_rows` in one program, for a few pairs (decoding).
 
-Legend: P pairs of token and expert, E experts, M rows of a block, C pairs or blocks a round.
+A dozen small torch operators would take longer than the matmuls.
+
+Legend: P pairs of token and expert, E experts, M rows of a block, C pairs or blocks of an iteration.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
 
-MOST_PAIRS = 1024
-ROUND_ELEMENTS = 16_384  # rounds times experts, in registers
+MAX_PAIRS = 1024  # up to which one program is faster than torch's operators
+ITERATION_ELEMENTS = 16_384  # pairs of an iteration times experts, in registers
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -27,31 +29,37 @@ def sort_pairs(
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Counts, where each expert's blocks begin, then every pair's place: behind earlier pairs of its expert."""
+    """Place every pair in a row block of its expert, behind the earlier pairs of that expert. The grid is (1).
+
+    `dispatch.py` has an example of row blocks.
+    """
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
+    # count the pairs of each expert
     counts = tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, num_pairs, BLOCK_C):
-        mine = tl.load(experts + first + c, mask=first + c < num_pairs, other=-1).to(tl.int32)
-        counts += tl.sum((mine[:, None] == e[None, :]).to(tl.int32), 0)
+        expert_of = tl.load(experts + first + c, mask=first + c < num_pairs, other=-1).to(tl.int32)
+        counts += tl.sum((expert_of[:, None] == e[None, :]).to(tl.int32), 0)
+    # row blocks of each expert, and each row block's expert
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
     for first in range(0, num_blocks, BLOCK_C):
-        over = (ends[None, :] <= (first + c)[:, None]) & (e < NUM_EXPERTS)[None, :]
-        expert = tl.sum(over.to(tl.int32), 1)
+        ended_before = (ends[None, :] <= (first + c)[:, None]) & (e < NUM_EXPERTS)[None, :]
+        expert = tl.sum(ended_before.to(tl.int32), 1)
         tl.store(block_expert + first + c, tl.where(expert < NUM_EXPERTS, expert, -1), mask=first + c < num_blocks)
-    next_place = (ends - blocks) * BLOCK_M
+    # place the pairs
+    next_position = (ends - blocks) * BLOCK_M
     for first in range(0, num_pairs, BLOCK_C):
-        mine = tl.load(experts + first + c, mask=first + c < num_pairs, other=-1).to(tl.int32)
+        expert_of = tl.load(experts + first + c, mask=first + c < num_pairs, other=-1).to(tl.int32)
         others = tl.load(experts + first + c, mask=first + c < num_pairs, other=-2).to(tl.int32)
-        earlier = (mine[:, None] == others[None, :]) & (c[None, :] < c[:, None])
-        is_mine = mine[:, None] == e[None, :]
-        place = tl.sum(tl.where(is_mine, next_place[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
+        earlier = (expert_of[:, None] == others[None, :]) & (c[None, :] < c[:, None])
+        is_expert = expert_of[:, None] == e[None, :]
+        place = tl.sum(tl.where(is_expert, next_position[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
         tl.store(pairs + place, first + c, mask=first + c < num_pairs)
-        next_place += tl.sum(is_mine.to(tl.int32), 0)
+        next_position += tl.sum(is_expert.to(tl.int32), 0)
 
 
 def block_rows_triton(experts_P: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `dispatch.block_rows`; for at most `MOST_PAIRS`."""
+    """The contract is that of `dispatch.block_rows`, for at most `MAX_PAIRS` pairs."""
     num_pairs, device = len(experts_P), experts_P.device
     num_blocks = min(num_pairs, -(-num_pairs // block_m) + num_experts)
     pairs = torch.full((num_blocks, block_m), num_pairs, dtype=torch.int32, device=device)
@@ -66,6 +74,6 @@ def block_rows_triton(experts_P: torch.Tensor, num_experts: int, block_m: int) -
 
 
 def sort_blocks(num_experts: int) -> tuple[int, int]:
-    """Experts, padded, and pairs of a round."""
+    """Experts (padded to a power of two), and pairs of an iteration."""
     block_e = max(16, next_power_of_two(num_experts))
-    return block_e, min(64, max(16, ROUND_ELEMENTS // block_e))
+    return block_e, min(64, max(16, ITERATION_ELEMENTS // block_e))

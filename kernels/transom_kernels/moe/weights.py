@@ -1,4 +1,4 @@
-"""Experts' weights as the operator takes them: plain, or MXFP4 as stored.
+"""The weights of a layer's experts as `moe` takes them: plain tensors, or MXFP4 as stored in checkpoints.
 
 Legend: E experts, N hidden width, I inner width.
 """
@@ -11,25 +11,28 @@ from typing import Literal
 import torch
 
 MX_GROUP = 32  # elements that share a scale
-MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lowest three bits; the fourth is the sign
-MX_BIAS = 127  # of scales, which are exponents
+MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits of fp4; the fourth bit is the sign
+MX_BIAS = 127  # of the exponents that scales hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MxTensor:
-    """MXFP4 (OCP microscaling): two elements a byte, the first in the low half, and an exponent for every 32."""
+    """A matrix per expert in MXFP4 (OCP microscaling): two fp4 elements per byte, the first in the low half, and one scale per 32.
+
+    Element = fp4 value * 2 ** (scale - 127).
+    """
 
     blocks: torch.Tensor  # [E, rows, columns / 2] uint8
     scales: torch.Tensor  # [E, rows, columns / 32] uint8
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the elements."""
+        """Experts, rows and columns of the dequantised tensor."""
         experts, rows, half = self.blocks.shape
         return experts, rows, 2 * half
 
     def dequantised(self) -> torch.Tensor:
-        """[E, rows, columns] float32."""
+        """The elements, [E, rows, columns] float32."""
         table = torch.tensor([*MX_VALUES, *(-value for value in MX_VALUES)], device=self.blocks.device)
         pairs = torch.stack([table[(self.blocks & 15).long()], table[(self.blocks >> 4).long()]], dim=-1)
         scale = torch.ldexp(torch.ones(self.scales.shape, device=table.device), self.scales.to(torch.int32) - MX_BIAS)
@@ -39,9 +42,9 @@ class MxTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTensors:
-    """All experts of a layer, `gate_up` [E, 2I, N] and `down` [E, N, I], both plain or both MXFP4; biases [E, 2I] and [E, N].
+    """The weights of all experts of a layer: `gate_up` [E, 2 I, N] and `down` [E, N, I], both plain or both MXFP4.
 
-    Gates come before ups, or, if `interleaved`, each gate is followed by its up.
+    Biases are [E, 2 I] and [E, N]. The first I rows of `gate_up` are gates and the others ups; if `interleaved`, rows alternate.
     """
 
     gate_up: torch.Tensor | MxTensor
@@ -53,7 +56,10 @@ class ExpertTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRule:
-    """`activation(gate) * (up + up_offset)`; silu is `gate * sigmoid(gain * gate)`. `limit` keeps gates below it and ups within."""
+    """The gated activation of an expert: `activation(gate) * (up + up_offset)`, where silu is `gate * sigmoid(gain * gate)`.
+
+    `limit` clamps gates to at most `limit`, and ups to [-limit, limit].
+    """
 
     activation: Literal["silu", "gelu_tanh"] = "silu"
     gain: float = 1.0

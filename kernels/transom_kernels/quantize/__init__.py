@@ -1,4 +1,4 @@
-"""8-bit numbers with scales."""
+"""Conversion of rows to 8-bit numbers with a scale per row, and back."""
 
 from transom_kernels.quantize.op import dequantize, quantize
 

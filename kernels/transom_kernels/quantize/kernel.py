@@ -1,4 +1,6 @@
-"""Rounding to 8 bits in Triton, a program a row.
+"""The Triton kernels `quantize_rows` (to 8 bits with a scale per row) and `dequantize_rows` (back).
+
+scale[t] = max(|x[t]|) / LARGEST;  values[t] = x[t] / scale[t], rounded to nearest;  x[t] is about values[t] * scale[t].
 
 Legend: T rows, N width.
 """
@@ -12,17 +14,17 @@ from transom_kernels.triton_math import round_to_nearest
 
 
 @triton.jit
-def round_rows(
+def quantize_rows(
     x,  # [T, N]
     values,  # [T, N] int8 or float8
     scales,  # [T] float32
     x_stride,
     N: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TO_INTEGER: tl.constexpr,
+    LARGEST: tl.constexpr,  # the largest number of the 8-bit format
+    TO_INTEGER: tl.constexpr,  # int8, else float8
     BLOCK_N: tl.constexpr,
 ):
-    """One row; what would overflow is clamped first, since casts wrap."""
+    """Quantise one row. The grid is (T). Values are clamped before the conversion, since integer casts wrap around."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     inside = n < N
@@ -36,8 +38,8 @@ def round_rows(
 
 
 @triton.jit
-def widen_rows(values, scales, out, values_stride, N, BLOCK_N: tl.constexpr):
-    """`BLOCK_N` elements of one row."""
+def dequantize_rows(values, scales, out, values_stride, N, BLOCK_N: tl.constexpr):
+    """Dequantise `BLOCK_N` elements of one row. The grid is (T, blocks of N)."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N

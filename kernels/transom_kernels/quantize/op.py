@@ -1,4 +1,4 @@
-"""`quantize` and `dequantize`: rows of 8-bit numbers, each with a scale.
+"""The operators `quantize` and `dequantize`: rows as 8-bit numbers with one float32 scale per row.
 
 Legend: T rows, N width.
 """
@@ -13,12 +13,12 @@ from transom_kernels.quantize.reference import dequantize_reference, quantize_re
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [T, N] as `dtype` (int8 or float8_e4m3fn), symmetric, and each row's scale [T] in float32.
+    """`x` [T, N] as `dtype` (int8 or float8_e4m3fn, symmetric), and each row's scale [T] in float32.
 
-    The largest element of a row becomes the largest number; rounding is to nearest.
+    A row's largest magnitude becomes the format's largest number. Values are rounded to nearest.
 
     Raises:
-        ValueError: another dtype, or not two axes.
+        ValueError: another dtype, or `x` has not two axes.
     """
     if dtype not in LARGEST or x.dim() != 2:
         raise ValueError(
@@ -35,7 +35,7 @@ def dequantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     """`values` [T, N] times `scale` [T], in `dtype`.
 
     Raises:
-        ValueError: not one scale per row.
+        ValueError: there is not one scale per row.
     """
     if values.dim() != 2 or scale.shape != values.shape[:1]:
         raise ValueError(f"values {tuple(values.shape)} need a scale per row, not {tuple(scale.shape)}.")

@@ -1,4 +1,7 @@
-"""Rounding to 8 bits with a scale per row: the specification of `quantize` and `dequantize`."""
+"""Conversion to 8 bits with a scale per row: the specification of `quantize` and `dequantize`.
+
+Legend: T rows, N width.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import torch
 
 from transom_kernels.eight_bits import LARGEST
 
-TINY = 1e-12  # a row of zeros has this for its largest element
+TINY = 1e-12  # the least magnitude that is divided by, so that a row of zeros has a scale
 
 
 def quantize_reference(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `op.quantize`."""
+    """The contract is that of `op.quantize`."""
     wide = x.float()
     scale = wide.abs().amax(dim=-1).clamp(min=TINY) / LARGEST[dtype]
     scaled = (wide / scale[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
@@ -18,5 +21,5 @@ def quantize_reference(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
 
 
 def dequantize_reference(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `op.dequantize`."""
+    """The contract is that of `op.dequantize`."""
     return (values.float() * scale[..., None]).to(dtype)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, of rows and of heads."""
+"""RMS normalisation (root mean square) of rows, and of attention heads."""
 
 from transom_kernels.rms_norm.heads import head_norm_
 from transom_kernels.rms_norm.op import rms_norm

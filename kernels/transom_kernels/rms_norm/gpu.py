@@ -1,4 +1,7 @@
-"""Launches of the normalisation kernels."""
+"""Launches of the RMS normalisation kernels.
+
+Legend: T tokens, H heads, N row width, D head width.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 from transom_kernels.launch import next_power_of_two, warps_for
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 
-HEAD_ELEMENTS = 2048  # of a program
+HEAD_ELEMENTS = 2048  # of a program of `norm_heads`
 
 
 def rms_norm_triton(
@@ -19,7 +22,7 @@ def rms_norm_triton(
     inner: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `op.rms_norm`."""
+    """The contract is that of `op.rms_norm`."""
     width = x.shape[1]
     sums = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = sums if weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -35,7 +38,7 @@ def rms_norm_triton(
 
 
 def head_norm_triton_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
-    """See `heads.head_norm_`."""
+    """The contract is that of `heads.head_norm_`."""
     tokens, heads, width = x.shape
     block_d = next_power_of_two(width)
     block_h = min(next_power_of_two(heads), max(1, HEAD_ELEMENTS // block_d))

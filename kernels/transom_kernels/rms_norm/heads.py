@@ -1,4 +1,4 @@
-"""`head_norm_`: every head of every token normalised by itself, in place.
+"""The operator `head_norm_`: RMS normalisation of every head of every token, in place (QK norm, for instance).
 
 Legend: T tokens, H heads, D head width.
 """
@@ -12,12 +12,13 @@ from transom_kernels.launch import uses_triton
 
 
 def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
-    """Normalise each head of `x` [T, H, D], which may be strided, by `weight` [H, D]; None: by no weight.
+    """Normalise each head of `x` [T, H, D] in place: x / rms(x) * weight, where rms is taken over the head.
 
-    A float32 weight over heads of fewer bits is multiplied in float32, and the product rounded once.
+    `x` may have strides. `weight` is [H, D]; None means no weight. A float32 weight over heads of fewer bits is multiplied in
+    float32, and the product is rounded once.
 
     Raises:
-        ValueError: a weight that does not fit.
+        ValueError: the weight's shape does not fit.
     """
     if weight is not None and weight.shape != x.shape[1:]:
         raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; give [heads, width].")

@@ -1,6 +1,9 @@
-"""Root-mean-square normalisation in Triton: a program a row, or a program some heads of a token.
+"""The Triton kernels of RMS normalisation: `norm_rows` (one program per row) and `norm_heads` (some heads of one token per
+program).
 
-Legend: T rows, N width, H heads, D head width.
+rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
+
+Legend: T rows or tokens, N row width, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _normalised(values, weight, n, inside, eps, N: tl.constexpr):
+    """rms_norm of one row of float32 values [BLOCK_N]."""
     scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
     return values * scale * tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
 
@@ -19,8 +23,8 @@ def _normalised(values, weight, n, inside, eps, N: tl.constexpr):
 def norm_rows(
     x,  # [T, N]
     residual,  # [T, N], or unused
-    inner,  # [N], or unused
-    weight,  # [N], or unused
+    inner,  # [N] weight of the norm before the sum, or unused
+    weight,  # [N] weight of the norm of the sum, or unused
     out,  # [T, N], or unused
     sums,  # [T, N], or unused
     x_stride,
@@ -33,21 +37,25 @@ def norm_rows(
     HAS_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One row, normalised by `inner`; the residual added and the sum multiplied; the sum written, and normalised by `weight`.
+    """Compute one row: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight). The grid is (T).
 
-    What a step of its own would write is rounded as if it had.
+    Steps without their argument are left out: without `inner` y is x, without `residual` the sum is y. Values are rounded where
+    separate operators would write a tensor.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     inside = n < N
+    # load, normalise by `inner`
     values = tl.load(x + row * x_stride + n, mask=inside, other=0.0).to(tl.float32)
     if HAS_INNER:
         values = _normalised(values, inner, n, inside, eps, N).to(sums.dtype.element_ty).to(tl.float32)
+    # add the residual, store the sum
     if HAS_RESIDUAL:
         values += tl.load(residual + row * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
         rounded = (values.to(sums.dtype.element_ty).to(tl.float32) * factor).to(sums.dtype.element_ty)
         tl.store(sums + row * N + n, rounded, mask=inside)
         values = rounded.to(tl.float32)
+    # normalise the sum
     if HAS_WEIGHT:
         normed = _normalised(values, weight, n, inside, eps, N)
         tl.store(out + row * N + n, normed.to(out.dtype.element_ty), mask=inside)
@@ -66,7 +74,7 @@ def norm_heads(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """`BLOCK_H` heads of one token."""
+    """Normalise `BLOCK_H` heads of one token in place. The grid is (T, blocks of heads)."""
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     inside = (head < H)[:, None] & (d < D)[None, :]

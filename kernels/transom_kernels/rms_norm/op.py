@@ -1,4 +1,4 @@
-"""`rms_norm`: x / rms(x) * weight, computed in float32.
+"""The operator `rms_norm`: x / rms(x) * weight in float32, optionally of a sum with the residual.
 
 Legend: T rows, N width.
 """
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from transom_kernels.launch import uses_triton
 
-_FEW_ROWS = 64  # below it torch's composite has fewer calls; above it fewer passes over memory win
+_FEW_ROWS = 64  # with fewer, torch's own operator is faster (fewer calls); with more, fewer passes over memory are
 
 
 def rms_norm(
@@ -22,14 +22,14 @@ def rms_norm(
     inner: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise `x` [T, N] by `weight` [N]; with a residual [T, N] their sum, which is returned beside it.
+    """Return rms_norm(sum, weight) and the sum, both [T, N] in the dtype of `x`, where the sum is (residual + x) * factor.
 
-    The sum is `(residual + x) * factor`, or `(residual + rms_norm(x, inner)) * factor`; without a weight it is returned as it
-    is, twice. A float32 weight over rows of fewer bits is multiplied in float32, and the product rounded once. Without a
-    residual `x` itself is the sum, and may have more dimensions.
+    `x` and `residual` are [T, N], `weight` and `inner` [N]. With `inner` the sum is (residual + rms_norm(x, inner)) * factor.
+    Without a weight the first result is the sum, too. Without a residual the sum is `x` itself, which may have more dimensions.
+    A float32 weight over rows of fewer bits is multiplied in float32, and the product is rounded once.
 
     Raises:
-        ValueError: widths that do not fit, or parts of a sum without a residual.
+        ValueError: widths do not fit, or `inner`, `factor` or a missing weight come without a residual.
     """
     _check(x, weight, residual, inner, factor)
     if uses_triton(x) and x.stride(-1) == 1 and (residual is None or (x.dim() == 2 and residual.stride(-1) == 1)):
@@ -45,6 +45,7 @@ def rms_norm(
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """rms_norm by torch; with many rows in steps that pass over memory less often than torch's operator."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     if x.shape[0] < _FEW_ROWS or x.dtype == torch.float32:

@@ -1,4 +1,7 @@
-"""Launch of the rotation kernel."""
+"""Launch of the RoPE kernel.
+
+Legend: T tokens, H heads, R rotated width.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ HEAD_ELEMENTS = 2048  # of a program
 
 
 def rotary_triton_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
-    """See `op.rotary_`."""
+    """The contract is that of `op.rotary_`."""
     tokens, heads, width = x.shape[0], x.shape[1], cos.shape[-1]
     block_r = next_power_of_two(width)
     block_h = min(next_power_of_two(heads), max(1, HEAD_ELEMENTS // block_r))

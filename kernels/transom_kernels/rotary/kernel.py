@@ -1,4 +1,7 @@
-"""Rotation of head pairs in Triton, in place.
+"""The Triton kernel of rotary position embedding: rotates pairs of head elements in place.
+
+For each pair (i, j) of a head: x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j].
+Pairs are (i, i + R / 2), or (2i, 2i + 1) if INTERLEAVED.
 
 Legend: T tokens, H heads, R rotated width.
 """
@@ -13,9 +16,9 @@ from transom_kernels.triton_math import partner
 
 @triton.jit
 def rotate(
-    x,  # [T, H, R] of wider heads, in place
+    x,  # [T, H, at least R], in place: the first R elements of each head
     cos,  # [T, 1 or H, R]
-    signed_sin,
+    signed_sin,  # as cos: the sine, negated for the first element of each pair
     x_stride_t,
     x_stride_h,
     table_stride_t,
@@ -26,16 +29,19 @@ def rotate(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """`BLOCK_H` heads of one token. Both elements of every pair are read before either is written: one program has them both."""
+    """Rotate `BLOCK_H` heads of one token. The grid is (T, blocks of heads).
+
+    One program holds both elements of every pair and reads both before it writes either.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, BLOCK_R)
     inside = (head < H)[:, None] & (i < R)[None, :]
     rows = x + token * x_stride_t + head[:, None] * x_stride_h
-    mine = tl.load(rows + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(rows + i[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(rows + partner(i, R, INTERLEAVED)[None, :], mask=inside, other=0.0).to(tl.float32)
     table = token * table_stride_t + head[:, None] * table_stride_h + i[None, :]
-    turned = mine * tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-    turned += other * tl.load(signed_sin + table, mask=inside, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # between warps of this program
-    tl.store(rows + i[None, :], turned.to(x.dtype.element_ty), mask=inside)
+    rotated = value * tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+    rotated += other * tl.load(signed_sin + table, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # the other warps of this program have read their elements
+    tl.store(rows + i[None, :], rotated.to(x.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""`rotary_`: rotate pairs of each head, by halves (i, i + R/2) or interleaved (2i, 2i + 1).
+"""The operator `rotary_`: rotary position embedding, by halves (pairs (i, i + R / 2)) or interleaved (pairs (2i, 2i + 1)).
 
 Legend: T tokens, H heads, D head width, R rotated width.
 """
@@ -11,12 +11,12 @@ from transom_kernels.launch import uses_triton
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
-    """Rotate the first R of each head's D elements of `x` [T, H, D], which may be strided, in place.
+    """Rotate the first R of each head's D elements of `x` [T, H, D] in place. `x` may have strides.
 
-    `cos` and `signed_sin` are [T, 1 or H, R] in x's dtype; `signed_sin` is the sine, negated for the first of each pair.
+    `cos` and `signed_sin` are [T, 1 or H, R] in the dtype of `x`; `signed_sin` is the sine, negated for the first of each pair.
 
     Raises:
-        ValueError: an odd width or tables that do not fit.
+        ValueError: R is odd, or the tables do not fit.
     """
     width = cos.shape[-1]
     if width % 2:

@@ -1,4 +1,4 @@
-"""Rotation, pair by pair: the specification of `rotary_`."""
+"""Rotary position embedding, pair by pair: the specification of `rotary_`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def rotary_reference(
     x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
-    """See `op.rotary_`; returns the rotated copy."""
+    """The contract is that of `op.rotary_`; returns the rotated copy."""
     width = cos.shape[-1]
     out = x.clone()
     for pair in range(width // 2):

@@ -1,6 +1,6 @@
-"""Routers of mixtures: which experts every token goes to, and how much each of them counts."""
+"""MoE routers: which experts each token goes to, and with which weight."""
 
-from transom_kernels.route.op import arranged, route
+from transom_kernels.route.op import route, router_layout
 from transom_kernels.route.rule import Routing, Score
 
-__all__ = ["Routing", "Score", "arranged", "route"]
+__all__ = ["Routing", "Score", "route", "router_layout"]

@@ -1,4 +1,4 @@
-"""`route`: every token's experts and their weights, by a product in float32 and a choice.
+"""The operator `route`: each token's experts and their weights, by an MoE router.
 
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """
@@ -22,15 +22,15 @@ def route(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N] by `weight` [E, N] and `routing`.
+    """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N], by the router matrix `weight` [E, N] float32 and `routing`.
 
-    Logits are `x @ weight.T + bias`, in float32 whatever `x` is: two experts may be close together. `correction` [E] is added to
-    scores for the choice, `expert_scale` [E] multiplies weights in the end; `chosen` [T, K] int64, each within the experts, fixes
-    the choice. Equal experts are chosen in their order, and NaN comes first, so that there are K different experts whatever `x`
-    is. Where Triton computes, a token's routes do not depend on the others.
+    Logits are `x @ weight.T + bias` in float32 whatever the dtype of `x`, since two experts may be close together. `correction` [E]
+    is added to scores for the choice only; `expert_scale` [E] multiplies final weights; `chosen` [T, K] int64 (ids within the
+    experts) fixes the choice. Equal experts are chosen in their order, and NaN counts as largest, so a token always gets K
+    different experts. With Triton a token's experts and weights do not depend on the other tokens.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or more experts to choose than there are.
+        ValueError: shapes or dtypes do not fit, or more experts are to be chosen than there are.
     """
     _check(x, weight, routing, (bias, correction, expert_scale), chosen)
     if uses_triton(x):
@@ -44,8 +44,8 @@ def route(
     )
 
 
-def arranged(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [E, N] as `route` reads it fastest: for the kernel an element of all experts lies in one piece of memory."""
+def router_layout(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [E, N] in the memory layout that `route` reads fastest: for Triton the E values of each column are contiguous."""
     return weight.t().contiguous().t() if uses_triton(weight) else weight.contiguous()
 
 
@@ -56,7 +56,7 @@ def _check(
     vectors: tuple[torch.Tensor | None, ...],
     chosen: torch.Tensor | None,
 ) -> None:
-    """`vectors` have an element for each expert."""
+    """Raise ValueError for arguments that do not fit; `vectors` have one float32 element per expert."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or weight.dtype != torch.float32:
         raise ValueError(
             f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)} {weight.dtype}: give [T, N], and [E, N] in float32."
@@ -66,9 +66,9 @@ def _check(
         raise ValueError(
             f"{num_chosen} experts per token are to be chosen from {num_experts}; choose 1 to {num_experts}."
         )
-    given = [part for part in vectors if part is not None]
-    if any(part.shape != (num_experts,) or part.dtype != torch.float32 for part in given):
-        shapes = [(tuple(part.shape), part.dtype) for part in given]
+    given = [vector for vector in vectors if vector is not None]
+    if any(vector.shape != (num_experts,) or vector.dtype != torch.float32 for vector in given):
+        shapes = [(tuple(vector.shape), vector.dtype) for vector in given]
         raise ValueError(f"bias, correction and scale are {shapes}; each is [{num_experts}] in float32.")
     if chosen is not None and (chosen.shape != (len(x), num_chosen) or chosen.dtype != torch.int64):
         raise ValueError(

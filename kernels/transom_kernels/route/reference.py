@@ -1,4 +1,4 @@
-"""Routes in torch: the specification, and what computes where Triton does not.
+"""The specification of `route`, and its implementation where Triton does not compute.
 
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """
@@ -21,7 +21,7 @@ def route_reference(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `op.route`."""
+    """The contract is that of `op.route`."""
     logits = F.linear(x.float(), weight, bias)
     return routes_of(logits, routing, correction=correction, expert_scale=expert_scale, chosen=chosen)
 
@@ -34,9 +34,9 @@ def routes_of(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choices and weights of a router's logits [T, E].
+    """Chosen experts and their weights of a router's logits [T, E].
 
-    A softmax over the chosen logits alone is the softmax over all of them, normalised: it needs no form of its own.
+    A softmax over the chosen logits alone equals the normalised softmax over all of them, so it needs no score of its own.
     """
     scores = _scores(logits, routing.score)
     if chosen is None:
@@ -50,15 +50,16 @@ def routes_of(
 
 
 def _largest(preference: torch.Tensor, count: int) -> torch.Tensor:
-    """The largest of each row first; of equal ones the first, NaN before all."""
+    """Indices of the `count` largest of each row, largest first; of equal ones the first, NaN before all."""
     best = preference.topk(min(count + 1, preference.shape[1]), dim=-1)
     if bool((best.values[:, 1:] < best.values[:, :-1]).all()):
         return best.indices[:, :count].contiguous()
-    # equal ones, of whose order topk says nothing; a stable sort does, and takes three times as long on CPUs
+    # there are equal ones, whose order topk leaves open; a stable sort defines it, but takes three times as long on CPUs
     return preference.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def _scores(logits: torch.Tensor, score: Score) -> torch.Tensor:
+    """Scores [T, E] of logits."""
     match score:
         case "softmax":
             return logits.softmax(dim=-1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transom_kernels.route import Routing, arranged, route
+from transom_kernels.route import Routing, route, router_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ExpertRouter:
         expert_scale_E: torch.Tensor | None = None,
     ) -> None:
         """`correction_E` is added to scores for the choice alone; `expert_scale_E` multiplies the weights."""
-        self._weight_EN, self._bias_E = arranged(weight_EN.float()), _float(bias_E)
+        self._weight_EN, self._bias_E = router_layout(weight_EN.float()), _float(bias_E)
         self._correction_E, self._expert_scale_E = _float(correction_E), _float(expert_scale_E)
         self._routing = routing
         tensors = (self._weight_EN, self._bias_E, self._correction_E, self._expert_scale_E)
