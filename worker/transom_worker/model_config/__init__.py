@@ -1,1 +1,1 @@
-"""A model's `config.json` as integers: layers, attention kinds, head counts, ropes, and how ranks share them. No torch."""
+"""A model's `config.json` as dataclasses of integers: layers, attention, heads, RoPE, and how ranks share them. No torch."""

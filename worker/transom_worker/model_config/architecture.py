@@ -1,7 +1,7 @@
-"""A model's shape, read from its `config.json` (or GGUF metadata under the same names). No torch.
+"""The architecture of a model, read from its `config.json` (or GGUF metadata under equal names). No torch.
 
-Which layers look how far is decided here, once: from the checkpoint, or overridden by `--window`, `--sinks`, `--chunk` and
-`--window-pattern`. Groups, the planner's bytes and the attention masks all follow from `LayerAttention`.
+Which tokens each layer's queries read is decided here, once: by the checkpoint, or by `--window`, `--sinks`, `--chunk` and
+`--window-pattern`. KV cache groups, the planner's bytes and attention masks all follow from `LayerAttention`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "with_windows",
 ]
 
-# The others can be planned; `models.registry` has a class for each.
+# `models.registry` has a class for each of these; other families can only be planned.
 RUNNABLE_FAMILIES = (
     *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
     "gemma4_text",
@@ -37,12 +37,12 @@ RUNNABLE_FAMILIES = (
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_BIASED_INPUTS = ("qwen2", "qwen2_moe")  # of attention, and no others; their configs do not say so
+_BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The shape of a decoder."""
+    """The sizes of a decoder and the properties of its layers."""
 
     family: str  # config.json's model_type
     hidden_size: int
@@ -53,39 +53,39 @@ class Architecture:
     tie_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    checkpoint_dtype: str  # torch's name of it
+    checkpoint_dtype: str  # torch's name of the number format
     layers: tuple[LayerAttention, ...]
-    output_bias: bool = False  # of attention's output projection
-    activation: str = "silu"  # config.json's name of it
-    ropes: tuple[Rope | None, ...] = ()  # by layer; None: no rotation
+    output_bias: bool = False  # bias of attention's output projection
+    activation: str = "silu"  # config.json's name of the activation
+    ropes: tuple[Rope | None, ...] = ()  # by layer; None: a NoPE layer
     scales: Scales = NO_SCALES
     mixture: Mixture | None = None
-    sink_layers: frozenset[int] = frozenset()  # those with a learned sink for each head
-    readers_are_wide: bool = False  # layers that read another's cache have feed-forward parts twice as wide
-    norm_after_rotation: bool = False  # each query and key head to one length, in layers that rotate
-    keys_are_values: bool = False  # before their norms, in layers without a window
-    layer_embedding_size: int = 0  # width of each layer's own embedding of a token; 0: it has none
+    sink_layers: frozenset[int] = frozenset()  # layers with a learned sink logit per head
+    readers_are_wide: bool = False  # layers that read another layer's cache have MLPs twice as wide
+    norm_after_rotation: bool = False  # RMS norm of each query and key head after RoPE
+    keys_are_values: bool = False  # in layers without a window values are keys before their norms
+    layer_embedding_size: int = 0  # width of per-layer embeddings; 0: none
     layer_vocab_size: int = 0
-    deepseek_v4: DeepseekV4Shape | None = None  # what only that family has
+    deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return len(self.layers)
 
     @property
     def gate_activation(self) -> Literal["silu", "gelu_tanh"]:
-        """The activation as layers name it."""
+        """The activation of gated MLPs, as the layers name it."""
         return _ACTIVATIONS[self.activation]
 
     @property
     def served_dtype(self) -> str:
-        """The number format that `auto` takes: bfloat16, float32 for a float32 checkpoint."""
+        """The number format of `--dtype auto`: float32 for a float32 checkpoint, else bfloat16."""
         return "float32" if self.checkpoint_dtype == "float32" else "bfloat16"
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a `config.json` describes; of a model that also sees or hears, its text decoder's.
+    """The architecture that a `config.json` describes; of a multimodal model, its text decoder's.
 
     Raises:
         ModelError: an unknown family, or a missing or wrong value; names it.
@@ -131,7 +131,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text decoder's config in one of several; what it leaves open (null) is as outside."""
+    """The text decoder's part of a multimodal config; fields that are null or missing there come from the outer config."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return config
@@ -139,16 +139,17 @@ def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
+    """The layers with a learned sink logit per head."""
     everywhere = family == "gpt_oss"
     windowed = family == "mimo_v2_flash"
     return frozenset(i for i, layer in enumerate(layers) if everywhere or (windowed and layer.window is not None))
 
 
 def runnable(architecture: Architecture) -> Architecture:
-    """The same architecture, if there is code that computes it.
+    """The architecture itself, if there is code that computes it.
 
     Raises:
-        ModelError: it can only be planned; says what is supported.
+        ModelError: the model can only be planned; says what is supported.
     """
     if architecture.family not in RUNNABLE_FAMILIES:
         supported = ", ".join(map(repr, RUNNABLE_FAMILIES))
@@ -170,10 +171,10 @@ def runnable(architecture: Architecture) -> Architecture:
 
 
 def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
-    """The longest sequence.
+    """The longest sequence: the setting, or the model's number of positions.
 
     Raises:
-        ConfigError: longer than the model's positions.
+        ConfigError: the setting exceeds the model's positions.
     """
     longest = architecture.max_position
     if setting is not None and setting > longest:
@@ -184,10 +185,10 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
 def with_windows(
     architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
 ) -> Architecture:
-    """The same model with the layers that `pattern` marks (repeated): S sliding windows, C chunks, F unchanged.
+    """The model with other attention in the layers that `pattern` marks (repeated): S sliding windows, C chunks, F unchanged.
 
     Raises:
-        ConfigError: the model has layers that share a cache, which their own windows would cut differently.
+        ConfigError: the model has layers that share a cache, for which their windows would have to agree.
     """
     if any(layer.reads_cache_of is not None for layer in architecture.layers):
         raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")

@@ -1,6 +1,6 @@
-"""Every layer's attention, from a `config.json` of any family that can be planned. No torch.
+"""The attention of every layer, from a `config.json` of any family that can be planned. No torch.
 
-A config either lists its `layer_types`, or the family has a rule for them. Sizes are the config's, or a layer's own where
+A config lists its `layer_types`, or the family has a rule for them. Sizes are the config's, or a layer's own where
 `per_layer_config` gives them.
 """
 
@@ -27,7 +27,8 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
     """The layers of a decoder's config, the lowest first.
 
     Raises:
-        ModelError: an unknown family or layer type.  KeyError, TypeError, ValueError: a missing or wrong value.
+        ModelError: an unknown family or layer type.
+        KeyError, TypeError, ValueError: a missing or wrong value.
     """
     family = str(config.get("model_type", ""))
     if family not in _LAYER_TYPES:
@@ -44,6 +45,7 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
 
 
 def _check_sizes(layers: Sequence[LayerAttention]) -> None:
+    """Raise ModelError unless every layer has heads, a head size and a window of at least 1."""
     if not layers:
         raise ModelError("config.json says num_hidden_layers 0; a decoder has at least one.")
     for index, layer in enumerate(layers):
@@ -60,7 +62,7 @@ def _check_sizes(layers: Sequence[LayerAttention]) -> None:
 
 
 def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int) -> tuple[LayerAttention, ...]:
-    """The last `num_shared` layers read the cache of the last layer of their type before them."""
+    """Make the last `num_shared` layers read the cache of the last layer of their type before them."""
     first = len(layers) - num_shared
     last_of_type = {kind: index for index, kind in enumerate(types[: max(0, first)])}
     if missing := set(types[max(0, first) :]) - set(last_of_type):
@@ -72,7 +74,7 @@ def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int
 
 
 def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
-    """Sizes that a layer has for itself, by layer; Gemma 4's published configs give them for all full layers at once."""
+    """Sizes that differ by layer, by layer index. Gemma 4's published configs give them for all full layers at once."""
     if "per_layer_config" in config:
         return {int(index): sizes for index, sizes in config["per_layer_config"].items()}
     if config.get("model_type") == "mimo_v2_flash":
@@ -84,6 +86,7 @@ def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
 
 
 def _plain_layer(config: Config, family: str) -> LayerAttention:
+    """A layer with the config's sizes and full attention."""
     heads = int(config["num_attention_heads"])
     if family in _LATENT_FAMILIES:
         rope = int(config["qk_rope_head_dim"])
@@ -108,6 +111,7 @@ def _with_own_sizes(layer: LayerAttention, sizes: Config) -> LayerAttention:
 
 
 def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention:
+    """The layer with the window, chunk or compression of its type."""
     match kind:
         case "full_attention":
             return layer
@@ -121,13 +125,15 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
 
 
 def _window(config: Config) -> int:
-    """Tokens that a query sees, itself included; MiMo's published configs count those before it."""
+    """Tokens that a query sees, itself included. MiMo's published configs do not count the query."""
     before = config.get("sliding_window_size") if config.get("model_type") == "mimo_v2_flash" else None
     return int(config["sliding_window"]) if before is None else int(before) + 1
 
 
 def _compression(kind: str, config: Config) -> Compression:
-    """Sparse entries overlap by one group and are chosen by an indexer; heavily compressed ones are all read."""
+    """The compression of a layer type: sparse entries overlap by one group and an indexer selects them; heavily compressed
+    entries are all read.
+    """
     ratio = int((_DEFAULT_RATES | (config.get("compress_rates") or {}))[kind])
     if kind == COMPRESSED_HEAVILY:
         return Compression(ratio=ratio)
@@ -183,7 +189,7 @@ def _sliding_where_not_rotary(config: Config, index: int) -> str:
 
 
 def _by_ratio(config: Config, index: int) -> str:
-    """DeepSeek's own form of V4's `layer_types`: entries per layer, 0 for none."""
+    """The layer type by DeepSeek's own `compress_ratios`: tokens per entry, 0 for a window alone."""
     return {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED_HEAVILY}[int(config["compress_ratios"][index])]
 
 

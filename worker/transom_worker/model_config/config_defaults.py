@@ -1,4 +1,7 @@
-"""What published configs may leave out, because transformers' class for the family has it. No torch."""
+"""Default values of config.json fields that published configs leave out.
+
+transformers' configuration class of the family supplies them there. No torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _GEMMA = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
-    "gpt_oss": {"torch_dtype": "bfloat16"},  # a checkpoint in 4 bits does not say what it is computed in
+    "gpt_oss": {"torch_dtype": "bfloat16"},  # an MXFP4 checkpoint does not name the number format of its activations
     "mimo_v2_flash": {"rms_norm_eps": 1e-5, "attention_value_scale": 0.707},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": _GEMMA
@@ -48,5 +51,5 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with what its family's class would fill in."""
+    """The config, with the defaults of its family for fields that it lacks."""
     return {**_DEFAULTS.get(str(config.get("model_type", "")), {}), **config}

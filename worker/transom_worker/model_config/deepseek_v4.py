@@ -1,4 +1,4 @@
-"""Sizes that only DeepSeek V4 has, from its `config.json`. No torch. What a config leaves out is the published models'."""
+"""The sizes that only DeepSeek V4 has, from its `config.json`; missing fields get the published models' values. No torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _HASH_LAYERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV4Shape:
-    """Besides layers, widths and experts, which `Architecture` has."""
+    """The sizes of DeepSeek V4 besides layers, widths and experts, which `Architecture` has."""
 
-    query_rank: int
-    output_groups: int  # of heads; each is projected by itself to `output_rank`
+    query_rank: int  # of the low-rank query projection
+    output_groups: int  # groups of heads; each is projected to `output_rank`
     output_rank: int
     num_index_heads: int
-    index_top_k: int  # entries that a query reads of a layer with an indexer
-    num_residual_streams: int  # of the residual
+    index_top_k: int  # entries that a query reads in a layer with an indexer
+    num_residual_streams: int  # of hyper-connections
     sinkhorn_rounds: int
     hyper_connection_eps: float
     expert_score: Score
-    hashed: tuple[bool, ...]  # by layer: experts are looked up by token id
+    hashed: tuple[bool, ...]  # by layer: whether experts are looked up by token id
 
 
 def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
@@ -56,6 +56,7 @@ def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
 
 
 def _hashed_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether each layer looks its experts up by token id."""
     num_layers = int(config["num_hidden_layers"])
     types = config.get("mlp_layer_types")
     if types is None:

@@ -1,4 +1,7 @@
-"""What one layer's attention reads and keeps. Groups, bytes and masks all follow from it. No torch."""
+"""What one layer's attention reads and what its KV cache keeps. No torch.
+
+KV cache groups, the planner's bytes and attention masks all follow from `LayerAttention`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """One entry for every `ratio` tokens beside a layer's window, each read from `1 + overlap` groups of `ratio` tokens.
+    """DeepSeek V4's compressed entries beside a layer's window: one entry for every `ratio` tokens.
 
-    `index_size` is the width of the indexer's keys that choose among the entries; 0: every entry is read.
+    An entry is pooled from `1 + overlap` groups of `ratio` tokens. `index_size` is the width of the indexer's keys, by which
+    queries select entries; 0: a query reads every entry.
     """
 
     ratio: int
@@ -19,11 +23,14 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
-    """What one layer's attention reads: everything, the last `window` tokens (the query included) and the first `sinks`, or the
-    tokens since the last multiple of `chunk`.
+    """The heads of one layer, and which keys its queries read.
 
-    A `latent` layer has one row per token that is key and value at once, for all heads and so on every rank; `rope_size` of its
-    width is rotary. A layer that `reads_cache_of` an earlier one has no cache; such layers come last.
+    full attention     all tokens before the query        (window and chunk are None)
+    sliding window     the last `window` tokens, the query included, and the first `sinks` tokens
+    chunked attention  the tokens since the last multiple of `chunk`
+
+    A `latent` layer has one row per token that is key and value of all heads, so all ranks hold it; `rope_size` of its elements are
+    rotary. A layer that `reads_cache_of` an earlier layer has no KV cache; such layers come last.
     """
 
     num_heads: int

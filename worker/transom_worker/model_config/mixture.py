@@ -1,4 +1,4 @@
-"""Which layers are mixtures of experts, and of which kind, from a `config.json`. No torch."""
+"""The MoE (mixture of experts) sizes of a model: which layers have experts, how many, and how they are routed. No torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The experts of a model; layers without any have a feed-forward part of `dense_size`."""
+    """The experts of a model. Layers outside `layers` have a dense MLP of `dense_size`."""
 
     num_experts: int
     num_chosen: int  # per token
     inner_size: int  # of one expert
     dense_size: int
-    layers: frozenset[int]  # those that are mixtures
-    normalise: bool = True  # a token's weights add up to `scale`
-    scale: float = 1.0
+    layers: frozenset[int]  # the MoE layers
+    normalise: bool = True  # the routing weights of a token add up to `scale`
+    scale: float = 1.0  # factor of routing weights
     gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
-    clamp: float | None = None  # of gates from above and of ups on both sides
+    clamp: float | None = None  # clamps gates to at most this, and ups to both sides
 
 
-# transformers' own: configs may leave them out.
+# Defaults of transformers' configuration classes, which configs may leave out.
 _DEFAULTS: dict[str, Config] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, Config] = {
 
 
 def read_mixture(config: Config, num_layers: int) -> Mixture | None:
-    """The family's; None for one without experts.
+    """The experts that a config describes; None if the family has none.
 
     Raises:
         KeyError, TypeError, ValueError: a missing or wrong value.

@@ -1,4 +1,7 @@
-"""What each rank of a shared model holds, for people: `transom plan` and the start-up log. No torch."""
+"""Describes what each tensor-parallel rank holds, for `transom plan` and the start-up log. No torch.
+
+`sharding.py` computes the parts; this module collects them into dataclasses, JSON values and lines of text.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Span = tuple[int, int]  # [start, end)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerHeads:
-    """One rank's heads in the layers that are dealt alike; a latent row is no head and `kv_heads` None."""
+    """One rank's heads in the layers whose heads are divided equally. With a latent KV cache `kv_heads` is None."""
 
     num_layers: int
     query_heads: Span
@@ -25,7 +28,7 @@ class LayerHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank holds of everything that is cut; columns by what they are columns of."""
+    """What one rank holds of everything that is divided; `columns` by the name of the layer kind."""
 
     rank: int
     heads: tuple[LayerHeads, ...]
@@ -33,14 +36,14 @@ class RankShare:
     vocabulary: Span
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON values; spans are [start, end]."""
+        """JSON values; spans are [start, end]."""
         heads = [{name: _listed(value) for name, value in asdict(part).items()} for part in self.heads]
         columns = {what: list(span) for what, span in self.columns.items()}
         return {"rank": self.rank, "heads": heads, "columns": columns, "vocabulary": list(self.vocabulary)}
 
 
 def rank_shares(architecture: Architecture, size: int) -> tuple[RankShare, ...]:
-    """Every rank's share, of a size that `check_size` allows."""
+    """The parts of all ranks, for a number of ranks that `check_size` allows."""
     return tuple(
         RankShare(
             rank=rank,
@@ -53,7 +56,7 @@ def rank_shares(architecture: Architecture, size: int) -> tuple[RankShare, ...]:
 
 
 def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
-    """What several ranks hold alike, KV heads among them where there are more ranks."""
+    """The parts of the model that several ranks hold in equal copies, KV heads included if there are more ranks than KV heads."""
     parts = ["norms"]
     layers = architecture.layers
     for num_kv in sorted({layer.num_kv_heads for layer in layers if not layer.latent and layer.num_kv_heads < size}):
@@ -74,7 +77,7 @@ def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
 
 
 def rank_lines(shares: Sequence[RankShare]) -> list[str]:
-    """A line a rank."""
+    """One line of text per rank."""
     return [_line(share, shares[-1]) for share in shares]
 
 
@@ -100,7 +103,7 @@ def _range(span: Span) -> str:
 
 
 def _heads(architecture: Architecture, rank: int, size: int) -> tuple[LayerHeads, ...]:
-    """By kind of layer, in the order in which they first come."""
+    """A rank's heads by kind of layer, in the order in which the kinds first occur."""
     count: dict[tuple[int, int, bool, Span, Span], int] = {}
     for index, layer in enumerate(architecture.layers):
         share = head_share(architecture, index, rank, size)

@@ -1,7 +1,7 @@
-"""How each layer rotates queries and keys, from a `config.json`. No torch.
+"""The rotary position embedding (RoPE) of each layer, from a `config.json`. No torch.
 
-Configs write it in three ways: `rope_theta` with `rope_scaling` for all layers, `rope_parameters` for all layers, or
-`rope_parameters` by layer type. Gemma 3's first configs have `rope_local_base_freq` for the layers with a window.
+Configs have three forms: `rope_theta` with `rope_scaling` for all layers, `rope_parameters` for all layers, or `rope_parameters` by
+layer type. Gemma 3's first configs have `rope_local_base_freq` for the layers with a window. Layers without RoPE are NoPE layers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ _DEFAULT_PARAMETERS: dict[str, Config] = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     },
 }
-_SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # there rope_scaling is meant for the full layers alone
+_SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # in these families rope_scaling applies to full layers only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """One layer's rotation. `size` of the head's elements turn; `factor` and the rest as the `kind` uses them."""
+    """The RoPE of a layer. `size` elements of a head rotate; `factor` and the other fields are used as the `kind` of scaling
+    says.
+    """
 
     kind: str = "default"
     theta: float = 10_000.0
     head_size: int
     size: int
-    interleaved: bool = False  # pairs lie side by side, not half a head apart
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not half a head apart
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -51,7 +53,7 @@ class Rope:
 
 
 def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope | None, ...]:
-    """Each layer's rotation; None where it has none.
+    """The RoPE of each layer; None for NoPE layers.
 
     Raises:
         KeyError, TypeError, ValueError: a missing or wrong value.
@@ -61,9 +63,10 @@ def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope |
 
 
 def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
+    """Whether each layer has RoPE."""
     match config.get("model_type"):
         case "llama4_text" | "smollm3":
-            flags = config.get("no_rope_layers")  # 1 where there is one
+            flags = config.get("no_rope_layers")  # 1: the layer has RoPE, despite the field's name
             interval = int(config.get("no_rope_layer_interval", 4))
             return [bool(flags[i]) if flags else bool((i + 1) % interval) for i in range(len(layers))]
         case "cohere2":
@@ -95,7 +98,7 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
 
 
 def _parameters(config: Config, layer: LayerAttention) -> Config:
-    """This layer's parameters, `rope_theta` among them."""
+    """The RoPE parameters of this layer, `rope_theta` included."""
     family = str(config.get("model_type", ""))
     if family == "deepseek_v4":
         return _deepseek_v4_parameters(config, compresses=layer.compression is not None)
@@ -116,7 +119,7 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
 
 
 def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
-    """Layers that compress have a base of their own, and YaRN that leaves cosine and sine as they are."""
+    """Parameters of DeepSeek V4: layers with compression have their own base, and YaRN without a factor of cosine and sine."""
     found = config.get("rope_parameters") or {}
     if "main" in found and "compress" in found:
         parameters: Config = found["compress" if compresses else "main"]
@@ -128,7 +131,7 @@ def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
 
 
 def _attention_factor(parameters: Config, factor: float) -> float:
-    """YaRN's; what a checkpoint gives goes before what the paper suggests."""
+    """YaRN's factor of cosine and sine: the checkpoint's if it gives one, else the paper's."""
     given, scale, all_dim = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
         return float(given)
@@ -138,4 +141,5 @@ def _attention_factor(parameters: Config, factor: float) -> float:
 
 
 def _mscale(factor: float, scale: float) -> float:
+    """YaRN's 0.1 * scale * ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -1,4 +1,7 @@
-"""Factors and caps that families put on embeddings, scores and logits, from a `config.json`. No torch."""
+"""Factors and soft caps that model families apply to embeddings, attention scores, values and logits. No torch.
+
+A soft cap replaces a score `s` by `cap * tanh(s / cap)`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionScale:
-    """Queries at position `p` are multiplied by `1 + factor * log(1 + floor((p + 1) / interval))`."""
+    """Llama 4's factor of queries at position `p` in NoPE layers: `1 + factor * log(1 + floor((p + 1) / interval))`."""
 
     factor: float
     interval: int
@@ -17,22 +20,22 @@ class PositionScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """None or 1: nothing is done."""
+    """The factors and caps of a model; 1 and None leave values unchanged."""
 
-    embedding: float = 1.0
-    query: float | None = None  # of attention scores; None: head size ** -0.5
-    query_by_position: PositionScale | None = None  # in layers that do not rotate
-    attention_cap: float | None = None
-    value: float = 1.0
-    logit: float = 1.0
-    logit_cap: float | None = None
+    embedding: float = 1.0  # factor of token embeddings
+    query: float | None = None  # factor of attention scores; None: head size ** -0.5
+    query_by_position: PositionScale | None = None  # in layers without RoPE
+    attention_cap: float | None = None  # soft cap of attention scores
+    value: float = 1.0  # factor of attention's values
+    logit: float = 1.0  # factor of logits
+    logit_cap: float | None = None  # soft cap of logits
 
 
 NO_SCALES = Scales()
 
 
 def read_scales(config: Mapping[str, Any]) -> Scales:
-    """The family's.
+    """The scales of the config's family.
 
     Raises:
         KeyError, TypeError, ValueError: a missing or wrong value.

@@ -1,7 +1,11 @@
-"""Who holds what where several ranks share a model. Integers only, no torch.
+"""Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. Integers only, no torch.
 
-Units stay whole: a KV head with the query heads that read it, an output group of DeepSeek V4, a column of an inner layer, a row
-of the vocabulary. Shares are contiguous and cover everything once, and the first ranks take more where it is uneven.
+*Units* stay whole: a KV head with the query heads that read it, an output group of DeepSeek V4, a column of an inner layer, a row
+of the vocabulary. The parts of the ranks are contiguous and cover everything once (KV heads more than once where there are more
+ranks than KV heads). Where units do not divide evenly, the first ranks hold one more.
+
+Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks the KV heads 0, 1 and 2 are
+held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
 """
 
 from __future__ import annotations
@@ -13,10 +17,9 @@ from transom_worker.errors import ConfigError
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.layer_attention import LayerAttention
 
-FRIENDLY_WIDTH = 32  # columns: whole vectors of any device, and whole groups of MXFP4
-LEAST_UNITS = (
-    8  # friendly widths a rank, so that uneven ones cost an eighth at most; below it columns are dealt one by one
-)
+FRIENDLY_WIDTH = 32  # columns: a multiple of any device's vector width and of an MXFP4 group
+# friendly widths per rank at least, so that uneven parts differ by an eighth at most; with fewer, the unit is one column
+LEAST_UNITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +31,25 @@ class HeadShare:
 
     @property
     def num_queries(self) -> int:
-        """How many query heads."""
+        """The number of query heads."""
         return int(self.queries.stop - self.queries.start)
 
     @property
     def num_kv(self) -> int:
-        """How many KV heads."""
+        """The number of KV heads."""
         return int(self.kv.stop - self.kv.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The most ranks that can share a model, and what there is no more of."""
+    """The largest number of ranks that can share a model, and the unit that limits it."""
 
     size: int
     what: str
 
 
 def cut(total: int, rank: int, size: int) -> slice:
-    """A rank's part of `total` columns or rows, in multiples of a friendly width where every rank gets several."""
+    """A rank's part of `total` columns or rows, in multiples of `FRIENDLY_WIDTH` where every rank gets several of them."""
     unit = FRIENDLY_WIDTH if total >= LEAST_UNITS * FRIENDLY_WIDTH * size else 1
     share = _share(-(-total // unit), rank, size)
     return slice(share.start * unit, min(share.stop * unit, total))
@@ -55,8 +58,9 @@ def cut(total: int, rank: int, size: int) -> slice:
 def head_share(architecture: Architecture, index: int, rank: int, size: int) -> HeadShare:
     """A rank's heads of layer `index`.
 
-    KV heads are dealt to ranks, or where there are fewer of them ranks to KV heads; a KV head's query heads go with it. Which KV
-    heads a rank holds depends on their number alone, so a layer that reads another's cache finds there what its queries read.
+    KV heads are divided among ranks; where there are more ranks than KV heads, ranks are divided among KV heads. The query heads of
+    a KV head go with it. Which KV heads a rank holds depends on their number alone, so a layer that reads another layer's cache
+    finds the KV heads that its queries read.
     """
     layer = architecture.layers[index]
     if layer.latent:
@@ -83,7 +87,7 @@ def kv_holders(num_kv_heads: int, head: int, size: int) -> range:
 
 
 def largest_size(architecture: Architecture) -> Limit:
-    """The most ranks: each must get a whole unit of everything that is cut."""
+    """The largest number of ranks: each must get a whole unit of everything that is divided."""
     fewest = min(architecture.layers, key=lambda layer: _query_units(architecture, layer))
     what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
     limits = [
@@ -109,7 +113,7 @@ def check_size(architecture: Architecture, size: int) -> None:
 
 
 def inner_sizes(architecture: Architecture) -> dict[str, int]:
-    """Widths of the feed-forward parts, by what they are columns of."""
+    """The inner widths of the feed-forward parts, by name."""
     mixture = architecture.mixture
     if mixture is None:
         return {"inner columns": architecture.intermediate_size}
@@ -120,11 +124,12 @@ def inner_sizes(architecture: Architecture) -> dict[str, int]:
 
 
 def _query_units(architecture: Architecture, layer: LayerAttention) -> int:
+    """The number of units that a layer's query heads form."""
     return _latent_units(architecture, layer) if layer.latent else layer.num_heads
 
 
 def _latent_units(architecture: Architecture, layer: LayerAttention) -> int:
-    """Every head reads the one latent row; V4's are projected by groups, which stay whole."""
+    """The units of a layer whose heads all read one latent row: DeepSeek V4's output groups, else heads."""
     return layer.num_heads if architecture.deepseek_v4 is None else architecture.deepseek_v4.output_groups
 
 

@@ -1,1 +1,1 @@
-"""A model family a file, over shared layers."""
+"""The model families, one file per family or group of similar families, over shared layers."""

@@ -1,6 +1,8 @@
-"""A decoder over shared layers, put together as a family's `Style` says.
+"""The decoder that most families share: embedding, layers, norm, head, assembled as the family's `Style` says.
 
-Legend: T tokens, R rows whose logits are wanted, N hidden width, V vocabulary.
+`Gemma4` subclasses it; `DeepseekV4` has a decoder of its own. A *residual* is the sum that layers add their outputs to.
+
+Legend: T tokens, R rows whose logits are wanted, N hidden width, V this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ _AttentionArguments = tuple[torch.Tensor, RotaryTables | None, LayerCache, Paged
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """A step's rotary tables, and what queries in layers that do not rotate are multiplied by."""
+    """The rotary tables of a step, by RoPE, and the factor of queries in layers without RoPE (NoPE)."""
 
     tables: dict[Rope, RotaryTables]
     query_scale_T11: torch.Tensor | None
 
 
 class Decoder:
-    """Embedding, layers, norm, head."""
+    """Embedding, layers, final norm and head of a model."""
 
     def __init__(self, architecture: Architecture, load: Loader, style: Style) -> None:
         """`load` reads tensors by their Hugging Face names."""
@@ -62,13 +64,13 @@ class Decoder:
         return self._head(residual.read(self._norm))
 
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
-        """What layers need to know of the tokens' positions."""
+        """The rotary tables and query factors of the tokens' positions."""
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         scale = self._style.query_scale
         return Rotations(tables, None if scale is None else scale(batch.positions).to(dtype)[:, None, None])
 
     def _layer(self, index: int, residual: Residual, rotations: Rotations, batch: ForwardBatch) -> None:
-        """Layer `index`; after the last one the residual has only the rows whose logits are wanted."""
+        """Run layer `index`. After the last layer the residual has only the rows whose logits are wanted."""
         rope, source = self.architecture.ropes[index], self.architecture.layers[index].reads_cache_of
         cache = index if source is None else source
         self._layers[index](
@@ -82,7 +84,7 @@ class Decoder:
 
 
 class DecoderLayer:
-    """Attention and feed-forward part, each added to what came in."""
+    """One layer: attention and feed-forward part, each added to the residual."""
 
     def __init__(self, architecture: Architecture, index: int, style: Style, load: Loader) -> None:
         def norm(name: str) -> Norm | None:
@@ -111,7 +113,7 @@ class DecoderLayer:
         query_scale_T11: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Adds to the residual [T, N], and keeps only `rows` of it where nobody reads the others."""
+        """Add to the residual [T, N]; with `rows` keep only these rows of it behind attention (no later layer reads the others)."""
         seen_TN = residual.read(self._before_attention)
         attention = (seen_TN, tables, cache, batch, query_scale_T11)
         if self._parallel_residual:
@@ -123,7 +125,10 @@ class DecoderLayer:
         residual.add_output(self._feed_forward, self._after_mlp, residual.read(self._before_mlp))
 
     def _add_both(self, residual: Residual, attention: _AttentionArguments, rows: torch.Tensor | None) -> None:
-        """Attention and feed-forward layer read the same rows; one sum over the ranks brings both, and the residual with them."""
+        """Attention and feed-forward part of a parallel residual: both read one norm of the residual.
+
+        One all-reduce sums both over the ranks, and the residual with them (it is rank 0's contribution).
+        """
         seen_TN, before_TN = attention[0], residual.read()
         attend = partial(self._attention.add_to, before_TN) if self._parallel.is_first else self._attention
         x_TN = attend(*attention)

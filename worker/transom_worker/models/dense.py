@@ -1,4 +1,14 @@
-"""Dense families over the shared decoder, each by what sets it apart from llama."""
+"""The dense families of the shared decoder, each as its differences from llama.
+
+    llama, smollm3, mistral, ministral, qwen2   nothing: windows, NoPE layers and biases are in `Architecture`
+    qwen3          QK norm of each head
+    gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
+    gemma3_text    as gemma2, and QK norm of each head
+    olmo3          norms after attention and MLP only, QK norm over all heads
+    cohere2        LayerNorm, attention and MLP in parallel (parallel residual), NoPE in layers without a window
+
+Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`).
+"""
 
 from __future__ import annotations
 
@@ -38,5 +48,5 @@ DENSE_FAMILIES = tuple(_STYLES)
 
 
 def dense(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder of a dense family; see `Decoder`."""
+    """The decoder of a dense family."""
     return Decoder(architecture, load, _STYLES[architecture.family])

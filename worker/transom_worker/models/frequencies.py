@@ -1,6 +1,6 @@
-"""How fast each pair of a head turns, by the rope's kind.
+"""The rotation frequency of each RoPE pair, by the kind of RoPE scaling.
 
-Computed in float32 step by step as transformers does, because positions multiply every rounding.
+Computed in float32, in transformers' order of operations, because positions multiply every rounding error.
 
 Legend: R rotated width, D head width.
 """
@@ -16,10 +16,10 @@ from transom_worker.model_config.rope import ROPE_KINDS, Rope
 
 
 def frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
-    """Radians per token of each pair, float32 [R / 2]; of a proportional rope [D / 2], where the pairs beyond R stand still.
+    """Radians per token of each pair, float32 [R / 2]; of a proportional RoPE [D / 2], with 0 for the pairs beyond R.
 
     Raises:
-        ModelError: a kind that is not known.
+        ModelError: an unknown kind of scaling.
     """
     match rope.kind:
         case "default":
@@ -44,13 +44,13 @@ def _plain(rope: Rope, device: torch.device) -> torch.Tensor:
 
 
 def _proportional(rope: Rope, device: torch.device) -> torch.Tensor:
-    turning = 1.0 / (rope.theta ** (_exponents(rope.size, device) / rope.head_size))
-    still = turning.new_zeros(rope.head_size // 2 - len(turning))
-    return torch.cat([turning, still]) / rope.factor
+    rotating = 1.0 / (rope.theta ** (_exponents(rope.size, device) / rope.head_size))
+    fixed = rotating.new_zeros(rope.head_size // 2 - len(rotating))
+    return torch.cat([rotating, fixed]) / rope.factor
 
 
 def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
-    """Slow pairs turn `factor` times slower, fast ones as ever, those between a mixture."""
+    """Llama 3's scaling: slow pairs rotate `factor` times slower, fast pairs are unchanged, pairs between are interpolated."""
     length, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / frequency
     slowed = torch.where(wavelength > length / low, frequency / rope.factor, frequency)
@@ -61,13 +61,15 @@ def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: Rope, device: torch.device) -> torch.Tensor:
-    """Pairs that turn often over the original length as ever, rare ones `factor` times slower, a ramp between."""
+    """YaRN: pairs that rotate often over the original length are unchanged, slow pairs rotate `factor` times slower, a ramp
+    between.
+    """
 
-    def pair_that_turns(times: float) -> float:
-        turns = rope.original_max_position / (times * 2 * math.pi)
-        return rope.size * math.log(turns) / (2 * math.log(rope.theta))
+    def pair_with_rotations(rotations: float) -> float:
+        period = rope.original_max_position / (rotations * 2 * math.pi)
+        return rope.size * math.log(period) / (2 * math.log(rope.theta))
 
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    low, high = pair_with_rotations(rope.beta_fast), pair_with_rotations(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.size - 1)

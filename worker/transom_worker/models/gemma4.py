@@ -1,6 +1,13 @@
-"""Gemma 4's text decoder: layers that read an earlier layer's cache, an embedding per layer, heads that differ by layer type.
+"""Gemma 4's text decoder.
 
-Legend: T tokens, N hidden width, L layers, P width of a layer's own embedding.
+- The last layers have no KV cache of their own: they read the cache of an earlier layer of their type.
+- Each layer has an own embedding of every token (per-layer embedding), which is added behind the layer; then the sum is scaled.
+- Head widths and KV heads differ between layers with a window and full layers; queries, keys and values are normalised by head.
+- Some models have experts beside the dense MLP (`gemma4_experts.py`).
+
+Sources: the model card of Gemma 4, transformers' `Gemma4ForCausalLM`.
+
+Legend: T tokens, N hidden width, L layers, P width of a per-layer embedding.
 """
 
 from __future__ import annotations
@@ -29,12 +36,12 @@ STYLE = Style(
 
 
 class Gemma4(Decoder):
-    """The decoder; after each layer its own embedding is added, and the sum scaled."""
+    """The decoder. Behind each layer the layer's own embedding is added, and the sum is scaled."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
-        """See `Decoder`."""
+        """The contract is that of `Decoder`."""
         style = STYLE
-        if architecture.mixture is not None:  # whose two halves have norms of their own before them
+        if architecture.mixture is not None:  # dense MLP and experts have a norm before each of them
             style = replace(STYLE, norm_before_mlp="", feed_forward=DenseAndExperts)
         super().__init__(architecture, load, style)
         load = load.under("model.")
@@ -47,7 +54,7 @@ class Gemma4(Decoder):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `Decoder`."""
+        """The contract is that of `Decoder`."""
         x_TN = self._embedding(batch.token_ids)
         own_TLP = self._embeddings(batch.token_ids, x_TN) if self._embeddings else None
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
@@ -61,7 +68,7 @@ class Gemma4(Decoder):
 
 
 class LayerEmbeddings:
-    """Every layer's own embedding of each token: half looked up, half made from what the decoder begins with."""
+    """The per-layer embeddings of each token: the sum of a table look-up and a projection of the token's first hidden state."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
         size, hidden = architecture.layer_embedding_size, architecture.hidden_size
@@ -75,13 +82,13 @@ class LayerEmbeddings:
         self.weight_bytes = self._table.weight_bytes + self._projection.weight_bytes + self._norm.weight_bytes
 
     def __call__(self, token_ids_T: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
-        """[T, L, P]."""
+        """The per-layer embeddings [T, L, P] of the tokens; `x` [T, N] is their embedding."""
         made_TLP = self._norm((self._projection(x_TN) * self._scale).view(self._shape))
         return (made_TLP + self._table(token_ids_T).view(self._shape)).mul_(0.5**0.5)
 
 
 class LayerAddition:
-    """What a layer's own embedding adds to its output."""
+    """Adds a layer's own embedding, gated by the residual, to the residual."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
         size, hidden = architecture.layer_embedding_size, architecture.hidden_size
@@ -91,6 +98,6 @@ class LayerAddition:
         self.weight_bytes = sum(part.weight_bytes for part in (self._gate, self._back, self._norm))
 
     def add_to(self, residual: Residual, own_TP: torch.Tensor) -> None:
-        """Adds it; `own` is the layer's embedding of each token."""
+        """Add the gated, projected and normalised embedding `own` [T, P] of each token to the residual."""
         gated_TP = F.gelu(self._gate(residual.read()), approximate="tanh") * own_TP
         residual.add(self._back(gated_TP), self._norm)

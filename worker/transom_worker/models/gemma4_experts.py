@@ -1,4 +1,4 @@
-"""Gemma 4's feed-forward part with experts: a dense layer and routed experts side by side, each between norms of its own.
+"""Gemma 4's feed-forward part with experts: a dense MLP and routed experts in parallel, each between its own norms.
 
 Legend: T tokens, N hidden width, E experts.
 """
@@ -20,10 +20,10 @@ from transom_worker.models.style import dense_feed_forward
 
 
 class DenseAndExperts:
-    """`norm(mlp(norm(x))) + norm(experts(norm(x)))`, the routes being chosen by x's direction."""
+    """`norm(mlp(norm(x))) + norm(experts(norm(x)))`. The router reads x / rms(x), without a norm weight."""
 
     def __init__(self, architecture: Architecture, index: int, load: Loader) -> None:
-        """Of layer `index`; `load` reads names within it."""
+        """Load layer `index`; `load` reads names within the layer."""
         mixture, eps, hidden = architecture.mixture, architecture.rms_norm_eps, architecture.hidden_size
         assert mixture is not None
         experts = mixture.num_experts
@@ -44,7 +44,7 @@ class DenseAndExperts:
         self.weight_bytes = sum(part.weight_bytes for part in (self._mlp, self._experts, self._router, *norms))
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """The output [T, N] of `x` [T, N]."""
         dense_TN = self._mlp(self._before_mlp(x_TN))
         direction_TN = hc_norm(x_TN[:, None], self._eps)  # in float32, as the router computes
         routed_TN = self._experts(self._before_experts(x_TN), self._router(direction_TN))

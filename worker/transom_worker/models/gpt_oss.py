@@ -1,6 +1,9 @@
-"""gpt-oss: a learned sink for each head, every other layer with a window, experts with biases and a clamped gate.
+"""gpt-oss (OpenAI): a sink logit for each head, a window in every other layer, experts with biases and a clamped gate.
 
-The experts are published as MXFP4; `weights` makes them look as they do in bfloat16.
+The experts' gate is `gate * sigmoid(1.702 * gate) * (up + 1)` with clamps. Published checkpoints hold the experts in MXFP4; the
+package `weights` presents them as bfloat16 tensors, or as MXFP4 where the device computes with it.
+
+Sources: the model card of gpt-oss, transformers' `GptOssForCausalLM`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from transom_worker.models.style import FeedForward, Style
 
 
 def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    """The MoE layer."""
     mixture, hidden_size = architecture.mixture, architecture.hidden_size
     assert mixture is not None
     assert mixture.clamp is not None
@@ -38,5 +42,5 @@ _STYLE = Style(norm_wide=True, sink_logits="sinks", feed_forward=_feed_forward)
 
 
 def gpt_oss(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder; see `Decoder`."""
+    """The decoder of gpt-oss."""
     return Decoder(architecture, load, _STYLE)

@@ -1,4 +1,4 @@
-"""Attention and norms of one layer, loaded as a family's `Style` says.
+"""Makes the attention and the norms of one layer from a checkpoint, as the family's `Style` says.
 
 Legend: H query heads and KV heads, D head width.
 """
@@ -20,7 +20,7 @@ from transom_worker.models.style import Style
 
 
 def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
-    """This rank's heads of layer `index`; `load` reads names within `self_attn`."""
+    """The attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
     layer, rope = architecture.layers[index], architecture.ropes[index]
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
     eps, rotates = architecture.rms_norm_eps, rope is not None
@@ -34,15 +34,15 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         soft_cap=architecture.scales.attention_cap,
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
         value_scale=architecture.scales.value,
-        norm=_head_norm(architecture, layer, heads, style, load),
-        norm_after_rotation=QkNorm(None, eps) if rotates and style.head_norm_after_rotation else None,
+        norm=_qk_norm(architecture, layer, heads, style, load),
+        norm_after_rotation=QkNorm(None, eps) if rotates and style.qk_norm_after_rotation else None,
         value_norm=QkNorm(None, eps) if style.value_norm else None,
     )
     return Attention(qkv, output, attention_shape(layer, heads), options)
 
 
 def _projections(architecture: Architecture, index: int, heads: HeadShare, load: Loader) -> Linear:
-    """Queries, keys and values fused; queries alone where the layer reads another's cache."""
+    """The fused projection of queries, keys and values; of queries alone where the layer reads another layer's cache."""
     layer, rope, bias = architecture.layers[index], architecture.ropes[index], architecture.attention_bias
     queries, keys = ((n * layer.head_size, architecture.hidden_size) for n in (layer.num_heads, layer.num_kv_heads))
     own_queries, own_keys = (_rows(own, layer.head_size) for own in (heads.queries, heads.kv))
@@ -58,17 +58,17 @@ def _projections(architecture: Architecture, index: int, heads: HeadShare, load:
 
 
 def _rows(heads: slice, size: int) -> slice:
-    """The rows of a weight that belong to heads of this size."""
+    """The rows of a projection's weight that belong to these heads of `size` elements."""
     return slice(heads.start * size, heads.stop * size)
 
 
 def _sinks(layer: LayerAttention, heads: HeadShare, style: Style, load: Loader) -> torch.Tensor:
-    """One learned sink per head in float32; no sink is one of minus infinity."""
+    """The learned sink logit of each of this rank's heads, float32 [H]."""
     return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
 
 
 def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
-    """A layer's heads on this rank and what they see."""
+    """The heads that this rank has of a layer, and the layer's window, sinks and attention chunk."""
     return AttentionShape(
         num_heads=heads.num_queries,
         num_kv_heads=heads.num_kv,
@@ -82,21 +82,22 @@ def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
 
 
 def make_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> Norm:
-    """A norm over rows, of the family's kind."""
+    """A norm over rows: LayerNorm or RMS norm, as the style says."""
     if style.norm_takes_mean:
         return LayerNorm(load.tensor(f"{name}.weight", shape=(architecture.hidden_size,)), architecture.rms_norm_eps)
     return make_rms_norm(name, architecture, style, load)
 
 
 def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> RmsNorm:
-    """A norm over rows that takes no mean."""
+    """An RMS norm over rows."""
     size, eps = architecture.hidden_size, architecture.rms_norm_eps
     return load.norm(name, eps, size=size, plus_one=style.norm_plus_one, wide=style.norm_wide)
 
 
-def _head_norm(
+def _qk_norm(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
 ) -> QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None:
+    """The QK norm of this rank's heads, if the family has one."""
     if style.qk_norm == "none":
         return None
     if style.qk_norm == "all":
@@ -113,6 +114,7 @@ def _head_norm(
 def _norm_over_all_heads(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, load: Loader
 ) -> AllHeadsQkNorm | ShardedAllHeadsQkNorm:
+    """A QK norm whose root mean square is taken over all heads of all ranks (Olmo 3)."""
     size, eps, parallel = layer.head_size, architecture.rms_norm_eps, load.parallel
     widths = (layer.num_heads * size, layer.num_kv_heads * size)
     query, key = (
@@ -126,5 +128,5 @@ def _norm_over_all_heads(
 
 
 def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:
-    """Interleaved pairs were set apart when the weights were loaded."""
+    """The rotary embedding of a RoPE. Interleaved pairs were moved half a head apart when the weights were loaded."""
     return RotaryEmbedding(frequencies(rope, load.device), dtype=load.dtype, scale=rope.attention_factor)

@@ -1,4 +1,11 @@
-"""Llama 4's text decoder: layers that see a chunk and turn, layers that see everything and do not, experts on scaled inputs.
+"""Llama 4's text decoder (Scout, Maverick).
+
+- Most layers have chunked attention with RoPE: a query sees the keys of its own attention chunk (8,192 tokens), up to itself. Every
+  fourth layer has global attention without positions (NoPE), and its queries are scaled by position.
+- Layers with RoPE may normalise each query and key head after the rotation, without a weight.
+- MoE layers have a shared expert besides the routed ones. A routing weight (a sigmoid) multiplies the expert's input.
+
+Sources: the model card of Llama 4, transformers' `Llama4ForCausalLM`.
 
 Legend: T tokens.
 """
@@ -23,6 +30,7 @@ from transom_worker.models.style import FeedForward, Style
 
 
 def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    """The MoE layer, or the dense MLP of a layer without experts."""
     mixture, hidden_size = architecture.mixture, architecture.hidden_size
     assert mixture is not None
     if index not in mixture.layers:
@@ -44,16 +52,16 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
 
 
 def query_scale(scale: PositionScale, positions_T: torch.Tensor) -> torch.Tensor:
-    """What the queries at these positions are multiplied by: more the farther they look back."""
+    """The factor of queries at these positions in NoPE layers: 1 + factor * log(1 + floor((p + 1) / interval))."""
     intervals_T = ((positions_T.float() + 1.0) / scale.interval).floor()
     return intervals_T.log1p() * scale.factor + 1.0
 
 
 def llama4(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder; see `Decoder`."""
+    """The decoder of Llama 4."""
     scale = architecture.scales.query_by_position
     style = Style(
-        head_norm_after_rotation=architecture.norm_after_rotation,
+        qk_norm_after_rotation=architecture.norm_after_rotation,
         feed_forward=_feed_forward,
         query_scale=None if scale is None else partial(query_scale, scale),
     )

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint's tensors as layers, on their device and in their dtype.
+"""Reads this rank's part of a checkpoint's tensors and makes layers of them, on the model's device and in its dtype.
 
 Legend: N output rows, K input width, H heads, D head width.
 """
@@ -25,7 +25,7 @@ from transom_worker.weights import ALL, WHOLE, Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors."""
+    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors, before they are cut for ranks."""
 
     weights: Weights
     dtype: torch.dtype
@@ -33,32 +33,32 @@ class Loader:
     quantization: Quantization = "none"
     parallel: Parallel = field(default_factory=Parallel)
     prefix: str = ""
-    adds_up: bool = True  # layers add up over the ranks what each makes a part of
+    sums_over_ranks: bool = True  # layers sum their partial outputs over the ranks
 
     @property
     def comm(self) -> Communicator:
-        """How layers add up over the ranks: not at all for one rank, nor where the caller does."""
-        return self.parallel.comm if self.adds_up else SINGLE_RANK
+        """How layers sum over the ranks: by all-reduce, or not at all with one rank or where the caller sums."""
+        return self.parallel.comm if self.sums_over_ranks else SINGLE_RANK
 
     def under(self, prefix: str) -> Loader:
-        """The same for names that begin with `prefix` too."""
+        """A loader for names that begin with `prefix` behind this loader's own prefix."""
         return replace(self, prefix=self.prefix + prefix)
 
     def partial(self) -> Loader:
-        """The same for layers whose outputs the caller adds up over the ranks."""
-        return replace(self, adds_up=False)
+        """A loader for layers whose partial outputs the caller sums over the ranks."""
+        return replace(self, sums_over_ranks=False)
 
     def cut(self, total: int) -> slice:
-        """This rank's part of so many columns or rows."""
+        """This rank's part of `total` columns or rows."""
         return cut(total, self.parallel.rank, self.parallel.size)
 
     def tensor(
         self, name: str, dtype: torch.dtype | None = None, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE
     ) -> torch.Tensor:
-        """One tensor or a part of it, in `dtype` instead of the model's if given.
+        """One tensor, or a part of it, in `dtype` (default: the model's).
 
         Raises:
-            ModelError: missing, or not of `shape` where one is given; names file and tensor.
+            ModelError: the tensor is missing, or not of `shape` where one is given; names file and tensor.
         """
         tensor = self.weights(self.prefix + name, shape=shape, part=part)
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
@@ -66,14 +66,14 @@ class Loader:
     def norm(
         self, name: str, eps: float, *, size: int | None = None, plus_one: bool = False, wide: bool = False
     ) -> RmsNorm:
-        """A norm over rows; `plus_one` where the checkpoint holds the weight less one, `wide` with its weight in float32."""
+        """An RMS norm over rows; `plus_one`: the checkpoint holds the weight minus 1, `wide`: the weight stays in float32."""
         shape = None if size is None else (size,)
         if plus_one:
             return RmsNorm(self.tensor(f"{name}.weight", torch.float32, shape=shape) + 1.0, eps)
         return RmsNorm(self.tensor(f"{name}.weight", torch.float32 if wide else None, shape=shape), eps)
 
     def embedding(self, name: str, shape: tuple[int, int], *, scale: float = 1.0) -> Embedding:
-        """This rank's rows of a table of token embeddings."""
+        """This rank's rows of a token embedding."""
         rows = self.cut(shape[0])
         table = self.tensor(f"{name}.weight", shape=shape, part=(rows,))
         return make_embedding(table, first_id=rows.start, comm=self.parallel.comm, scale=scale)
@@ -81,7 +81,7 @@ class Loader:
     def head(
         self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES
     ) -> LmHead:
-        """This rank's rows of the head, or the embedding's."""
+        """This rank's rows of the output head, or the embedding's rows if the head is tied."""
         tied = tied_to is not None
         rows_VN = (
             tied_to.weight_VN if tied_to else self.tensor(f"{name}.weight", shape=shape, part=(self.cut(shape[0]),))
@@ -96,9 +96,10 @@ class Loader:
         bias: bool = False,
         pairs_of: Sequence[int | None] = (),
     ) -> Linear:
-        """Projections of one input, fused: of each the `rows` that are this rank's, all if not given.
+        """Projections of one input, fused: this rank's `rows` of each, all rows if not given.
 
-        `pairs_of` gives for each the number of heads in these rows whose rotary pairs lie side by side.
+        `pairs_of` gives, for each projection whose rotary pairs are interleaved, the number of heads in its rows; their rows are
+        reordered so that pairs lie half a head apart.
         """
         kept = tuple(rows) or (ALL,) * len(names)
         parts = list(zip(names, shapes, kept, tuple(pairs_of) or (None,) * len(names), strict=True))
@@ -107,7 +108,7 @@ class Loader:
         return make_linear(weight, torch.cat(biases) if bias else None, quantization=self.quantization)
 
     def row_parallel(self, name: str, *, shape: tuple[int, int], columns: slice, bias: bool = False) -> Linear:
-        """A projection back to the hidden width, of which these columns are this rank's."""
+        """A projection back to the hidden width, of which this rank has these columns."""
         weight = self.tensor(f"{name}.weight", shape=shape, part=(ALL, columns))
         own_bias = self.first_alone(f"{name}.bias", shape=shape[:1]) if bias else None
         return make_row_parallel(weight, own_bias, quantization=self.quantization, comm=self.comm)
@@ -115,7 +116,7 @@ class Loader:
     def mlp(
         self, activation: Activation, sizes: tuple[int, int], *, bias: bool = False, prefix: str = "mlp."
     ) -> GatedMlp:
-        """A gated feed-forward layer of these hidden and inner sizes."""
+        """A gated MLP of these (hidden, inner) sizes."""
         hidden, inner = sizes
         load, own = self.under(prefix), self.cut(inner)
         gate, up = (load.tensor(f"{name}_proj.weight", shape=(inner, hidden), part=(own,)) for name in ("gate", "up"))
@@ -127,16 +128,20 @@ class Loader:
         return GatedMlp((gate, up, down), biases, quantization=self.quantization, activation=activation, comm=self.comm)
 
     def first_alone(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """What is added once to a sum over the ranks; all read it, so that none says that the checkpoint has more."""
+        """A bias that is added once to a sum over the ranks: rank 0's tensor, None elsewhere.
+
+        All ranks read it, so that none reports it as unused.
+        """
         tensor = self.tensor(name, shape=shape)
         return tensor if self.parallel.is_first else None
 
     def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
+        """This rank's rows of a tensor, with rotary pairs half a head apart."""
         tensor = self.tensor(name, shape=shape, part=(rows,))
         return tensor if num_heads is None else _half_split(tensor, num_heads)
 
 
 def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head reordered from pairs (2i, 2i + 1) to pairs (i, i + D/2); scores do not change by it."""
+    """Rows of each head reordered from pairs (2i, 2i + 1) to pairs (i, i + D/2); attention scores do not change."""
     pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(rows.shape)

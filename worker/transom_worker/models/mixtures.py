@@ -1,4 +1,13 @@
-"""Families whose experts are matrices of their own in the checkpoint: Mixtral, Qwen3-MoE, MiMo-V2-Flash."""
+"""The MoE families whose checkpoints hold each expert's matrices as separate tensors: Mixtral, Qwen3-MoE, MiMo-V2-Flash.
+
+    mixtral         all layers MoE, softmax over the chosen experts
+    qwen3_moe       QK norm of each head; some layers may be dense
+    mimo_v2_flash   sigmoid scores with a correction for the choice, sink logits in layers with a window, values narrower than keys
+
+Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`).
+
+Legend: E experts, N hidden width.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +38,7 @@ def _mimo(architecture: Architecture, index: int, load: Loader) -> FeedForward:
 
 
 def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, corrected: bool) -> FeedForward:
+    """The MoE layer, or a dense MLP in the layers that the config excepts."""
     assert architecture.mixture is not None
     if index not in architecture.mixture.layers:
         return dense_feed_forward(architecture, index, load)
@@ -39,7 +49,10 @@ def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, co
 def _routed(
     architecture: Architecture, load: Loader, *, names: tuple[str, str, str], corrected: bool = False
 ) -> FeedForward:
-    """`corrected`: sigmoid scores, chosen by score and a learned correction."""
+    """An MoE layer with the experts' tensor `names` of gate, up and down.
+
+    `corrected`: scores are sigmoids, and experts are chosen by score plus a learned correction.
+    """
     mixture = architecture.mixture
     assert mixture is not None
     correction_E = load.tensor("gate.e_score_correction_bias", torch.float32) if corrected else None
@@ -67,5 +80,5 @@ MIXTURE_FAMILIES = tuple(_STYLES)
 
 
 def mixture_of_matrices(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder of one of these families; see `Decoder`."""
+    """The decoder of one of these families."""
     return Decoder(architecture, load, _STYLES[architecture.family])

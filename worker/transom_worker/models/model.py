@@ -1,4 +1,7 @@
-"""What execution knows of a model."""
+"""The interface of a model, as execution uses it.
+
+Legend: R rows whose logits are wanted, V this rank's part of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,26 @@ __all__ = ["Model", "Weights"]
 
 
 class Model(Protocol):
-    """A decoder with its weights in place."""
+    """A decoder with its weights loaded."""
 
     @property
     def architecture(self) -> Architecture:
-        """Its shape."""
+        """The sizes and layers of the model."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that its weights hold, packed copies included."""
+        """Bytes of the weights in memory, packed copies included."""
         ...
 
     @property
     def vocab(self) -> slice:
-        """The token ids whose logits this rank computes; all for one rank."""
+        """The token ids whose logits this rank computes; all ids with one rank."""
         ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [R, V] in float32 of `batch.logit_rows` over `vocab`; writes the batch's keys and values into its caches.
 
-        Several ranks call it at the same time with the same batch, each with caches of its own.
+        All ranks call it at the same time with equal batches, each with its own caches.
         """
         ...

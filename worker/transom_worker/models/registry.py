@@ -1,4 +1,4 @@
-"""From an architecture's family to the class that runs it."""
+"""Builds the model of an architecture: maps the family (`model_type` of config.json) to its class or function."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ def build_model(
     quantization: Quantization = "none",
     parallel: Parallel | None = None,
 ) -> Model:
-    """A rank's part of the model, its weights converted, fused, packed or quantised and on `device`.
+    """This rank's part of the model, with weights converted, fused, packed or quantised and on `device`.
 
-    `weights` is asked for the rank's part of each tensor by its Hugging Face name; "lm_head.weight" never when the head is tied.
+    `weights` is asked for the rank's part of each tensor by its Hugging Face name; for "lm_head.weight" only if the head is not
+    tied.
 
     Raises:
         ModelError: an unknown family.
-        ConfigError: more ranks than can share it, or a quantisation that this device and dtype lack.
+        ConfigError: more ranks than can share the model, or a quantisation that this device and dtype lack.
     """
     if architecture.family not in FAMILIES:
         raise ModelError(f"No model for family {architecture.family!r}; supported so far: {', '.join(FAMILIES)}.")

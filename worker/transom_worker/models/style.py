@@ -1,4 +1,7 @@
-"""How a family puts its layers together: what `Decoder` needs to know besides an architecture.
+"""The options by which the families of the shared `Decoder` differ, besides sizes: which norms, which residual, which feed-forward
+part.
+
+Sizes and attention windows are in `Architecture`, which is read from config.json; a `Style` is written in code for each family.
 
 Legend: T tokens, N hidden width.
 """
@@ -16,12 +19,12 @@ from transom_worker.models.loading import Loader
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer."""
+    """The feed-forward part of a layer: a dense MLP or an MoE layer."""
 
     weight_bytes: int
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """The output [T, N] of `x` [T, N]."""
         ...
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
@@ -30,15 +33,15 @@ class FeedForward(Protocol):
 
 
 class MakeFeedForward(Protocol):
-    """Loads a layer's feed-forward part; `load` reads names within the layer."""
+    """Loads the feed-forward part of a layer; `load` reads names within the layer."""
 
     def __call__(self, architecture: Architecture, index: int, load: Loader) -> FeedForward:
-        """Of layer `index`."""
+        """The feed-forward part of layer `index`."""
         ...
 
 
 def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    """One gated feed-forward layer."""
+    """A dense gated MLP of layer `index`."""
     mixture, reads = architecture.mixture, architecture.layers[index].reads_cache_of is not None
     inner = architecture.intermediate_size if mixture is None else mixture.dense_size
     sizes = (architecture.hidden_size, inner * (2 if reads and architecture.readers_are_wide else 1))
@@ -47,19 +50,26 @@ def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How a family puts its layers together. Norms are given by name within a layer, "" for none; the default is llama's."""
+    """How a family assembles its layers; the default is llama's.
+
+    Norms are named as in the checkpoint, within a layer; "" means that the family has no such norm.
+    """
 
     norm_before_attention: str = "input_layernorm"
     norm_after_attention: str = ""
     norm_before_mlp: str = "post_attention_layernorm"
     norm_after_mlp: str = ""
-    parallel_residual: bool = False  # attention and feed-forward layer read the same rows, and both are added at once
-    norm_takes_mean: bool = False
-    norm_plus_one: bool = False  # the checkpoint holds norm weights less one; they multiply in float32
+    parallel_residual: bool = False  # attention and feed-forward part read one norm; both outputs are added at once
+    norm_takes_mean: bool = False  # LayerNorm instead of RMS norm
+    norm_plus_one: bool = False  # the checkpoint holds norm weights minus 1; they multiply in float32
     norm_wide: bool = False  # norm weights multiply in float32
-    qk_norm: Literal["none", "each", "all"] = "none"  # of queries and keys before rotation
-    head_norm_after_rotation: bool = False  # without a weight, in layers that rotate
-    value_norm: bool = False  # each value head to one length
-    sink_logits: str = ""  # their name within attention, in the architecture's `sink_layers`
+    qk_norm: Literal["none", "each", "all"] = (
+        "none"  # RMS norm of queries and keys before RoPE: of each head, or over all heads
+    )
+    qk_norm_after_rotation: bool = False  # RMS norm of each query and key head without a weight, in layers with RoPE
+    value_norm: bool = False  # RMS norm of each value head without a weight
+    sink_logits: str = ""  # tensor name within attention, in the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
-    query_scale: Callable[[torch.Tensor], torch.Tensor] | None = None  # of positions [T], in layers that do not rotate
+    query_scale: Callable[[torch.Tensor], torch.Tensor] | None = (
+        None  # factor of queries by positions [T], in layers without RoPE
+    )

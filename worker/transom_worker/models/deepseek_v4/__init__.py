@@ -1,1 +1,1 @@
-"""DeepSeek V4: latent attention over windows and compressed entries, hyper-connections, hash-routed and routed experts."""
+"""DeepSeek V4: latent attention over a window and compressed entries, hyper-connections, hash-routed experts."""

@@ -1,4 +1,7 @@
-"""Attention with one latent row per token, key and value at once, beside compressed entries.
+"""DeepSeek V4's attention: a window of latent rows and compressed entries under one softmax.
+
+A *latent row* is one vector per token that is key and value of all heads. A *compressed entry* is a latent row that stands for R
+tokens. A token *closes* an entry if it is the last of the entry's R tokens.
 
 Legend: T tokens, N hidden width, Q query rank, H heads, D latent width, G groups of heads, R output rank;
 heads and groups are those of this rank.
@@ -17,18 +20,22 @@ from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.model_config.sharding import head_share
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
-from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_turned
+from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_rotated
 from transom_worker.models.loading import Loader
 
 
 class LatentAttention:
-    """Queries of low rank, a window of latent rows and compressed entries under one softmax, outputs projected by groups.
+    """Low-rank queries, one softmax over a window of latent rows and entries, and an output projection by groups of heads.
 
-    Rows are rotated as keys; so what comes out is rotated as well, and is turned back at the query's position.
+    Latent rows are rotated, as keys must be. So the values that attention sums are rotated as well, and the output is rotated back
+    at the query's position.
     """
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:
-        """Of layer `index`; `load` reads names within `attn`. Ranks share the groups of heads; all else is on each of them."""
+        """Load layer `index`; `load` reads names within `attn`.
+
+        The groups of heads are shared out over the ranks; each rank has all other weights.
+        """
         layer = architecture.layers[index]
         heads = head_share(architecture, index, load.parallel.rank, load.parallel.size).queries
         hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
@@ -67,22 +74,22 @@ class LatentAttention:
         cache: LayerCache,
         group: int,
         compressed: CompressedCache | None,
-        step: AttentionMetadata,
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """[T, N]; writes this step's rows, and the entries that it closes. `group` is that of `cache`."""
+        """The output [T, N]; writes latent rows and closed entries. `group` is the KV cache group of `cache`."""
         down_T = self._down(x_TN)
         query_TQ = self._query_norm(down_T[:, : self._query_rank])
         q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
-        q_THD = self._prepare(q_THD, down_T[:, self._query_rank :], tables, cache, step.batch.groups[group].slots)
+        q_THD = self._prepare(q_THD, down_T[:, self._query_rank :], tables, cache, metadata.batch.groups[group].slots)
         assert self._layer.window is not None
         y_THD = latent_attention(
             q_THD,
             cache.k,
-            step.window(group, self._layer.window),
+            metadata.window(group, self._layer.window),
             self._sinks_H,
             scale=self._scale,
             entry_cache=None if compressed is None else compressed.entries.cache.k,
-            entry_slots=None if compressed is None else self._entries(x_TN, query_TQ, tables, compressed, step),
+            entry_slots=None if compressed is None else self._entries(x_TN, query_TQ, tables, compressed, metadata),
         )
         rotate(y_THD, RotaryTables(tables.cos, -tables.signed_sin, tables.interleaved))
         return self._project(y_THD)
@@ -95,9 +102,9 @@ class LatentAttention:
         cache: LayerCache,
         slots_T: torch.Tensor,
     ) -> torch.Tensor:
-        """Queries normalised and rotated; latent rows as well, and written to the cache."""
+        """Normalise and rotate queries and latent rows; write the rows to the cache; return the queries."""
         if uses_triton(q_THD):
-            return write_turned(latent_TD, self._latent_norm, tables, cache, slots_T, q_THD)
+            return write_rotated(latent_TD, self._latent_norm, tables, cache, slots_T, q_THD)
         head_norm_(q_THD, None, self._eps)
         rotate(q_THD, tables)
         latent_TD = self._latent_norm(latent_TD)
@@ -111,22 +118,22 @@ class LatentAttention:
         query_TQ: torch.Tensor,
         tables: RotaryTables,
         cache: CompressedCache,
-        step: AttentionMetadata,
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Slots of the entries that each query reads, those that this step closes written before."""
+        """Slots of the entries that each query reads; the entries that this step closes are written first."""
         assert self._compressor is not None
         assert self._layer.compression is not None
         ratio, group = self._layer.compression.ratio, cache.entries.group
-        self._compressor(x_TN, cache, step)
+        self._compressor(x_TN, cache, metadata)
         if self._indexer is None or cache.index is None:
-            return step.visible_entries(group, ratio)
-        self._indexer.write(x_TN, cache.index, step)
-        if self._indexer.reads_all(step):
-            return step.visible_entries(group, ratio)
-        return self._indexer.choose(x_TN, query_TQ, tables, cache.index, step, step.entries(group, ratio))
+            return metadata.visible_entries(group, ratio)
+        self._indexer.write(x_TN, cache.index, metadata)
+        if self._indexer.reads_all(metadata):
+            return metadata.visible_entries(group, ratio)
+        return self._indexer.choose(x_TN, query_TQ, tables, cache.index, metadata, metadata.entries(group, ratio))
 
     def _project(self, y_THD: torch.Tensor) -> torch.Tensor:
-        """Each group of heads by itself to a low rank, all of them together to the hidden width."""
+        """Project each group of heads to a low rank, and all groups together to the hidden width."""
         y_GTD = y_THD.reshape(len(y_THD), len(self._output_GRD), -1).transpose(0, 1)
         low_GTR = torch.bmm(y_GTD, self._output_GRD.transpose(1, 2))
         return self._output(low_GTR.transpose(0, 1).flatten(1))

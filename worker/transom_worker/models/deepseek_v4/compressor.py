@@ -1,4 +1,9 @@
-"""What a layer keeps of tokens beyond its window: compressed entries, and an indexer that chooses among them.
+"""DeepSeek V4's compressor, which pools the (kv, gate) rows of tokens into compressed entries, and its indexer, which selects
+entries.
+
+A *latent row* is one vector per token that is key and value of all heads. A *compressed entry* is a latent row that stands for R
+tokens. A token *closes* an entry if it is the last of the entry's R tokens. The compressor's *state* is a cache of the (kv, gate)
+rows of recent tokens, in float32.
 
 Legend: T tokens, N hidden width, R tokens per entry, G groups of R tokens that an entry reads, D width of an entry,
 E entries that a step closes, Q query rank, H indexer heads, K entries chosen, B sequences.
@@ -25,7 +30,7 @@ from transom_worker.models.loading import Loader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySizes:
-    """What entries are made from, how wide they are, and their norm's epsilon."""
+    """The hidden width that entries are made from, their own width, and their norm's epsilon."""
 
     hidden: int
     width: int
@@ -33,9 +38,9 @@ class EntrySizes:
 
 
 class Compressor:
-    """Every token's (kv, gate) goes into the state, in float32; the last of R tokens makes an entry of those that it reads.
+    """Writes every token's (kv, gate) row to the state, and pools the entries that close.
 
-    Rows lie in the cache by position, so that an entry comes out the same wherever chunks, steps or hits begin.
+    State rows lie in the cache by position, so an entry has equal values wherever chunks, steps or prefix hits begin.
     """
 
     def __init__(self, load: Loader, compression: Compression, sizes: EntrySizes) -> None:
@@ -47,18 +52,18 @@ class Compressor:
         parts = (self._kv_gate, self._norm)
         self.weight_bytes = self._position_bias.nbytes + sum(part.weight_bytes for part in parts)
 
-    def __call__(self, x_TN: torch.Tensor, cache: CompressedCache, step: AttentionMetadata) -> None:
-        """Writes this step's state and the entries that it closes."""
+    def __call__(self, x_TN: torch.Tensor, cache: CompressedCache, metadata: AttentionMetadata) -> None:
+        """Write this step's (kv, gate) rows to the state, and pool the entries that the step closes."""
         kv_gate = self._kv_gate(x_TN).float().view(len(x_TN), 2, 1, -1)
-        state, group = cache.state.cache, step.batch.groups[cache.state.group]
+        state, group = cache.state.cache, metadata.batch.groups[cache.state.group]
         kv_write(kv_gate[:, 0], kv_gate[:, 1], state.k, state.v, group.slots, group.scratch)
-        if not step.closes_entries(cache):
+        if not metadata.closes_entries(cache):
             return
-        slots = step.state(cache, self._ratio, self._num_groups)
+        slots = metadata.state(cache, self._ratio, self._num_groups)
         pooled_ED = pool_rows(state.k, state.v, slots, self._position_bias)
-        tables, slots_E = step.entry_tables(cache, self._ratio), step.batch.groups[cache.entries.group].slots
+        tables, slots_E = metadata.entry_tables(cache, self._ratio), metadata.batch.groups[cache.entries.group].slots
         if uses_triton(x_TN):
-            write_turned(pooled_ED, self._norm, tables, cache.entries.cache, slots_E)
+            write_rotated(pooled_ED, self._norm, tables, cache.entries.cache, slots_E)
             return
         entries_ED = self._norm(pooled_ED).to(x_TN.dtype)
         rotate(entries_ED[:, None], tables)
@@ -66,7 +71,7 @@ class Compressor:
 
 
 class Indexer:
-    """Keys of its own by entry, and queries that choose the entries to attend to."""
+    """The indexer: a compressor that writes one key per entry, and queries that select the entries to attend to."""
 
     def __init__(self, load: Loader, compression: Compression, sizes: EntrySizes, shape: DeepseekV4Shape) -> None:
         width, heads = compression.index_size, shape.num_index_heads
@@ -78,9 +83,9 @@ class Indexer:
         parts = (self._compressor, self._queries, self._weights)
         self.weight_bytes = sum(part.weight_bytes for part in parts)
 
-    def write(self, x_TN: torch.Tensor, cache: CompressedCache, step: AttentionMetadata) -> None:
-        """Writes this step's state and the keys of the entries that it closes."""
-        self._compressor(x_TN, cache, step)
+    def write(self, x_TN: torch.Tensor, cache: CompressedCache, metadata: AttentionMetadata) -> None:
+        """Write this step's state, and the keys of the entries that it closes."""
+        self._compressor(x_TN, cache, metadata)
 
     def choose(
         self,
@@ -88,31 +93,31 @@ class Indexer:
         query_TQ: torch.Tensor,
         tables: RotaryTables,
         cache: CompressedCache,
-        step: AttentionMetadata,
+        metadata: AttentionMetadata,
         slots_BN: torch.Tensor,
     ) -> torch.Tensor:
-        """Of each sequence's entries at `slots_BN`, the slots of those that each query reads, [T, K]; -1 for none."""
+        """The slots of the entries that each query reads, [T, K], of each sequence's entries at `slots_BN`; -1 for none."""
         q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
         rotate(q_THD, tables)
         chosen_TK = select_entries(
             q_THD,
             self._weights(x_TN).float(),
             cache.entries.cache.k,
-            step.entries(cache.entries.group, self._ratio),
-            step.sequence_T,
-            step.num_visible(self._ratio),
+            metadata.entries(cache.entries.group, self._ratio),
+            metadata.sequence_T,
+            metadata.num_visible(self._ratio),
             top_k=self._top_k,
             scale=self._scale,
         )
-        slots_TK = slots_BN[step.sequence_T[:, None], chosen_TK.clamp(min=0)]
+        slots_TK = slots_BN[metadata.sequence_T[:, None], chosen_TK.clamp(min=0)]
         return slots_TK.masked_fill_(chosen_TK < 0, -1)
 
-    def reads_all(self, step: AttentionMetadata) -> bool:
-        """Whether no query sees more entries than it may read."""
-        return step.num_entries(self._ratio) <= self._top_k
+    def reads_all(self, metadata: AttentionMetadata) -> bool:
+        """Whether each query may read all entries that it sees, so that nothing needs to be selected."""
+        return metadata.num_entries(self._ratio) <= self._top_k
 
 
-def write_turned(
+def write_rotated(
     rows_TD: torch.Tensor,
     norm: RmsNorm,
     tables: RotaryTables,
@@ -120,16 +125,19 @@ def write_turned(
     slots_T: torch.Tensor,
     q_THD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows normalised, their last elements turned, and written, in one launch; so are queries, by no weight, and returned."""
-    how = Preparation(
+    """Normalise rows, rotate their last elements and write them to the cache, in one launch.
+
+    Queries, if given, are normalised without a weight, rotated and returned by the same launch.
+    """
+    preparation = Preparation(
         norm=True, k_weight=norm.weight_N[None], eps=norm.eps, interleaved=tables.interleaved, rotates_last=True
     )
     k_T1D = rows_TD[:, None]
     q_THD = k_T1D[:, :0] if q_THD is None else q_THD
-    return prepare_qkv(q_THD, k_T1D, None, cache.k, None, slots_T, (tables.cos, tables.signed_sin), how)
+    return prepare_qkv(q_THD, k_T1D, None, cache.k, None, slots_T, (tables.cos, tables.signed_sin), preparation)
 
 
 def rotate(x_THD: torch.Tensor, tables: RotaryTables) -> None:
-    """Turns the last elements of every head, in place."""
+    """Rotate the last elements of every head, in place."""
     width = tables.cos.shape[-1]
     rotary_(x_THD[..., x_THD.shape[-1] - width :], tables.cos, tables.signed_sin, interleaved=tables.interleaved)

@@ -1,6 +1,6 @@
-"""The feed-forward part: routed experts, chosen by score or looked up by token id, and one that every token passes through.
+"""DeepSeek V4's MoE layer: routed experts, chosen by score or looked up by token id (hash routing), and one shared expert.
 
-Legend: T tokens, N hidden width, I inner width, V vocabulary, K experts chosen per token.
+Legend: T tokens, N hidden width, I inner width, E experts, V vocabulary, K experts chosen per token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"
 
 
 class ExpertLayer:
-    """One layer's experts; `load` reads names within `ffn`."""
+    """The experts of one layer; `load` reads names within `ffn`. `hashed`: a table gives the experts of each token id."""
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, *, hashed: bool) -> None:
         mixture = architecture.mixture
@@ -45,17 +45,17 @@ class ExpertLayer:
         self.weight_bytes = table_bytes + sum(part.weight_bytes for part in parts)
 
     def __call__(self, x_TN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """The output [T, N] of `x` [T, N]."""
         chosen_TK = None if self._chosen_VK is None else self._chosen_VK[token_ids_T]
         routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
         return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, apply_gate(self._shared_in(x_TN), self._rule)))
 
 
 def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) -> torch.Tensor:
-    """[V, K].
+    """The table [V, K] of the experts of each token id.
 
     Raises:
-        ModelError: it names an expert that is not there.
+        ModelError: the table names an expert that does not exist.
     """
     name = f"{load.prefix}gate.tid2eid"
     table_VK = load.weights(name, shape=shape).to(device=load.device, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""Hyper-connections: the residual is several streams, mixed into each sublayer's input and from its output.
+"""Hyper-connections: load the coefficients' weights, and connect a sublayer with the residual streams.
 
-All coefficients come from the streams themselves, in float32; `transom_kernels.hyper_connections` says how.
+`transom_kernels.hyper_connections.op` has the formulas. Coefficients are projected from the streams themselves, in float32.
 
-Legend: T tokens, S streams, N hidden width, M coefficients.
+Legend: T tokens, S residual streams, N hidden width, M coefficients.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from transom_worker.models.loading import Loader
 
 
 class HyperConnection:
-    """One sublayer's input out of the streams, and its output back into them."""
+    """The hyper-connection of one sublayer: makes its input from the streams, and puts its output back into them."""
 
     def __init__(self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape) -> None:
-        """`name` is the beginning of its tensors' names."""
+        """`name` is the prefix of the tensors' names."""
         size = shape.num_residual_streams
         self._projection = _Projection(load, name, architecture, size, (size, size, size * size))
         self._rounds, self._eps = shape.sinkhorn_rounds, shape.hyper_connection_eps
         self.weight_bytes = self._projection.weight_bytes
 
-    def collapse(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sublayer's input [T, N]; how its output goes to each stream [T, S]; how streams mix, [T, S from, S to]."""
-        part = self._projection
-        return hc_pre(x_TSN, part(x_TSN), part.scale, part.base, rounds=self._rounds, eps=self._eps)
+    def before_sublayer(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sublayer's input [T, N], post [T, S] and the mixing matrix [T, S from, S to] (`hc_pre`)."""
+        projection = self._projection
+        return hc_pre(x_TSN, projection(x_TSN), projection.scale, projection.base, rounds=self._rounds, eps=self._eps)
 
-    def expand(
-        self, y_TN: torch.Tensor, x_TSN: torch.Tensor, expand_TS: torch.Tensor, mix_TSS: torch.Tensor
+    def behind_sublayer(
+        self, y_TN: torch.Tensor, x_TSN: torch.Tensor, post_TS: torch.Tensor, mix_TSS: torch.Tensor
     ) -> torch.Tensor:
-        """The streams behind the sublayer whose output is `y`, [T, S, N]."""
-        return hc_post(y_TN, x_TSN, expand_TS, mix_TSS)
+        """The residual streams [T, S, N] behind the sublayer whose output is `y` [T, N] (`hc_post`)."""
+        return hc_post(y_TN, x_TSN, post_TS, mix_TSS)
 
 
 class HyperConnectionHead:
-    """The streams become one again, before the last norm."""
+    """Sums the residual streams into one, before the final norm (`hc_head`)."""
 
     def __init__(self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape) -> None:
         self._projection = _Projection(
@@ -49,13 +49,13 @@ class HyperConnectionHead:
         self.weight_bytes = self._projection.weight_bytes
 
     def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
-        part = self._projection
-        return hc_head(x_TSN, part(x_TSN), part.scale, part.base, eps=self._eps)
+        """The sum [T, N] of the streams [T, S, N]."""
+        projection = self._projection
+        return hc_head(x_TSN, projection(x_TSN), projection.scale, projection.base, eps=self._eps)
 
 
 class _Projection:
-    """Normalised streams, projected to so many coefficients of each kind; each kind has a scale of its own."""
+    """Projects normalised streams to coefficients of `sizes`; each kind of coefficient has its own scale."""
 
     def __init__(
         self, load: Loader, name: str, architecture: Architecture, num_residual_streams: int, sizes: tuple[int, ...]
@@ -71,5 +71,5 @@ class _Projection:
         self.weight_bytes = self._weight.nbytes + self.base.nbytes + self.scale.nbytes
 
     def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
-        """[T, M], before scale and base."""
+        """Projected coefficients [T, M], before scale and base."""
         return F.linear(hc_norm(x_TSN, self._eps), self._weight)

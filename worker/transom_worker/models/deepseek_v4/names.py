@@ -1,6 +1,6 @@
-"""Tensor names of a V4 checkpoint: as transformers saves them, or as the published files have them.
+"""Tensor names of DeepSeek V4 checkpoints: accepts the names that transformers saves and those of the published files.
 
-transformers puts most names under `model.` and calls a layer's latent norm `norm`; all other names of layers are the same.
+transformers puts most names under `model.` and calls a layer's latent norm `norm`; all other names of layers are equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PUBLISHED = (
 
 
 def either_name(weights: Weights) -> Weights:
-    """The same weights by transformers' names, whichever the checkpoint has."""
+    """The weights under transformers' names, whichever names the checkpoint has."""
     saved = any(name.startswith("model.") for name in weights.names)
     return weights if saved else RenamedWeights(weights, published_name)
 
