@@ -1,7 +1,7 @@
 """Rivals of the cache's own eviction policy, on the same units: whole leaves with their windows, or windows alone.
 
-Each ranks by what it remembers of a node in `node.memo`; the smallest rank of a sample goes. They are the textbook policies as
-closely as that interface lets them be: recency, segmented LRU, S3-FIFO (Yang et al., SOSP 2023) and GreedyDual-Size-Frequency
+Each ranks by what it remembers of a node in `node.policy_state`; the smallest rank of a sample goes. They are the textbook policies
+as closely as that interface lets them be: recency, segmented LRU, S3-FIFO (Yang et al., SOSP 2023) and GreedyDual-Size-Frequency
 (Cherkasova, 1998). `lost_tokens` over `freed_bytes` is a loss per byte, which only the last one looks at.
 """
 
@@ -32,21 +32,21 @@ class LruPolicy:
 
     def created(self, node: Node) -> None:
         """Used now."""
-        node.memo = self._tick()
+        node.policy_state = self._tick()
 
     def built_upon(self, node: Node) -> None:
         """Its own time stays; one that a cut made begins here."""
-        if node.memo is None:
-            node.memo = self._tick()
+        if node.policy_state is None:
+            node.policy_state = self._tick()
 
     def returned(self, node: Node) -> None:
         """Used now."""
-        node.memo = self._tick()
+        node.policy_state = self._tick()
 
     def missed(self, chain: Sequence[bytes], begin: int, end: int) -> None:
         """Nothing to learn."""
 
-    def windows_dropped(self, node: Node) -> None:
+    def windows_evicted(self, node: Node) -> None:
         """Its segment keeps its time."""
 
     def removed(self, node: Node) -> None:
@@ -54,7 +54,7 @@ class LruPolicy:
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """The time of last use."""
-        return float(node.memo) if isinstance(node.memo, int) else 0.0
+        return float(node.policy_state) if isinstance(node.policy_state, int) else 0.0
 
     def _tick(self) -> int:
         self._now += 1
@@ -82,9 +82,9 @@ class SegmentedLruPolicy(LruPolicy):
         self._protected.move_to_end(node)
         if len(self._protected) > PROTECTED_SHARE * len(self._alive):
             oldest, _ = self._protected.popitem(last=False)
-            oldest.memo = self._tick()
+            oldest.policy_state = self._tick()
 
-    def windows_dropped(self, node: Node) -> None:
+    def windows_evicted(self, node: Node) -> None:
         """What stays of it is nothing to protect."""
         self.removed(node)
 
@@ -113,7 +113,7 @@ class S3FifoPolicy(LruPolicy):
     def created(self, node: Node) -> None:
         """Into the small queue, or straight into the main one if it went not long ago."""
         super().created(node)
-        if any(digest in self._ghosts for digest in node.units):
+        if any(digest in self._ghosts for digest in node.segment):
             self._main[node] = 0
         else:
             self._small.add(node)
@@ -125,9 +125,9 @@ class S3FifoPolicy(LruPolicy):
             return
         self._small.discard(node)
         self._main[node] = 0
-        node.memo = self._tick()
+        node.policy_state = self._tick()
 
-    def windows_dropped(self, node: Node) -> None:
+    def windows_evicted(self, node: Node) -> None:
         """Out of its queue."""
         self.removed(node)
 
@@ -165,35 +165,37 @@ class GreedyDualPolicy(LruPolicy):
 
     def created(self, node: Node) -> None:
         """Used for the first time."""
-        node.memo = _Uses()
+        node.policy_state = _Uses()
         self.returned(node)
 
     def built_upon(self, node: Node) -> None:
         """One that a cut made has not been used."""
-        node.memo = node.memo or _Uses()
+        node.policy_state = node.policy_state or _Uses()
 
     def returned(self, node: Node) -> None:
         """Used once more."""
-        uses = node.memo if isinstance(node.memo, _Uses) else _Uses()
+        uses = node.policy_state if isinstance(node.policy_state, _Uses) else _Uses()
         uses.frequency += 1
         uses.base = self._inflation
-        node.memo = uses
+        node.policy_state = uses
 
-    def windows_dropped(self, node: Node) -> None:
+    def windows_evicted(self, node: Node) -> None:
         """A victim."""
-        if isinstance(node.memo, _Uses):
-            self._inflation = max(self._inflation, node.memo.last_rank)
+        if isinstance(node.policy_state, _Uses):
+            self._inflation = max(self._inflation, node.policy_state.last_rank)
 
     def removed(self, node: Node) -> None:
         """A victim."""
-        self.windows_dropped(node)
+        self.windows_evicted(node)
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """H = L + F * C / S."""
-        if not isinstance(node.memo, _Uses):
+        if not isinstance(node.policy_state, _Uses):
             return 0.0
-        node.memo.last_rank = node.memo.base + node.memo.frequency * lost_tokens / max(1, freed_bytes)
-        return node.memo.last_rank
+        node.policy_state.last_rank = node.policy_state.base + node.policy_state.frequency * lost_tokens / max(
+            1, freed_bytes
+        )
+        return node.policy_state.last_rank
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {

@@ -59,7 +59,7 @@ def decode_step_ms(num_sequences: int, *, num_pages: int, num_steps: int = 160) 
     for name in range(num_sequences):
         prompt = tuple(rng.randrange(50_000) for _ in range(512 + rng.randrange(16)))
         scheduler.add(Request(request_id=str(name), prompt_token_ids=prompt, params=params, seed=0))
-    while any(sequence.num_ready > 1 for sequence in scheduler._by_request.values()):
+    while any(sequence.num_ready > 1 for sequence in scheduler.by_request.values()):
         scheduler.receive(answer(_plan(scheduler)))
     gc.collect()
     gc.freeze()  # as the engine does after start

@@ -279,7 +279,7 @@ class CacheLife:
         assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
         for group in stats.groups:
             assert sum(group.residency.counts) == sum(group.evicted_blocks.values())
-        if not self.cache._compaction._copies and not self.steps:  # else contents are still on their way
+        if not self.cache.compaction.copies and not self.steps:  # else contents are still on their way
             for group, found in enumerate(self.cache.index.groups):
                 for digest, block in found.items():
                     assert self.slab.block(group, block) == self.truth[group, digest]

@@ -197,19 +197,19 @@ def check_tree(cache: KvCache) -> None:
     for node in nodes:
         assert node.parent is not None
         assert node in node.parent.children
-        assert node.boundary == node.parent.boundary + len(node.units)
-        assert node.units[-1] == node.digest
-        for at, digest in enumerate(node.units):
+        assert node.boundary == node.parent.boundary + len(node.segment)
+        assert node.segment[-1] == node.digest
+        for at, digest in enumerate(node.segment):
             assert digest not in owned
             owned[digest] = node
-            for group, step in tree._full_groups:
+            for group, step in tree.full_groups:
                 if (node.parent.boundary + at + 1) % step == 0:
                     holds[group][digest] += 1
-        for group, num_sink_blocks in tree._sliding_groups:
-            holds[group].update(node.units[: max(0, num_sink_blocks - node.parent.boundary)])
-        chain = chains[id(node)] = [*chains[id(node.parent)], *node.units]
-        assert node.windows is None or len(node.windows) == len(checkpoints._sliding)
-        for group, digests in zip(checkpoints._sliding, node.windows or (), strict=False):
+        for group, num_sink_blocks in tree.sliding_groups:
+            holds[group].update(node.segment[: max(0, num_sink_blocks - node.parent.boundary)])
+        chain = chains[id(node)] = [*chains[id(node.parent)], *node.segment]
+        assert node.windows is None or len(node.windows) == len(checkpoints.sliding_groups)
+        for group, digests in zip(checkpoints.sliding_groups, node.windows or (), strict=False):
             holds[group].update(digests)
             live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
             pinned = pool_spec(cache, group).num_sink_blocks
@@ -221,9 +221,9 @@ def check_tree(cache: KvCache) -> None:
         by_block = {found[digest]: count for digest, count in counts.items()}
         assert by_block == {block: count for block, count in enumerate(cache.pools[group].pins) if count}
     locks = Counter(
-        id(blocks.base)
-        for blocks in cache._running.values()
-        if blocks.base is not None and blocks.base.parent is not None
+        id(blocks.base_node)
+        for blocks in cache.running.values()
+        if blocks.base_node is not None and blocks.base_node.parent is not None
     )
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
     current = Counter(node.kind.value for node in nodes if node.windows is not None)

@@ -23,7 +23,7 @@ def test_leases_and_returns_keep_the_runs_right() -> None:
             leased.append(page)
         free = {page for page, owner in enumerate(arena.owner) if owner == FREE}
         assert free == set(range(23)) - set(leased)
-        runs = [(start, arena._run_end[start]) for start in arena._run_starts]
+        runs = arena.free_runs()
         assert runs == sorted(runs)
         assert {page for start, end in runs for page in range(start, end)} == free
         assert all(end < start for (_, end), (start, _) in itertools.pairwise(runs))  # merged

@@ -9,7 +9,6 @@ import pytest
 from cache_model import BLOCK, MIXES, Mirror, check_cache, layout, slow_hit
 
 from transom_worker.errors import ConfigError
-from transom_worker.kvcache import change_log
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix_search import hit_limit
@@ -101,9 +100,9 @@ def test_blocks_of_a_sequence_are_consecutive_while_there_is_room() -> None:
     assert all(ids == sorted(ids) for ids in full)
 
 
-def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_log, "MAX_UNREAD_EVENTS", 5)
+def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index() -> None:
     cache = cache_of("full")
+    cache.registry.changes.max_unread = 5
     run(cache, list(range(40)))
     update = cache.take_update()
     assert update == cache.whole_index()
@@ -111,7 +110,7 @@ def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index(monke
     assert update.version == cache.index_version == 10
     assert [len(run.digests) for run in update.runs] == [10]
     assert cache.take_update() is None
-    assert not cache.registry.changes._runs
+    assert not cache.registry.changes.unread_runs
 
 
 def test_other_block_sizes_are_refused() -> None:

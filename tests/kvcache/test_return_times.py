@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from transom_worker.kvcache.return_times import EDGES, LAST, CheckpointClass, ReturnTimes, Watch
+from transom_worker.kvcache.return_times import EDGES, LAST, CheckpointClass, ReturnTimes, WatchedCheckpoint
 
 PROMPT: CheckpointClass = ("prompt", True, 0)
 
 
-def rounds(period: int, *, num_requests: int = 900) -> tuple[ReturnTimes, list[Watch]]:
+def rounds(period: int, *, num_requests: int = 900) -> tuple[ReturnTimes, list[WatchedCheckpoint]]:
     """Sessions that take turns: each watch returns after `period` requests. The last round is still waited for."""
     times = ReturnTimes()
-    watches: list[Watch] = []
+    watches: list[WatchedCheckpoint] = []
     for now in range(num_requests):
         times.tick()
         if now >= period:
@@ -40,5 +40,5 @@ def test_what_never_returns_is_forgotten() -> None:
     old = times.watch(PROMPT)
     times.now = EDGES[LAST]
     times.tick()
-    assert not any(times._in_bucket)
+    assert times.num_watched == 0
     assert times.worth(old) > 0  # by the prior

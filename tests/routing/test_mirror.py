@@ -7,7 +7,6 @@ import random
 import pytest
 
 from transom_cluster.routing.index_mirror import PrefixIndexMirror
-from transom_worker.kvcache import change_log
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
@@ -73,11 +72,11 @@ def test_a_gap_is_told_once_and_forgets_everything_until_the_whole_index_comes()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_log, "MAX_UNREAD_EVENTS", 12)
+def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int) -> None:
     rng = random.Random(seed)
     index: tuple[dict[bytes, int], ...] = ({}, {})
     log = ChangeLog(index)
+    log.max_unread = 12
     mirrors = [PrefixIndexMirror(SHAPE), PrefixIndexMirror(SHAPE)]
     for mirror in mirrors:
         assert mirror.apply(log.whole())

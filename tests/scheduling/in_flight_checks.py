@@ -1,4 +1,4 @@
-"""What must hold of sequences that wait for units which another computes, after whatever happened."""
+"""Checks what must hold of sequences that wait for a prefix which a running sequence computes, after any event."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import SequenceStatus
 
 
-def check_followers(scheduler: Scheduler) -> int:
-    """Whoever waits for a unit has a running sequence that will publish it; returns how many wait so."""
+def check_waiters(scheduler: Scheduler) -> int:
+    """Check that every waiter has a running producer that will publish what it waits for; return the number of waiters."""
     admission = scheduler.admission
-    in_flight_prefixes, running = admission.in_flight_prefixes, list(admission.running)
-    following = list(in_flight_prefixes.waiters)
+    prefixes, running = admission.in_flight_prefixes, list(admission.running)
+    waiters = list(prefixes.waiters)
     assert admission.num_running_slots_used <= scheduler.config.max_num_seqs
-    assert set(following) == set(in_flight_prefixes._producers)
-    assert not set(following) & set(admission.waiting)
-    for follower in following:
-        leader = in_flight_prefixes._producers[follower]
-        units = in_flight_prefixes._ranges[leader].waiters[follower]
-        assert leader in running
-        assert leader.status is SequenceStatus.RUNNING
-        assert leader.num_in_flight or leader.num_ready > 0
-        assert leader.key < follower.key
-        assert follower.status is SequenceStatus.WAITING
-        assert follower.blocks is None
-        assert leader.blocks is not None
-        assert leader.blocks.processed // BLOCK < units <= len(leader.token_ids) // BLOCK
-        assert units * BLOCK < len(follower.token_ids)
-        assert follower.chain[:units] == leader.chain[:units]
-    for sequence, announced in in_flight_prefixes._ranges.items():
+    assert set(waiters) == set(prefixes.producers)
+    assert not set(waiters) & set(admission.waiting)
+    for waiter in waiters:
+        producer = prefixes.producers[waiter]
+        num_needed = prefixes.ranges[producer].waiters[waiter]
+        assert producer in running
+        assert producer.status is SequenceStatus.RUNNING
+        assert producer.num_in_flight or producer.num_ready > 0
+        assert producer.order_key < waiter.order_key
+        assert waiter.status is SequenceStatus.WAITING
+        assert waiter.blocks is None
+        assert producer.blocks is not None
+        assert producer.blocks.processed // BLOCK < num_needed <= len(producer.token_ids) // BLOCK
+        assert num_needed * BLOCK < len(waiter.token_ids)
+        assert waiter.chain[:num_needed] == producer.chain[:num_needed]
+    for sequence, pending in prefixes.ranges.items():
         assert sequence in running
         assert sequence.status is SequenceStatus.RUNNING
         assert sequence.blocks is not None
-        assert announced.begin == max(announced.begin, sequence.blocks.processed // BLOCK) < announced.end
-        assert len(announced.waiters) == sum(leader is sequence for leader in in_flight_prefixes._producers.values())
-    for digest, sequence in in_flight_prefixes._computed_by.items():
-        announced = in_flight_prefixes._ranges[sequence]
-        assert digest in sequence.chain[announced.begin : announced.end]
-    return len(following)
+        assert pending.begin == max(pending.begin, sequence.blocks.processed // BLOCK) < pending.end
+        assert len(pending.waiters) == sum(producer is sequence for producer in prefixes.producers.values())
+    for digest, sequence in prefixes.producer_by_digest.items():
+        pending = prefixes.ranges[sequence]
+        assert digest in sequence.chain[pending.begin : pending.end]
+    return len(waiters)

@@ -18,7 +18,7 @@ from transom_worker.scheduling.step import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kvcache"))
 from cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
-from in_flight_checks import check_followers
+from in_flight_checks import check_waiters
 
 __all__ = ["BLOCK", "ENTRY_MIXES", "MIXES", "Driver", "layout", "request"]
 
@@ -53,6 +53,7 @@ class Driver:
         caching: bool = True,
         window_repair: bool = True,
         min_shared_tokens: int | None = None,
+        max_chunk: int | None = None,
         **config: object,
     ) -> None:
         settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
@@ -63,6 +64,7 @@ class Driver:
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
             window_repair=window_repair,
+            max_chunk=max_chunk,
         )
         if min_shared_tokens is not None:
             self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens
@@ -144,9 +146,9 @@ class Driver:
     def check(self) -> None:
         scheduler = self.scheduler
         self.check_window_blocks()
-        self.num_followed += check_followers(scheduler)
-        blocks = {id(s.blocks): s.blocks for s in scheduler._by_request.values() if s.blocks}
-        blocks |= {id(s.blocks): s.blocks for step in scheduler._in_flight for s in step.rows if s.blocks}
+        self.num_followed += check_waiters(scheduler)
+        blocks = {id(s.blocks): s.blocks for s in scheduler.by_request.values() if s.blocks}
+        blocks |= {id(s.blocks): s.blocks for step in scheduler.steps_in_flight for s in step.rows if s.blocks}
         check_cache(scheduler.cache, blocks.values())
         self.mirror.apply(scheduler.cache.take_update())
         for group, index in enumerate(scheduler.cache.index.groups):
@@ -171,7 +173,7 @@ class Driver:
         """Beyond what a sequence always holds, window blocks are bounded once for the engine, by tokens in flight."""
         config, cache = self.scheduler.config, self.scheduler.cache
         most = -(-config.max_num_batched_tokens // BLOCK) * config.steps_in_flight
-        running = [s.blocks for s in self.scheduler._by_request.values() if s.blocks]
+        running = [s.blocks for s in self.scheduler.by_request.values() if s.blocks]
         for group, retention in enumerate(cache.retentions):
             if not retention.keeps_everything:
                 spec = retention.spec
@@ -183,7 +185,7 @@ class Driver:
     def check_idle(self) -> None:
         """After the last request: nothing is referenced, everything is cache or free, outcomes add up."""
         assert not self.scheduler.has_work
-        assert not self.scheduler.admission.in_flight_prefixes._computed_by
+        assert not self.scheduler.admission.in_flight_prefixes.producer_by_digest
         self.check_work()
         assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
         self.scheduler.cache.evict_all()

@@ -37,5 +37,5 @@ def cached(driver: Driver) -> dict[str, int]:
     return {name: outputs[0].num_cached_tokens for name, outputs in driver.outputs.items() if outputs}
 
 
-def num_following(driver: Driver) -> int:
+def num_waiters(driver: Driver) -> int:
     return len(driver.scheduler.admission.in_flight_prefixes.waiters)

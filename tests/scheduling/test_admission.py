@@ -54,7 +54,6 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     [
         ({"kv_policy": KvPolicy(type="window", window=8)}, "kv_policy"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
-        ({"adapter": "tuned"}, "adapter"),
     ],
 )
 def test_what_no_worker_supports_yet_is_named(fields: dict[str, object], param: str) -> None:

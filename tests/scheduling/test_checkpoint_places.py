@@ -69,9 +69,9 @@ def test_boundaries_inside_the_hit_are_not_planned_again() -> None:
     driver = client.driver
     driver.add(request("again", [*chat, *[2] * 12, 7], 2, turn_boundaries=(40, 52, 64)))
     driver.schedule()
-    blocks = driver.scheduler._by_request["again"].blocks
+    blocks = driver.scheduler.by_request["again"].blocks
     assert blocks is not None
-    assert [units for units, _ in blocks.planned] == [16]
+    assert [units for units, _ in blocks.planned_checkpoints] == [16]
     driver.receive()
     driver.run()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scheduler_driver import request
-from shared_prompts import MIXES, PROMPT, STEPS, cached, make_driver, num_following, planned
+from shared_prompts import MIXES, PROMPT, STEPS, cached, make_driver, num_waiters, planned
 
 from lost_windows import lose_left_behind, lose_windows
 from transom_worker.contract import SamplingParams
@@ -38,7 +38,7 @@ def test_who_comes_while_the_first_is_being_computed_waits_for_the_rest(
     driver.receive()
     driver.add(request("b", PROMPT, 3))
     assert planned(driver) == {"a": (24, 16)}
-    assert num_following(driver) == 1
+    assert num_waiters(driver) == 1
     assert cached(driver) == {"a": 0, "b": 36}
 
 
@@ -50,9 +50,9 @@ def test_it_waits_for_what_both_share_and_finds_all_of_that(mix: tuple[str, ...]
     driver.add(request("a", range(60), 3))
     driver.add(request("b", [*range(22), *range(50, 70)], 3))
     assert planned(driver) == {"a": (0, 60)}
-    assert num_following(driver) == 1
+    assert num_waiters(driver) == 1
     driver.receive()
-    assert num_following(driver) == 0
+    assert num_waiters(driver) == 0
     lose_left_behind(driver.scheduler.cache)
     assert cached(driver) == {"a": 0, "b": 20}
 
@@ -75,7 +75,7 @@ def test_those_behind_go_on_and_take_no_seat_of_one_that_waits() -> None:
         driver.add(request(name, prompt, 3))
     assert planned(driver) == {"a": (0, 40), "c": (0, 5)}
     assert [sequence.request.request_id for sequence in driver.scheduler.admission.all_waiting] == ["d", "b"]
-    assert driver.scheduler.admission.num_before(driver.scheduler._by_request["d"]) == 1
+    assert driver.scheduler.admission.num_before(driver.scheduler.by_request["d"]) == 1
     driver.run()
     assert driver.finished == ["a", "c", "b", "d"]
 
@@ -122,7 +122,7 @@ def test_room_is_left_for_those_alone_who_stand_before_and_have_a_seat() -> None
     assert planned(driver) == {"a": (0, 40), "other": (0, 30)}
     driver.receive()
     driver.add(request("late", [8] * 30, 3))
-    admission, sequences = driver.scheduler.admission, driver.scheduler._by_request
+    admission, sequences = driver.scheduler.admission, driver.scheduler.by_request
     assert [admission.reserved_before(sequences["late"], num_free_slots=seats) for seats in (-1, 0, 1, 9)] == [
         0,
         0,
@@ -140,7 +140,7 @@ def test_nobody_waits_for_one_that_is_served_later() -> None:
     driver.receive()
     driver.add(request("urgent", [*range(30), *[1] * 20], 3))
     assert planned(driver) == {"low": (24, 16), "urgent": (24, 8)}
-    assert num_following(driver) == 0
+    assert num_waiters(driver) == 0
     driver.run()
 
 
@@ -175,10 +175,9 @@ def test_prompt_logprobs_read_no_cache_but_fill_it() -> None:
 
 def test_who_could_begin_further_on_does_not_wait() -> None:
     """Nor does the next one wait for the slower of two that compute the same units."""
-    driver = make_driver()
+    driver = make_driver(max_chunk=16)
     driver.add(request("before", range(60), 1))
     driver.run()
-    driver.scheduler._planner._longest_chunk = 16
     driver.add(request("a", range(80), params=SamplingParams(max_tokens=3, prompt_logprobs=1)))
     assert planned(driver) == {"a": (0, 16)}
     driver.receive()
@@ -189,11 +188,10 @@ def test_who_could_begin_further_on_does_not_wait() -> None:
 
 
 def test_a_window_repair_is_done_once() -> None:
-    driver = make_driver("full", "window")
+    driver = make_driver("full", "window", max_chunk=8)
     driver.add(request("before", range(60), 1))
     driver.run()
     lose_windows(driver.scheduler.cache)
-    driver.scheduler._planner._longest_chunk = 8
     for name in "abc":
         driver.add(request(name, range(60), 3))
     ((start, _),) = planned(driver).values()
@@ -204,7 +202,7 @@ def test_a_window_repair_is_done_once() -> None:
 
 
 def test_a_crowd_of_equal_prompts_costs_two_searches_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = make_driver(num_pages=400, max_num_seqs=100)
+    driver = make_driver(num_pages=400, max_num_seqs=100, max_chunk=4)
     num_searches = 0
     find = driver.scheduler.cache.find
 
@@ -214,12 +212,11 @@ def test_a_crowd_of_equal_prompts_costs_two_searches_each(monkeypatch: pytest.Mo
         return find(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(driver.scheduler.cache, "find", counted)
-    driver.scheduler._planner._longest_chunk = 4
     for number in range(100):
         driver.add(request(str(number), PROMPT, 2))
     for most in (32, 64, 96, 99, 99):
         driver.schedule()
-        assert num_following(driver) == most
+        assert num_waiters(driver) == most
         driver.receive()
     driver.run()
     assert num_searches == 1 + 2 * 99

@@ -7,7 +7,6 @@ from scheduler_driver import Driver, layout, request
 
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.scheduling import step_budget
 from transom_worker.scheduling.queue import PRIORITY_AGING_S
 
 
@@ -69,9 +68,9 @@ def test_a_preempted_request_goes_on_where_its_cached_blocks_end() -> None:
     driver.add(request("a", range(30), 20))
     for _ in range(8):
         driver.step()
-    sequence = driver.scheduler._by_request["a"]
+    sequence = driver.scheduler.by_request["a"]
     num_known = len(sequence.token_ids)
-    driver.scheduler.admission._preempt(sequence)
+    driver.scheduler.admission.preempt(sequence)
     plan = driver.schedule()
     assert plan is not None
     assert plan.start == [(num_known - 1) // 4 * 4]
@@ -81,8 +80,7 @@ def test_a_preempted_request_goes_on_where_its_cached_blocks_end() -> None:
 
 def test_a_request_that_does_not_fit_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A try costs as much as its hit is long; windows that slide on free a block in most steps, and take one."""
-    monkeypatch.setattr(step_budget, "POOL_SHARE", 1)  # its first chunk is all of it
-    driver = Driver(layout(["full", "window"], num_pages=14), max_num_batched_tokens=128)
+    driver = Driver(layout(["full", "window"], num_pages=14), max_num_batched_tokens=128, max_chunk=128)
     for name in "abc":
         driver.add(request(name, [ord(name)] * 8, 40))
     for _ in range(4):

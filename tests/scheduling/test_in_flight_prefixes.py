@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 from scheduler_driver import Driver, request
-from shared_prompts import MIXES, STEPS, cached, make_driver, num_following, planned
+from shared_prompts import MIXES, STEPS, cached, make_driver, num_waiters, planned
 
 
 def led(*mix: str, steps_in_flight: int = 1) -> Driver:
     """`a` is in its prefill, 16 of 60 tokens in flight and more ahead; `b` and `c` wait for 32 and 60 of them."""
-    driver = make_driver(*mix, steps_in_flight=steps_in_flight)
-    driver.scheduler._planner._longest_chunk = 16
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_chunk=16)
     driver.add(request("a", range(60), 3))
     driver.add(request("b", [*range(32), *[1] * 8], 3))
     driver.add(request("c", range(60), 3))
     assert planned(driver) == {"a": (0, 16)}
-    assert num_following(driver) == 2
+    assert num_waiters(driver) == 2
     return driver
 
 
@@ -24,13 +23,13 @@ def led(*mix: str, steps_in_flight: int = 1) -> Driver:
 def test_each_is_let_in_when_its_units_are_there(mix: tuple[str, ...], steps_in_flight: int) -> None:
     driver = led(*mix, steps_in_flight=steps_in_flight)
     expected = {16: 2, 32: 1, 48: 1, 60: 0}
-    while num_following(driver):
+    while num_waiters(driver):
         while driver.schedule() is not None:
             driver.check()
         driver.receive()
-        blocks = driver.scheduler._by_request["a"].blocks
+        blocks = driver.scheduler.by_request["a"].blocks
         assert blocks is not None
-        assert num_following(driver) == expected[blocks.processed]
+        assert num_waiters(driver) == expected[blocks.processed]
     assert cached(driver) == {"a": 0, "b": 32, "c": 56}
 
 
@@ -40,11 +39,11 @@ def test_a_request_that_ends_lets_its_followers_in_at_once(end: str, steps_in_fl
     driver = led(steps_in_flight=steps_in_flight)
     driver.finished.append("a")
     getattr(driver.scheduler, end)("a")
-    assert num_following(driver) == 0
+    assert num_waiters(driver) == 0
     driver.check()
     if steps_in_flight == 2:  # what is in flight will be published, but nobody counts on it any more
         assert planned(driver) == {"b": (0, 16)}
-        assert num_following(driver) == 1
+        assert num_waiters(driver) == 1
     assert set(cached(driver)) == {"b", "c"}
 
 
@@ -62,7 +61,7 @@ def test_a_follower_that_ends_leaves_no_trace() -> None:
     driver = led()
     driver.abort("b")
     driver.check()
-    assert num_following(driver) == 1
+    assert num_waiters(driver) == 1
     driver.scheduler.reset()
     assert not driver.scheduler.has_work
     assert driver.scheduler.num_waiting == 0
@@ -76,27 +75,26 @@ def test_a_preempted_leader_is_followed_again_when_it_goes_on(all_of_them: bool)
     if all_of_them:
         admission.preempt_all()
     else:
-        admission._preempt(admission.running.first)
-    assert num_following(driver) == 0
+        admission.preempt(admission.running.first)
+    assert num_waiters(driver) == 0
     driver.check()
     start = 0 if all_of_them else 16
     assert planned(driver) == {"a": (start, 16)}
-    assert num_following(driver) == 2
+    assert num_waiters(driver) == 2
     assert cached(driver) == {"a": 0, "b": 32, "c": 56}
 
 
 def test_nobody_waits_for_one_that_is_about_to_be_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = make_driver()
-    driver.scheduler._planner._longest_chunk = 16
+    driver = make_driver(max_chunk=16)
     for name, prompt in (("old", [9] * 5), ("a", range(60)), ("b", range(60))):
         driver.add(request(name, prompt, 3))
     assert planned(driver) == {"old": (0, 5), "a": (0, 16)}
-    assert num_following(driver) == 1
+    assert num_waiters(driver) == 1
     admission = driver.scheduler.admission
     with monkeypatch.context() as patch:
         patch.setattr(driver.scheduler.cache, "extend", lambda *_, **__: False)
         assert admission.make_room(admission.running.first, 1, steps_in_flight=1) == 0
-    assert num_following(driver) == 0
+    assert num_waiters(driver) == 0
     driver.check()
     assert cached(driver) == {"old": 0, "a": 0, "b": 56}
 
@@ -105,7 +103,7 @@ def test_who_did_not_fit_before_it_waited_is_tried_when_it_need_not_wait() -> No
     """Nothing has come free by what is published."""
     driver = led()
     admission = driver.scheduler.admission
-    admission._blocked, admission._blocked_at = driver.scheduler._by_request["b"], driver.scheduler.cache.num_releases
+    admission.blocked, admission.blocked_at = driver.scheduler.by_request["b"], driver.scheduler.cache.num_releases
     driver.receive()
     driver.schedule()
     driver.receive()

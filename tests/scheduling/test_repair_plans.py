@@ -79,12 +79,12 @@ def test_a_preempted_replay_starts_again(steps_in_flight: int) -> None:
     driver.add(request("repaired", range(61), 3))
     for _ in range(3):
         driver.step()
-    sequence = driver.scheduler._by_request["repaired"]
+    sequence = driver.scheduler.by_request["repaired"]
     while driver.in_flight:
         driver.receive()
     assert sequence.blocks is not None
     assert 36 < sequence.blocks.processed < 60
-    driver.scheduler.admission._preempt(sequence)
+    driver.scheduler.admission.preempt(sequence)
     driver.check()
     plan = driver.schedule()
     assert plan is not None

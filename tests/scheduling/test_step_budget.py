@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_driver import BLOCK, layout
 
-from transom_worker.scheduling.step_budget import StepBudget, longest_chunk
+from transom_worker.scheduling.step_budget import StepBudget, chunk_limit
 
 
 @dataclass
@@ -38,7 +38,7 @@ def most_extra_blocks(seed: int, *, steps_in_flight: int, window: int, block_siz
     in_flight: deque[list[tuple[Row, int]]] = deque()
     worst = 0
     for _ in range(40):
-        budget = StepBudget(num_tokens, block_size=block_size, longest=num_tokens)
+        budget = StepBudget(num_tokens, block_size=block_size, max_chunk=num_tokens)
         step = []
         for row in rng.sample(rows, len(rows)):
             wish = rng.choice([1, 3, 3, 3, 5, 40])
@@ -66,7 +66,7 @@ def test_extra_window_blocks_are_bounded(seed: int, steps_in_flight: int, window
 @pytest.mark.parametrize(("bounded", "expected"), [(False, 8), (True, 6)])
 def test_tokens_alone_would_not_bound_them(bounded: bool, expected: int) -> None:
     """Eight sequences at the worst place for windows of 8, each with three tokens of a step of 24: one extra block each."""
-    budget = StepBudget(24, block_size=4, longest=24 if bounded else None)
+    budget = StepBudget(24, block_size=4, max_chunk=24 if bounded else None)
     rows = [Row(102, SimpleNamespace(processed=102)) for _ in range(8)]
     for row in rows:
         count = min(3, budget.for_new)
@@ -77,13 +77,13 @@ def test_tokens_alone_would_not_bound_them(bounded: bool, expected: int) -> None
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 1024])
 def test_one_sequence_may_take_the_whole_step(num_tokens: int) -> None:
-    assert StepBudget(num_tokens, block_size=16, longest=num_tokens).for_new == num_tokens
+    assert StepBudget(num_tokens, block_size=16, max_chunk=num_tokens).for_new == num_tokens
 
 
 def test_one_chunk_takes_a_share_of_the_pool() -> None:
     layout_ = layout(["full", "window"], num_pages=200)  # 4,096 bytes a page, 768 a window block
-    assert longest_chunk(layout_, BLOCK) == 200 * 4096 // 16 // 768 * BLOCK
-    assert longest_chunk(layout(["full"], num_pages=200), BLOCK) is None
-    assert longest_chunk(layout(["full", "window"], num_pages=1), BLOCK) == BLOCK
-    budget = StepBudget(1000, block_size=BLOCK, longest=40)
+    assert chunk_limit(layout_, BLOCK) == 200 * 4096 // 16 // 768 * BLOCK
+    assert chunk_limit(layout(["full"], num_pages=200), BLOCK) is None
+    assert chunk_limit(layout(["full", "window"], num_pages=1), BLOCK) == BLOCK
+    budget = StepBudget(1000, block_size=BLOCK, max_chunk=40)
     assert budget.for_new == 40

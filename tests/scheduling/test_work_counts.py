@@ -80,8 +80,8 @@ def test_as_many_fit_as_are_let_in() -> None:
     for num_tokens in (2, BLOCK, 40, 96):
         most = cache.capacity.num_that_fit(num_tokens)
         needs = [retention.peak_blocks(num_tokens - 1) for retention in cache.retentions]
-        assert cache._allocator.pages_needed([most * need for need in needs]) is not None
-        assert cache._allocator.pages_needed([(most + 1) * need for need in needs]) is None
+        assert cache.allocator.pages_needed([most * need for need in needs]) is not None
+        assert cache.allocator.pages_needed([(most + 1) * need for need in needs]) is None
     empty = cache.capacity.num_that_fit(BLOCK)
     driver.add(request("a", range(30), 2))
     driver.schedule()

@@ -11,18 +11,18 @@ class PromptHashes:
 
     def __init__(self) -> None:
         self._token_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-        self._salts: tuple[str | None, str | None] = (None, None)
+        self._salt: str | None = None
         self._by_block_size: dict[int, list[bytes]] = {}
 
     def of(self, request: Request, block_size: int) -> list[bytes]:
         """The digests of a request's whole units, resumed tokens with them."""
         token_ids = (request.prompt_token_ids, request.resumed_output_ids)
-        salts = (request.cache_salt, request.adapter)
-        if salts != self._salts or any(a is not b for a, b in zip(token_ids, self._token_ids, strict=True)):
-            self._token_ids, self._salts, self._by_block_size = token_ids, salts, {}
+        salt = request.cache_salt
+        if salt != self._salt or any(a is not b for a, b in zip(token_ids, self._token_ids, strict=True)):
+            self._token_ids, self._salt, self._by_block_size = token_ids, salt, {}
         chain = self._by_block_size.get(block_size)
         if chain is None:
             chain = self._by_block_size[block_size] = []
-            root = chain_root(block_size, cache_salt=request.cache_salt, adapter=request.adapter)
+            root = chain_root(block_size, cache_salt=salt)
             extend_chain(chain, root, request.prompt_token_ids + request.resumed_output_ids, block_size)
         return chain

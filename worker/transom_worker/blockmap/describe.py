@@ -35,7 +35,7 @@ def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, An
         "sequences": users,
         "hash": None if name is None else name[0].hex()[:HASH_CHARS],
         "logical": users[0]["logical"] if users else None if name is None else name[1],
-        "cached_s": cache.cached_age_s(group, block) if name is not None and not pool.refs[block] else None,
+        "cached_s": cache.registry.cached_age_s(group, block) if name is not None and not pool.refs[block] else None,
         "page": page,
         "page_group": None if owner == FREE else layout.groups[owner].spec.name,
         "first_byte": block * layout.groups[group].stride_bytes,
@@ -84,9 +84,9 @@ def _checkpoints(cache: KvCache, group: int, digest: bytes) -> list[dict[str, An
         {
             "kind": node.kind.value,
             "boundary_tokens": node.boundary * cache.block_size,
-            "turns": node.turns,
+            "turns": node.num_returns,
             "running": node.locks,
             "part": part,
         }
-        for node, part in cache.checkpoints_of(group, digest)
+        for node, part in cache.checkpoints.pinning_nodes(group, digest)
     ]

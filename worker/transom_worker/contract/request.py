@@ -7,7 +7,7 @@ from typing import Literal
 
 from transom_worker.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 3
+CONTRACT_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,6 @@ class Request:
     deadline_s: float | None = None
     priority: int = 0
     cache_salt: str | None = None
-    adapter: str | None = None
     turn_boundaries: tuple[int, ...] = ()
     kv_policy: KvPolicy | None = None
     grammar: str | None = None  # reserved; no worker supports one yet

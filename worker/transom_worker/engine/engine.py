@@ -70,7 +70,7 @@ class Engine:
         )
         self.scheduler.listen(self.events)
         self.scheduler.max_model_len = fit_model_len(
-            self.scheduler.capacity_tokens, info.max_model_len, is_asked=config.model.max_model_len is not None
+            self.scheduler.capacity_tokens, info.max_model_len, is_requested=config.model.max_model_len is not None
         )
         self.info: ExecutorInfo = replace(info, max_model_len=self.scheduler.max_model_len)
         self.requests: dict[str, RunningRequest] = {}  # queued and running, by id

@@ -1,8 +1,16 @@
-"""Which block a sequence gets next, and what must go for it.
+"""`BlockAllocator`: chooses the blocks that a sequence gets, and evicts cached blocks for them.
 
-Feasibility is exact: blocks come out of a group's own busy pages (its *slack*), or out of pages that nobody uses (free, or idle in
-any group), and every page has as many. `pages_needed` splits the latter between the groups, and `allocate` keeps to its share, so
-an allocation that was promised never fails half-way.
+Terms:
+
+    page         a part of the arena, leased to one KV cache group at a time, or not leased
+    busy page    a leased page with an active block (referenced by a running sequence)
+    usable page  a page without an active block: not leased, or leased and *idle*
+    slack        a group's blocks in busy pages that are not active
+    evictable    cached, and not pinned by a checkpoint
+
+A group can take its slack, and the blocks of usable pages; every page has the same number of a group's blocks. So whether an
+allocation fits is exact arithmetic: `pages_needed` divides the usable pages among the groups, and `allocate` takes at most its
+group's share. Example: a group needs 10 blocks, has a slack of 3 and 4 blocks a page: it needs ceil(7 / 4) = 2 usable pages.
 """
 
 from __future__ import annotations
@@ -16,16 +24,17 @@ from transom_worker.kvcache.pool import GroupPool
 EVICTED_FOR_OWN_GROUP = "own_group"
 EVICTED_FOR_OTHER_GROUP = "other_group"
 
-_SCARCE = 4  # usable pages are scarce at a quarter of all
+_SCARCE = 4  # usable pages are scarce when they are at most 1/4 of all pages
 
 Evict = Callable[[int, list[int], str], None]  # (group, evictable blocks, reason)
 EvictCheckpoint = Callable[[], bool]
 
 
 class BlockAllocator:
-    """Places blocks so that a sequence's ids are consecutive where they can be, and evicts when memory is needed.
+    """Allocates blocks so that a sequence's ids are consecutive where possible, and evicts cached blocks when memory is needed.
 
-    `evict` must end in `GroupPool.evict`; `evict_checkpoint` makes held blocks evictable, and tells whether there were any.
+    `evict` must call `GroupPool.evict`. `evict_checkpoint` makes blocks that a checkpoint pins evictable, and returns whether there
+    was such a checkpoint.
     """
 
     def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict, evict_checkpoint: EvictCheckpoint) -> None:
@@ -40,7 +49,9 @@ class BlockAllocator:
         return self._arena.num_free + sum(len(pool.idle_pages) for pool in self._pools)
 
     def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
-        """Usable pages that each group must take for so many more blocks; None if there are too few."""
+        """Return the usable pages that each group must take to get `num_blocks[group]` more blocks; None if there are too few
+        pages.
+        """
         pages = [
             -(-max(0, count - pool.slack) // self._arena.blocks_per_page[group])
             for group, (count, pool) in enumerate(zip(num_blocks, self._pools, strict=True))
@@ -48,7 +59,9 @@ class BlockAllocator:
         return pages if sum(pages) <= self.usable_pages else None
 
     def allocate(self, group: int, count: int, near: int | None, max_pages: int) -> tuple[list[int], int]:
-        """`count` blocks with one reference each, at best behind `near`, and the number of usable pages they took."""
+        """Take `count` blocks with one reference each, if possible behind block `near`; return them and the usable pages they
+        took.
+        """
         pool = self._pools[group]
         taken: list[int] = []
         pages = 0
@@ -63,7 +76,7 @@ class BlockAllocator:
         return taken, pages
 
     def _next(self, pool: GroupPool, near: int | None, count: int, *, may_take_page: bool) -> int:
-        """An empty block, after evicting if there is none. Where usable pages are scarce, busy ones are filled up first."""
+        """Return a free block, evicting cached ones if there is none. Busy pages are filled first when usable pages are scarce."""
         scarce = self.usable_pages * _SCARCE <= self._arena.num_pages
         if not may_take_page or (scarce and pool.slack):
             block = self._place(pool, near, may_take_page=False)
@@ -76,7 +89,9 @@ class BlockAllocator:
         return block
 
     def _place(self, pool: GroupPool, near: int | None, *, may_take_page: bool) -> int | None:
-        """An empty block: next to `near`, in its page, in a fresh page (the next at best), in any page; else None."""
+        """Return a free block: behind `near`, else in its page, else in a new page (the next one if possible), else in any; or
+        None.
+        """
         prefer = None
         if near is not None:
             page = self._arena.page_of(pool.group, near)
@@ -92,7 +107,9 @@ class BlockAllocator:
         return None if roomiest is None else pool.first_free(roomiest)
 
     def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
-        """Empty the evictable blocks of a busy page of the group; if it `must`, let checkpoints go until there are some."""
+        """Evict the evictable blocks of one busy page, and return one of them; if `must`, evict checkpoints until there are
+        some.
+        """
         while not (blocks := pool.evictable_in_busy_page()):
             if not must:
                 return None
@@ -102,7 +119,9 @@ class BlockAllocator:
         return blocks[0]
 
     def _reclaim(self, pool: GroupPool, count: int) -> None:
-        """Evict up to `count` evictable blocks of the group, else all of a evictable page of another; else let a checkpoint go."""
+        """Evict up to `count` evictable blocks of the group; else all blocks of another group's page without others; else a
+        checkpoint.
+        """
         if pool.evictable:
             self._evict(pool.group, list(islice(pool.evictable, count)), EVICTED_FOR_OWN_GROUP)
             return

@@ -1,4 +1,10 @@
-"""Pages of the slab: each is free, or leased to one group. Integers only; bytes are `ArenaLayout`'s business."""
+"""`Arena`: the pages of the KV memory, each free or leased to one KV cache group. Integers only; `ArenaLayout` has the bytes.
+
+A page leased to a group has that group's blocks. Free pages are kept as runs of consecutive pages: a group that needs its first
+page gets the middle of the longest run, so that the sequence before it and the new one can both grow into consecutive pages.
+Example with 8 pages: the first lease takes page 0, the second takes page 4 (the middle of 1 to 7), and each has 3 free pages behind
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,11 @@ from heapq import heapify, heappop, heappush
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import ArenaLayout
 
-FREE = -1
+FREE = -1  # in `owner`: no group leases the page
 
 
 class Arena:
-    """Who leases which page. Free pages are kept as runs, so that sequences can grow into consecutive block ids."""
+    """Leases pages to groups. Raises ConfigError if no block of a group fits in a page."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
@@ -21,7 +27,7 @@ class Arena:
         self.owner = [FREE] * layout.num_pages  # by page
         self._run_starts: list[int] = []  # ascending
         self._run_end: dict[int, int] = {}  # by start
-        self._longest: list[tuple[int, int]] = []  # heap of (-length, start); some no longer true
+        self._longest: list[tuple[int, int]] = []  # heap of (-length, start) of free runs; it may have outdated entries
         if layout.num_pages:
             self._run_starts.append(0)
             self._set_run(0, layout.num_pages)
@@ -29,15 +35,18 @@ class Arena:
         self.waste = max((self._waste(group) for group in range(len(layout.groups))), default=0.0)
 
     def page_of(self, group: int, block: int) -> int:
-        """The page that holds a block of `group`."""
+        """Return the page that has a block of `group`."""
         return block * self.layout.groups[group].stride_bytes // self.layout.page_bytes
 
     def blocks(self, page: int, group: int) -> range:
-        """Block ids of `group` inside `page`."""
+        """Return the block ids of `group` inside `page`."""
         return range(self.layout.first_block(page, group), self.layout.end_block(page, group))
 
     def lease(self, group: int, *, prefer: int | None = None) -> int:
-        """Give a free page to `group`: `prefer` if free, else one with room to grow behind it. Needs a free page."""
+        """Lease a free page to `group` and return it: `prefer` if it is free, else one with free pages behind it.
+
+        There must be a free page.
+        """
         page = prefer
         if page is None or page >= self.num_pages or self.owner[page] != FREE:
             page = self._roomy_page()
@@ -47,7 +56,7 @@ class Arena:
         return page
 
     def give_back(self, page: int) -> None:
-        """Free a page whose blocks are all empty."""
+        """Free a leased page, whose blocks must all be free."""
         self.owner[page] = FREE
         self.num_free += 1
         at = bisect_left(self._run_starts, page)
@@ -60,8 +69,12 @@ class Arena:
             self._run_starts.insert(at, start)
         self._set_run(start, end)
 
+    def free_runs(self) -> list[tuple[int, int]]:
+        """Return the runs of free pages as (first, one past the last), in order."""
+        return [(start, self._run_end[start]) for start in self._run_starts]
+
     def _roomy_page(self) -> int:
-        """The middle of the longest free run: whoever owns the page before it keeps room to grow."""
+        """Return the middle of the longest free run, so that the group that leases the page before the run can grow into it."""
         length, start = self._longest[0]
         while self._run_end.get(start) != start - length:
             heappop(self._longest)
@@ -69,6 +82,7 @@ class Arena:
         return start if start == 0 else (start + self._run_end[start]) // 2
 
     def _set_run(self, start: int, end: int) -> None:
+        """Record a free run; the heap is rebuilt when most of its entries are outdated."""
         self._run_end[start] = end
         heappush(self._longest, (start - end, start))
         if len(self._longest) > 4 * self.num_pages + 64:
@@ -76,6 +90,7 @@ class Arena:
             heapify(self._longest)
 
     def _cut(self, page: int) -> None:
+        """Remove a page from its free run."""
         at = bisect_right(self._run_starts, page) - 1
         start = self._run_starts[at]
         end = self._run_end[start]
@@ -89,7 +104,7 @@ class Arena:
             self._set_run(page + 1, end)
 
     def _waste(self, group: int) -> float:
-        """Share of the pages that no block covers if the group leases them all."""
+        """Return the fraction of the pages' bytes that no block covers if the group leases all pages."""
         used_bytes = self.blocks_per_page[group] * self.layout.groups[group].stride_bytes
         return 1.0 - used_bytes / max(1, self.layout.page_bytes)
 

@@ -1,4 +1,16 @@
-"""What can be found under which digest, and what became of it: names given and taken, events, times, evictions by reason."""
+"""`BlockRegistry`: keeps the prefix index and the groups' block pools in step, and counts what happens to published blocks.
+
+Terms:
+
+    digest      the name of a block's tokens and all tokens before them (`hashing`)
+    published   a block that the prefix index has under its digest, so that other requests can use it
+    reference   a running sequence uses the block
+    pin         a checkpoint keeps the block from being evicted (`checkpoints`)
+    evict       remove an unreferenced, unpinned block from the index; it becomes free
+    touched     a block whose state changed since the block map's last snapshot (`cache_snapshot`)
+
+Every change goes through here, so that index, pools, events for routers, times and counts agree.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +25,11 @@ from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.sequence import BlockTable
 from transom_worker.kvcache.stats import GroupStats
 
-REMEMBERED_EVICTIONS = 262_144
+REMEMBERED_EVICTIONS = 262_144  # digests, to tell an evicted prefix from one that was never seen
 
 
 class BlockRegistry:
-    """Index and pools of all groups kept in step: a block is published in its pool exactly while the index has it."""
+    """Index and pools of all groups. A block is published in its pool exactly while the index has it. `clock` gives seconds."""
 
     def __init__(
         self, layout: ArenaLayout, pools: Sequence[GroupPool], *, block_size: int, clock: Callable[[], float]
@@ -25,41 +37,43 @@ class BlockRegistry:
         self.index = PrefixIndex(len(layout.groups), remembered=REMEMBERED_EVICTIONS)
         self._layout = layout
         self._pools = pools
-        self._units_per_block = [group.spec.block_size // block_size for group in layout.groups]
+        self._hash_blocks_per_block = [group.spec.block_size // block_size for group in layout.groups]
         self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
         self.changes = ChangeLog(self.index.groups)
-        self._touched: tuple[set[int], ...] | None = None  # since `take_touched`, while somebody looks at blocks
+        self._touched: tuple[set[int], ...] | None = None  # by group; None while no block map is watched
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether a block of the group is found under the digest."""
+        """Return whether the index has a block of the group under the digest."""
         return digest in self.index.groups[group]
 
     def has_all(self, group: int, chain: Sequence[bytes], begin: int, end: int) -> bool:
-        """Whether the group's logical blocks `[begin, end)` of a chain are all found."""
-        step, found = self._units_per_block[group], self.index.groups[group]
+        """Return whether the index has all of the group's logical blocks `[begin, end)` of a chain."""
+        step, found = self._hash_blocks_per_block[group], self.index.groups[group]
         return all(chain[(block + 1) * step - 1] in found for block in range(begin, end))
 
-    def name(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
-        """Make logical blocks `[begin, end)` findable, as far as they are there and no twin of theirs is."""
+    def publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
+        """Enter logical blocks `[begin, end)` of a table into the index, except those that slid out or whose digest it has
+        already.
+        """
         if begin >= end:
             return
-        step = self._units_per_block[group]
+        step = self._hash_blocks_per_block[group]
         found, published = self.index.groups[group], self._pools[group].published
         digests = chain[(begin + 1) * step - 1 : end * step : step]
-        named = []
+        published_now = []
         for logical, digest, block in zip(range(begin, end), digests, table.blocks(begin, end), strict=True):
             if block is not None and digest not in found:
                 found[digest] = block
                 published[block] = (digest, logical)
-                named.append(digest)
-        if named:
-            self.changes.add("added", group, named)
+                published_now.append(digest)
+        if published_now:
+            self.changes.add("added", group, published_now)
             if self._touched is not None:
-                self._touched[group].update(map(found.__getitem__, named))
+                self._touched[group].update(map(found.__getitem__, published_now))
 
     def moved(self, group: int, source: int, target: int) -> None:
-        """Compaction moved a block, with its name if it had one."""
+        """Note that compaction moved a block, published or not, to another id."""
         entry = self._pools[group].published.get(target)
         if entry is not None:
             self.index.groups[group][entry[0]] = target
@@ -67,27 +81,27 @@ class BlockRegistry:
             self._touched[group].update((source, target))
 
     def pin(self, group: int, digests: Iterable[bytes]) -> None:
-        """A checkpoint counts on the blocks under these digests."""
+        """Pin the blocks under these digests for a checkpoint."""
         self._pools[group].pin(self._blocks(group, digests))
 
     def unpin(self, group: int, digests: Iterable[bytes]) -> None:
-        """A checkpoint no longer does."""
+        """Remove a checkpoint's pin from the blocks under these digests."""
         self._pools[group].unpin(self._blocks(group, digests))
 
     def ref(self, group: int, blocks: Sequence[int]) -> None:
-        """A sequence references blocks."""
+        """Add a sequence's reference to each of these blocks."""
         self._times[group].hit(self._pools[group].ref(blocks))
         if self._touched is not None:
             self._touched[group].update(blocks)
 
     def unref(self, group: int, blocks: Sequence[int]) -> None:
-        """A sequence no longer does."""
+        """Remove a sequence's reference from each of these blocks."""
         self._times[group].cached(self._pools[group].unref(blocks))
         if self._touched is not None:
             self._touched[group].update(blocks)
 
     def evict(self, group: int, blocks: list[int], reason: str) -> None:
-        """Loose blocks go."""
+        """Evict these evictable blocks; `reason` is counted."""
         if not blocks:
             return
         entries = self._pools[group].evict(blocks)
@@ -100,35 +114,37 @@ class BlockRegistry:
             self._touched[group].update(blocks)
 
     def taken(self, group: int, blocks: Iterable[int]) -> None:
-        """Empty blocks were given to a sequence."""
+        """Note that free blocks were allocated to a sequence."""
         if self._touched is not None:
             self._touched[group].update(blocks)
 
-    def note_touched(self, wanted: bool) -> None:
-        """Begin to note which blocks change in any way, from none on, or end it."""
-        self._touched = tuple(set() for _ in self._layout.groups) if wanted else None
+    def watch_changes(self, is_on: bool) -> None:
+        """Begin to record which blocks change in any way, or stop recording it."""
+        self._touched = tuple(set() for _ in self._layout.groups) if is_on else None
 
     def take_touched(self) -> tuple[set[int], ...]:
-        """By group, the blocks that changed since the last call; empty unless that is noted."""
+        """Return, by group, the blocks that changed since the last call; empty sets unless changes are recorded."""
         touched = self._touched or tuple(set() for _ in self._layout.groups)
         if self._touched is not None:
             self._touched = tuple(set() for _ in self._layout.groups)
         return touched
 
     def cached_since_s(self, group: int) -> list[float]:
-        """By block, on the cache's clock, when its last reference went; 0 where none ever did. A copy."""
+        """Return a list by block: when its last reference was removed, in seconds of the cache's clock; 0 if that never
+        happened.
+        """
         return self._times[group].since_s()
 
     def cached_age_s(self, group: int, block: int) -> float:
-        """How long ago a block's last reference went."""
+        """Return how long ago a block's last reference was removed."""
         return self._times[group].age_s(block)
 
     def num_evicted(self) -> list[dict[str, int]]:
-        """By group, blocks evicted since start by reason."""
+        """Return, by group, the number of blocks evicted since start, by reason."""
         return [dict(evicted) for evicted in self._evicted]
 
     def stats(self) -> tuple[GroupStats, ...]:
-        """Every group's blocks by state, evictions and times since start."""
+        """Return every group's blocks by state, and its evictions and times since start."""
         return tuple(
             GroupStats(
                 name=group.spec.name,
@@ -147,6 +163,7 @@ class BlockRegistry:
         )
 
     def _blocks(self, group: int, digests: Iterable[bytes]) -> Iterable[int]:
+        """Return the block ids under these digests, and record them as changed."""
         blocks = map(self.index.groups[group].__getitem__, digests)
         if self._touched is None:
             return blocks

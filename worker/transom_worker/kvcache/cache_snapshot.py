@@ -1,7 +1,7 @@
-"""A cheap copy of the cache's state, for who wants to look at blocks without stopping the engine for long.
+"""`CacheSnapshots`: cheap copies of the cache's state for the block map, which must not stop the engine's thread for long.
 
-It begins with copies of all blocks of each group, by calls that run at C speed: one group at a time, so that steps can run in
-between. CacheSnapshots after them have the blocks that changed since. Nothing is worked out here: that is done elsewhere.
+First it copies all blocks of each group, one group at a time, so that steps can run in between; each copy is a few calls that run
+at C speed. The snapshots after that have only the blocks that changed since the last one. Readers use the copies on other threads.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from transom_worker.kvcache.compaction import Compaction
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_outcome import OutcomeCounts
 
-Name = tuple[bytes, int]  # hash, logical index
+Name = tuple[bytes, int]  # (digest, logical index in its chain) of a published block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCopy:
-    """All blocks of one group, by id. `now_s` is of the cache's clock."""
+    """All blocks of one group, by block id. `now_s` is the cache's clock at the copy."""
 
     now_s: float
-    refs: list[int]
-    pins: list[int]
-    names: dict[int, Name]  # of those that have one
-    cached_since_s: list[float]  # when the last reference went, 0 if never
+    refs: list[int]  # references of running sequences
+    pins: list[int]  # pins of checkpoints
+    names: dict[int, Name]  # of published blocks
+    cached_since_s: list[float]  # when the last reference was removed, 0 if never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSnapshot:
-    """One group's counts, and the blocks that may have changed since the picture before."""
+    """One group's blocks by state, and the blocks that may have changed since the last snapshot."""
 
-    blocks: list[int]  # ids, in the order of `refs`, `holds` and `names`
+    blocks: list[int]  # ids, in the order of `refs`, `pins` and `names`
     refs: list[int]
     pins: list[int]
     names: list[Name | None]
@@ -50,16 +50,16 @@ class CacheSnapshot:
 
     owners: list[int]  # by page: the group that leases it, or arena.FREE
     free_pages: int
-    num_compacted: int  # blocks moved since start; where it grew, tables may have changed anywhere
+    num_compacted: int  # blocks that compaction moved since start; if it grew, tables may have changed anywhere
     num_repairs: int  # since start
     outcome_tokens: dict[str, int]  # since start
     groups: tuple[GroupSnapshot, ...]
 
 
 class CacheSnapshots:
-    """Takes snapshots of one cache: after `begin`, a `copy` of each group, then `take` as often as wanted, until `end`.
+    """Takes snapshots of one cache: call `begin`, `copy` for each group, then `take` as often as needed, then `end`.
 
-    Only on the engine's thread.
+    All calls are made on the engine's thread.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class CacheSnapshots:
         self._clock = clock
 
     def begin(self) -> None:
-        """Somebody looks at blocks: note for `take` what changes from now on."""
-        self._registry.note_touched(True)
+        """Begin to record which blocks change."""
+        self._registry.watch_changes(True)
 
     def end(self) -> None:
-        """Nobody looks at blocks any more: note nothing."""
-        self._registry.note_touched(False)
+        """Stop recording which blocks change."""
+        self._registry.watch_changes(False)
 
     def copy(self, group: int) -> GroupCopy:
-        """All blocks of a group now."""
+        """Return a copy of all blocks of a group."""
         pool = self._pools[group]
         return GroupCopy(
             now_s=self._clock(),
@@ -99,7 +99,7 @@ class CacheSnapshots:
         )
 
     def take(self) -> CacheSnapshot:
-        """Counts and owners, and the blocks that changed since the picture before, or since `begin`."""
+        """Return pages and counts, and the blocks that changed since the last call, or since `begin`."""
         return CacheSnapshot(
             owners=self._arena.owner.copy(),
             free_pages=self._arena.num_free,

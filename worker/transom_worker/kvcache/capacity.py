@@ -1,4 +1,4 @@
-"""How much the pool can hold: what a sequence needs at its peak, the longest one that fits, and how many more fit now."""
+"""`Capacity`: how much the KV pool can hold: the pages of one sequence at its peak, the longest sequence, how many more fit now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transom_worker.kvcache.retention import Retention
 
 
 class Capacity:
-    """Bounds by count, exact however blocks lie: the cache moves them together where it must."""
+    """Bounds that count pages. They are exact however blocks lie scattered, since the cache compacts them where it must."""
 
     def __init__(self, retentions: Sequence[Retention], arena: Arena, allocator: BlockAllocator) -> None:
         self._retentions = retentions
@@ -18,8 +18,10 @@ class Capacity:
         self._allocator = allocator
 
     def worst_case_pages(self, num_tokens: int) -> int:
-        """Pages that a sequence of `num_tokens` tokens, its last one sampled but never computed, needs at its peak."""
-        computed = num_tokens - 1  # the last token's successor is never asked for
+        """Return the pages that a sequence of `num_tokens` tokens needs at its peak. Its last token is sampled but never
+        computed.
+        """
+        computed = num_tokens - 1  # the last token gets no keys and values: no token follows it
         if computed <= 0:
             return 0
         return sum(
@@ -28,7 +30,7 @@ class Capacity:
         )
 
     def longest_tokens(self, limit: int) -> int:
-        """Longest sequence, up to `limit` tokens, that fits the pool alone."""
+        """Return the longest sequence, at most `limit` tokens, that fits the pool alone. Binary search."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -39,9 +41,9 @@ class Capacity:
         return low
 
     def num_that_fit(self, num_tokens: int) -> int:
-        """Sequences of `num_tokens` tokens that could run from now on beside those that do, all at their peak at once.
+        """Return how many more sequences of `num_tokens` tokens could run now, all at their peak at the same time.
 
-        Cached blocks count as free; none is shared.
+        Cached blocks count as free, and no block as shared.
         """
         peaks = [retention.peak_blocks(max(1, num_tokens - 1)) for retention in self._retentions]
         slots = (self._arena.num_pages * per_page for per_page in self._arena.blocks_per_page)

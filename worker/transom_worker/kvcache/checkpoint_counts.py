@@ -1,4 +1,4 @@
-"""How many checkpoints of each kind stand, and what became of the others."""
+"""`CheckpointCounts`: counts the checkpoints of each kind that were placed, hit and evicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transom_worker.kvcache.tree import Node
 
 
 class CheckpointCounts:
-    """Since start, by kind. A node is a checkpoint while it has its windows."""
+    """Counts since start, by kind. A node of the prefix tree is a checkpoint while it has its windows (`tree`)."""
 
     def __init__(self) -> None:
         self._placed: Counter[str] = Counter()
@@ -18,24 +18,24 @@ class CheckpointCounts:
         self._hit: Counter[str] = Counter()
 
     def placed(self, node: Node) -> None:
-        """It has its windows from now on."""
+        """Count a node that has its windows from now on."""
         self._placed[node.kind.value] += 1
 
     def evicted(self, node: Node) -> None:
-        """It goes with its segment; one without windows was no checkpoint any more."""
+        """Count a node that is evicted with its segment; without windows it was no checkpoint, and is not counted."""
         if node.windows is not None:
             self._evicted[node.kind.value] += 1
 
     def windows_evicted(self, node: Node) -> None:
-        """Its windows go, its segment stays."""
+        """Count a node whose windows are evicted; its segment stays."""
         self._windows_evicted[node.kind.value] += 1
 
     def hit(self, node: Node) -> None:
-        """An admitted request goes on from here."""
+        """Count an admitted request that continues from this checkpoint."""
         self._hit[node.kind.value] += 1
 
     def stats(self) -> CheckpointStats:
-        """A copy."""
+        """Return a copy of the counts."""
         gone = self._evicted + self._windows_evicted
         return CheckpointStats(
             current={kind: count - gone[kind] for kind, count in self._placed.items()},

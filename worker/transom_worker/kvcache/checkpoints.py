@@ -1,4 +1,23 @@
-"""Places checkpoints, learns which of them clients return to, and gives the cheapest up when memory is needed."""
+"""`Checkpoints`: places checkpoints in the prefix tree, learns which ones clients return to, and evicts the least valuable ones.
+
+Terms:
+
+    hash block      `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
+    boundary        the position behind the first n hash blocks of a chain
+    full groups     KV cache groups that keep every token
+    sliding groups  groups with a window, chunk or compressor state; at a boundary they need their live blocks, the *windows*
+    node            a boundary in the prefix tree; it pins its segment (the chain since its parent) in the full groups (`tree`)
+    checkpoint      a node that also pins its windows, so that a request can continue there at once
+    pin             exclude a cached block from eviction
+    lock            a running sequence locks the node that it started from or passed last; a locked node keeps its segment
+    return          a request that continues a chain within `NEAR_BLOCKS` hash blocks before a checkpoint's boundary
+    tail            the hash blocks before a prompt's end whose windows are kept too
+
+Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request repeats
+only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The cache learns
+the offset, 2 hash blocks. From the next prompts' ends it keeps the windows of the last two boundaries too, so that such a request
+continues at hash block 98 without a window repair (computing the tokens of a window again, `window_repair`).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +31,22 @@ from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.tree import CheckpointKind, Node, PinBlocks, PrefixTree
 from transom_worker.kvcache.window_repair import repair_start
 
-NEAR_UNITS = 64  # a request that parts from a chain this close to a checkpoint has come back to it
-CONVERSATION = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
-SHARED = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
-REMEMBERED_OFFSETS = 64
-LEAST_OFFSETS = 8
-OFFSET_QUANTILE = 0.9
+NEAR_BLOCKS = 64  # a request whose chain parts at most so many hash blocks before a checkpoint has returned to it
+CONVERSATION_KINDS = frozenset(
+    (CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION)
+)  # of one conversation
+SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))  # of several conversations
+REMEMBERED_OFFSETS = 64  # recent returns from which the tail is learned
+MIN_OFFSETS = 8  # returns before there is a tail
+OFFSET_QUANTILE = 0.9  # of the returns are to find their windows
 
 
 class Checkpoints:
-    """The prefix tree with its policy. `present(group, digest)` tells whether the index has a block."""
+    """The prefix tree with its eviction policy.
+
+    `present(group, digest)` tells whether the prefix index has a block; `pin` and `unpin` do so with blocks of a group by digest.
+    `repair` tells whether window repairs are allowed.
+    """
 
     def __init__(
         self,
@@ -37,45 +62,51 @@ class Checkpoints:
     ) -> None:
         groups = range(len(layout.groups))
         self._retentions = retentions
-        self._sliding = [group for group in groups if not retentions[group].keeps_everything]
-        full = [(group, retentions[group].block_size // block_size) for group in groups if group not in self._sliding]
+        self.sliding_groups = [group for group in groups if not retentions[group].keeps_everything]
+        full = [
+            (group, retentions[group].block_size // block_size) for group in groups if group not in self.sliding_groups
+        ]
         self._block_size = block_size
         self._stride_bytes = [group.stride_bytes for group in layout.groups]
-        self._unit_bytes = sum(self._stride_bytes[group] // units for group, units in full)
+        self._hash_block_bytes = sum(self._stride_bytes[group] // num_hash_blocks for group, num_hash_blocks in full)
         self._specs = tuple(group.spec for group in layout.groups)
         self._repair = repair and bool(full)
         self._present = present
         self._policy = policy
         self.candidates = Candidates()
         self.counts = CheckpointCounts()
-        self._offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
-        sliding = [(group, retentions[group].num_sink_blocks) for group in self._sliding]
+        self._return_offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
+        sliding = [(group, retentions[group].num_sink_blocks) for group in self.sliding_groups]
         self.tree = PrefixTree(full, sliding, pin=pin, unpin=unpin)
 
     @property
-    def tail_units(self) -> int:
-        """How far before the end of a prompt clients part from it, for most of them: windows are kept from there on."""
-        if len(self._offsets) < LEAST_OFFSETS:
+    def tail_blocks(self) -> int:
+        """Length of the tail in hash blocks: how far before a prompt's end most returning requests part from it."""
+        if len(self._return_offsets) < MIN_OFFSETS:
             return 0
-        return sorted(self._offsets)[int(OFFSET_QUANTILE * (len(self._offsets) - 1))]
+        return sorted(self._return_offsets)[int(OFFSET_QUANTILE * (len(self._return_offsets) - 1))]
 
-    def counting_on(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
-        """The nodes that pin a block, each with the part of it that does: "chain" or "window". Looks at all of them."""
+    def pinning_nodes(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
+        """Return the nodes that pin a block, each with the part that does: "chain" (its segment) or "window". Looks at all
+        nodes.
+        """
         found = []
         owner = self.tree.owner.get(digest)
-        sliding = group in self._sliding
+        sliding = group in self.sliding_groups
         if owner is not None:
-            unit = owner.boundary - len(owner.units) + owner.units.index(digest)
-            if not sliding or unit < self._retentions[group].num_sink_blocks:
+            index = owner.boundary - len(owner.segment) + owner.segment.index(digest)
+            if not sliding or index < self._retentions[group].num_sink_blocks:
                 found.append((owner, "chain"))
         if sliding:
-            at = self._sliding.index(group)
+            at = self.sliding_groups.index(group)
             found += [(node, "window") for node in self.tree.nodes() if node.windows and digest in node.windows[at]]
         return found
 
-    def lock(self, chain: Sequence[bytes], hit_units: int) -> Node | None:
-        """The node that a sequence builds on when it starts at a hit."""
-        reach = self.tree.reach(chain, hit_units)
+    def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:
+        """Lock and return the deepest node at or below a hit of `num_hash_blocks` hash blocks; None if the tree has none of
+        them.
+        """
+        reach = self.tree.reach(chain, num_hash_blocks)
         if not reach:
             return None
         node = self.tree.node_at(chain, reach)
@@ -83,66 +114,79 @@ class Checkpoints:
         node.locks += 1
         return node
 
-    def arrive(self, chain: Sequence[bytes], limit: int, base: Node | None) -> int:
-        """A request was admitted: learn what it came back to; returns how often its conversation has come back."""
+    def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> int:
+        """Learn which checkpoint a newly admitted request returns to; return how often its conversation has come back.
+
+        `limit` is the last boundary that the request may reuse, `base_node` the node that it locks.
+        """
         self._policy.admitted()
         limit = min(limit, len(chain))
         reach = self.tree.reach(chain, limit)
         ghost = self._policy.missed(chain, max(0, reach - 1), limit)
-        if base is not None and base.boundary < limit and base.kind in SHARED:
-            self._policy.returned(base)
+        if base_node is not None and base_node.boundary < limit and base_node.kind in SHARED_KINDS:
+            self._policy.returned(base_node)
         if ghost is not None:
-            return self._came_back(ghost.kind, ghost.turns, ghost.offset_units)
+            return self._count_return(ghost.kind, ghost.num_returns, ghost.num_blocks_before)
         if not reach:
             return 0
-        node, offset = self._meant(self.tree.owner[chain[reach - 1]], reach)
-        if offset > NEAR_UNITS:
+        node, offset = self._returned_to(self.tree.owner[chain[reach - 1]], reach)
+        if offset > NEAR_BLOCKS:
             return 0
-        if node is not base or node.kind not in SHARED:
+        if node is not base_node or node.kind not in SHARED_KINDS:
             self._policy.returned(node)
-        return self._came_back(node.kind, node.turns, offset)
+        return self._count_return(node.kind, node.num_returns, offset)
 
-    def admitted(self, base: Node | None, hit_units: int) -> None:
-        """A request goes on from a hit of so many units, at a checkpoint or between two."""
-        if base is not None and base.windows is not None and base.boundary == hit_units:
-            self.counts.hit(base)
+    def count_hit(self, base_node: Node | None, num_hash_blocks: int) -> None:
+        """Count a hit of `num_hash_blocks` hash blocks if it ends at a checkpoint, not between two."""
+        if base_node is not None and base_node.windows is not None and base_node.boundary == num_hash_blocks:
+            self.counts.hit(base_node)
 
     def place(
-        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, *, turns: int, base: Node | None
+        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, *, num_returns: int, base_node: Node | None
     ) -> Node:
-        """A checkpoint at a boundary whose blocks are all in the index; the lock on `base` moves to it."""
+        """Place a checkpoint at a boundary, lock its node in place of `base_node`, and return it.
+
+        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node pins
+        its segment alone and is no checkpoint.
+        """
         node, is_new = self.tree.insert(chain, boundary, kind)
         if node.windows is None:
             windows = self._windows(chain, boundary, kind)
             if windows is not None:
                 node.kind = kind
                 self.tree.pin_windows(node, windows)
-                if node.slot >= 0:  # else it is counted when it comes among the candidates
+                if node.candidate_index is not None:  # else `_add_candidate` counts it
                     self.counts.placed(node)
-        if node.memo is None:
-            node.turns = max(node.turns, turns)
+        if node.policy_state is None:
+            node.num_returns = max(node.num_returns, num_returns)
             self._policy.created(node)
         if is_new and node.parent is not None:
             self._mark_built_upon(node, node.parent)
         self._add_candidates(node)
         node.locks += 1
-        if base is not None:
-            self.unlock(base)
+        if base_node is not None:
+            self.unlock(base_node)
         return node
 
     def unlock(self, node: Node) -> None:
-        """A running sequence no longer builds on it."""
+        """Remove one lock from a node."""
         node.locks -= 1
         self._tidy(node)
 
     def evict_one(self) -> bool:
-        """Let go what costs least to lose; False if nothing is left to let go."""
-        victim = self._cheapest(self.candidates.sample()) or self._cheapest(self.candidates.all())
-        if victim is None:  # what is left are twins of blocks that running sequences computed themselves
+        """Evict the leaf, or the windows of a node with children, that the policy ranks lowest; return False if nothing is left.
+
+        Candidates are a sample of the nodes, then all nodes. Evicting means unpinning: the blocks stay findable until they are
+        reused.
+        """
+        victim = self._lowest_ranked(self.candidates.sample()) or self._lowest_ranked(self.candidates.all())
+        if (
+            victim is None
+        ):  # only locked nodes are left, which pin copies of blocks that running sequences computed themselves
             victim = next((node for node in self.candidates.all() if not node.children), None)
         if victim is None:
             return False
-        if victim.windows is None or self._is_leaf(victim) or not self._sliding:
+        if victim.windows is None or self._is_leaf(victim) or not self.sliding_groups:
             self._policy.removed(victim)
             self.counts.evicted(victim)
             parent = victim.parent
@@ -151,70 +195,84 @@ class Checkpoints:
             if parent is not None:
                 self._tidy(parent)
         else:
-            self._policy.windows_dropped(victim)
+            self._policy.windows_evicted(victim)
             self.counts.windows_evicted(victim)
             self.tree.unpin_windows(victim)
             self._tidy(victim)
         return True
 
     def _mark_built_upon(self, node: Node, parent: Node) -> None:
-        """A parent's first child; or the first to part from the chain that a bare parent was cut out of."""
+        """Tell the policy that a new node is the first child of `parent`, or the first sibling in a segment that was split."""
         if parent.parent is not None and len(parent.children) == 1:
             self._policy.built_upon(parent)
-        elif parent.memo is None and len(parent.children) == 2:
+        elif parent.policy_state is None and len(parent.children) == 2:
             for sibling in parent.children:
                 if sibling is not node:
                     self._policy.built_upon(sibling)
 
     def _add_candidates(self, node: Node) -> None:
-        """The node, and those that a cut just made around it."""
+        """Add a node to the candidates, and its parent, which a split may just have made."""
         self._add_candidate(node)
         if node.parent is not None and node.parent.parent is not None:
             self._add_candidate(node.parent)
 
     def _add_candidate(self, node: Node) -> None:
-        if node.slot < 0 and node.windows is not None:
+        if node.candidate_index is None and node.windows is not None:
             self.counts.placed(node)
         self.candidates.add(node)
 
     def _tidy(self, node: Node) -> None:
+        """Merge a node into its only child if nothing needs it any more."""
         if self.tree.merge(node):
             self.candidates.discard(node)
 
     def _windows(self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind) -> tuple[list[bytes], ...] | None:
-        """What the sliding groups need at a boundary, by digest; None unless all of it is there."""
-        tail = self.tail_units if kind is CheckpointKind.PROMPT else 0
+        """Return the digests of the blocks that each sliding group needs at a boundary, and of the tail's; None if a needed one is
+        gone.
+
+        A prompt's end also keeps the blocks that the boundaries of the tail need, as far as they are there.
+        """
+        tail = self.tail_blocks if kind is CheckpointKind.PROMPT else 0
         windows = []
-        for group in self._sliding:
+        for group in self.sliding_groups:
             retention = self._retentions[group]
-            pinned = min(retention.num_sink_blocks, boundary)
+            num_sink_blocks = min(retention.num_sink_blocks, boundary)
             first = min(boundary, retention.first_live_block(boundary * self._block_size))
             if not all(self._present(group, digest) for digest in chain[first:boundary]):
                 return None
             earlier = first
-            while earlier > max(pinned, first - tail) and self._present(group, chain[earlier - 1]):
+            while earlier > max(num_sink_blocks, first - tail) and self._present(group, chain[earlier - 1]):
                 earlier -= 1
             windows.append(list(chain[earlier:boundary]))
         return tuple(windows)
 
-    def _came_back(self, kind: CheckpointKind, turns: int, offset: int) -> int:
-        """How often a conversation has come back, given where it stood and how many units before that it parts."""
-        if kind not in CONVERSATION or offset > NEAR_UNITS:
-            return 0
-        self._offsets.append(offset if kind is CheckpointKind.PROMPT else 0)
-        return turns + 1
+    def _count_return(self, kind: CheckpointKind, num_returns: int, offset: int) -> int:
+        """Return how often a conversation has come back, this time included, and note the offset; 0 if this is no return.
 
-    def _meant(self, node: Node, reach: int) -> tuple[Node, int]:
-        """The checkpoint that a request meant which shares `reach` units with the tree, and how far before it it parted."""
-        if node.memo is None and node.children:  # only cut out of a longer segment
+        `kind` and `num_returns` are those of the checkpoint, `offset` the hash blocks between where the request parts and the
+        checkpoint.
+        """
+        if kind not in CONVERSATION_KINDS or offset > NEAR_BLOCKS:
+            return 0
+        self._return_offsets.append(offset if kind is CheckpointKind.PROMPT else 0)
+        return num_returns + 1
+
+    def _returned_to(self, node: Node, reach: int) -> tuple[Node, int]:
+        """Return the checkpoint that a request returns to, and how many hash blocks before it the request's chain parts.
+
+        The request shares `reach` hash blocks with the tree; `node` owns the last of them.
+        """
+        if node.policy_state is None and node.children:  # the node was only split off a longer segment
             node = min(node.children, key=lambda child: child.boundary)
         return node, node.boundary - reach
 
     def _is_leaf(self, node: Node) -> bool:
+        """Return whether a node can be evicted with its segment."""
         return not node.children and not node.locks
 
-    def _cheapest(self, nodes: Sequence[Node]) -> Node | None:
-        best, least = None, 0.0
+    def _lowest_ranked(self, nodes: Sequence[Node]) -> Node | None:
+        """Return the node of which something can be evicted and that the policy ranks lowest; None if there is none."""
+        best, lowest = None, 0.0
         for node in nodes:
             if self._is_leaf(node):
                 rank = self._policy.rank(node, *self._leaf_cost(node))
@@ -222,34 +280,35 @@ class Checkpoints:
                 rank = self._policy.rank(node, *self._windows_cost(node))
             else:
                 continue
-            if best is None or rank < least:
-                best, least = node, rank
+            if best is None or rank < lowest:
+                best, lowest = node, rank
         return best
 
     def _leaf_cost(self, node: Node) -> tuple[int, int]:
-        """Tokens lost and bytes freed if a leaf goes."""
+        """Return the tokens lost and the bytes freed if a leaf is evicted."""
         lost = (node.boundary - node.checkpoint_below().boundary) * self._block_size
         if node.windows is None:
             lost = max(0, lost - self._repair_tokens(node.boundary))
-        return lost, len(node.units) * self._unit_bytes + self._window_bytes(node)
+        return lost, len(node.segment) * self._hash_block_bytes + self._window_bytes(node)
 
     def _windows_cost(self, node: Node) -> tuple[int, int]:
-        """Tokens lost and bytes freed if the windows of a node go and its segment stays."""
+        """Return the tokens lost and the bytes freed if a node's windows are evicted and its segment stays."""
         lost = (node.boundary - node.checkpoint_below().boundary) * self._block_size
         if self._repair:
             lost = min(lost, self._repair_tokens(node.boundary))
         return lost, self._window_bytes(node)
 
     def _window_bytes(self, node: Node) -> int:
-        """Bytes that a node's windows add to those of the checkpoint below: what overlaps is charged once."""
+        """Return the bytes of a node's windows; blocks that it shares with the checkpoint below count for the latter alone."""
         if node.windows is None:
             return 0
         below = node.checkpoint_below().boundary
         return sum(
             min(len(digests), node.boundary - below) * self._stride_bytes[group]
-            for group, digests in zip(self._sliding, node.windows, strict=True)
+            for group, digests in zip(self.sliding_groups, node.windows, strict=True)
         )
 
     def _repair_tokens(self, boundary: int) -> int:
+        """Return how many tokens a window repair at a boundary computes; all of them if repairs are not allowed."""
         n = boundary * self._block_size
         return n - repair_start(self._specs, n) if self._repair else n

@@ -1,7 +1,19 @@
-"""The last resort before an allocation fails: pages are cleared by moving their active blocks into others of their group.
+"""`Compaction`: clears pages by moving their active blocks into other pages of the same group. The last resort before an allocation
+fails.
 
-A page is worth clearing if the allocation comes closer: the group loses the page's empty blocks as slack, the arena wins a usable
-page.
+Terms:
+
+    page       a part of the arena, leased to one KV cache group at a time; it is *busy* while it has an active block
+    active     referenced by a running sequence
+    slack      a group's blocks in busy pages that are not active
+    usable     a page without active blocks: any group may take it, after evictions
+
+Example, pages of 4 blocks (# active, . not): group A has pages [#...] [##..], group B needs a page, none is usable. Moving A's
+block of the first page into the second makes the first page usable: [....] [###.].
+
+Clearing a page costs its group the page's other blocks as slack, and gains one usable page. So pages are chosen only while that
+brings the allocation closer, those with fewest active blocks first. The ranks copy the moved blocks' contents before the next
+forward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +29,9 @@ from transom_worker.kvcache.sequence import SequenceBlocks
 
 
 class BlockCopy(NamedTuple):
-    """Contents of `source` must be in `target` before the next forward pass."""
+    """One moved block of a group: the ranks copy its contents from block `source` to block `target` before the next forward
+    pass.
+    """
 
     group: int
     source: int
@@ -25,7 +39,7 @@ class BlockCopy(NamedTuple):
 
 
 class Compaction:
-    """Moves active blocks together. `running` are the sequences whose tables follow; ranks follow by block copies."""
+    """Moves active blocks together, and updates the block tables of the `running` sequences (by id())."""
 
     def __init__(
         self,
@@ -39,57 +53,59 @@ class Compaction:
         self._pools = pools
         self._registry = registry
         self._running = running
-        self._copies: list[BlockCopy] = []
+        self.copies: list[BlockCopy] = []
 
     def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """(group, page) pairs whose clearing lets each group take `num_blocks` more; empty if that cannot help."""
+        """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
         return pages_to_clear(self._arena, self._pools, num_blocks)
 
     def clear(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Move the active blocks out of these pages, in which nothing is cached any more."""
+        """Move the active blocks out of these pages. Cached blocks must have been evicted before."""
         for group, page in pages:
-            leaving = {other for of, other in pages if of == group}
+            cleared = {other for of, other in pages if of == group}
             for block in self._arena.blocks(page, group):
                 if self._pools[group].refs[block]:
-                    self._move(group, block, leaving)
+                    self._move(group, block, cleared)
 
     def take_copies(self) -> list[BlockCopy]:
-        """The moves since the last call, in order: the next plan must carry them."""
-        copies, self._copies = self._copies, []
+        """Return the moves since the last call, in order; the next plan must carry them."""
+        copies, self.copies = self.copies, []
         return copies
 
-    def _move(self, group: int, source: int, leaving: set[int]) -> None:
+    def _move(self, group: int, source: int, cleared: set[int]) -> None:
         pool = self._pools[group]
-        page = pool.fullest_page(leaving)
+        page = pool.fullest_page(cleared)
         assert page is not None
         target = pool.first_free(page)
         assert target is not None
         pool.move(source, target)
         self._registry.moved(group, source, target)
-        self._copies.append(BlockCopy(group, source, target))
+        self.copies.append(BlockCopy(group, source, target))
         self.num_moved += 1
         for blocks in self._running.values():
             table = blocks.tables[group]
             if source in table.run or source in table.sink_blocks:
                 table.replace(table.logical_of(source), target)
-                blocks.changed = True
+                blocks.tables_changed = True
 
 
 def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """(group, page) pairs that must be cleared so that each group can take `num_blocks` more; empty if that cannot help."""
+    """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
     slack = [pool.slack for pool in pools]
     usable = arena.num_free + sum(len(pool.idle_pages) for pool in pools)
-    busiest_last = [_by_active(pool, slack[group]) for group, pool in enumerate(pools)]
+    emptiest_first = [_by_active(pool, slack[group]) for group, pool in enumerate(pools)]
     chosen: list[tuple[int, int]] = []
 
     def missing() -> int:
+        """Return how many usable pages the allocation lacks."""
         needs = (max(0, need - have) for need, have in zip(num_blocks, slack, strict=True))
         return sum(-(-need // per_page) for need, per_page in zip(needs, arena.blocks_per_page, strict=True)) - usable
 
     short = missing()
     while short > 0:
+        # Of the groups' emptiest pages, find the one with fewest blocks to move that brings the allocation closer.
         best: tuple[int, int, int] | None = None  # (moves, group, page)
-        for group, pages in enumerate(busiest_last):
+        for group, pages in enumerate(emptiest_first):
             if not pages:
                 continue
             page = pages[0]
@@ -104,7 +120,7 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
         if best is None:
             return []
         _, group, page = best
-        busiest_last[group].pop(0)
+        emptiest_first[group].pop(0)
         slack[group] -= len(arena.blocks(page, group))
         usable += 1
         chosen.append((group, page))
@@ -113,6 +129,6 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
 
 
 def _by_active(pool: GroupPool, slack: int) -> list[int]:
-    """Busy pages with few active blocks, the emptiest first: never more than the slack could take in."""
+    """Return busy pages, those with fewest active blocks first; at most `slack`, since each has a block to move into slack."""
     busy = [page for page, active in pool.active_in.items() if active]
     return nsmallest(min(len(busy), slack), busy, key=pool.active_in.__getitem__)

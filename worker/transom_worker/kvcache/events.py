@@ -1,4 +1,4 @@
-"""How a worker's prefix index changes: enough for a mirror to answer any hit search exactly (a router's index is fed by it)."""
+"""The messages by which a router keeps a mirror of a worker's prefix index, so that both search it with equal results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transom_worker.kvcache.groups import GroupSpec
 
 
 class KvRun(NamedTuple):
-    """Blocks of one group that became findable under these digests, or stopped being so. Each counts as one change."""
+    """Blocks of one group that were added to the index under these digests, or removed. Each digest counts as one change."""
 
     action: Literal["added", "removed"]
     group: int
@@ -18,7 +18,7 @@ class KvRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvUpdate:
-    """The index's changes from version `after` to `version`, in order; or, if `whole`, all that it holds at `version`."""
+    """The index's changes from version `after` to `version`, in order; if `whole`, the whole index at `version` instead."""
 
     after: int
     version: int
@@ -28,7 +28,7 @@ class KvUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a mirror needs besides the index to search as the worker does."""
+    """The settings of a worker's cache that a mirror needs, besides the index, to search as the worker does."""
 
     groups: tuple[GroupSpec, ...]
     block_size: int

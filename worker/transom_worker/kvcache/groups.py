@@ -1,8 +1,16 @@
-"""KV cache groups and their one rule of retention, `live(n)`.
+"""KV cache groups: model layers that keep the same tokens for the same time share a group, and `live(n)` says which tokens.
 
-Layers that keep the same thing for the same time share a group. What can be freed, what a hit needs, what admission and the
-planner count: all follow from `live(n)`, the token ranges that must be present so that token `n` can be computed after `n`
-tokens (a window `W` counts the query itself). Lower bounds grow with `n`.
+`live(n)` are the token ranges whose KV must be present so that token `n` can be computed, after tokens 0 to n - 1. Which blocks can
+be freed, what a prefix-cache hit needs, and what admission and the planner count all follow from it. A new kind of attention is a
+new `live`. Example: a window of W = 128 tokens, which counts the token that is computed: live(1000) = [873, 1000). The ranges'
+lower bounds never decrease as `n` grows.
+
+    full, latent         [0, n)                                                 latent: one compressed row per token (MLA)
+    window               [n - W + 1, n)
+    chunk                [start of n's chunk of C tokens, n)                    chunked local attention
+    sinks_window         [0, S) and [n - W + 1, n)                              S attention sinks
+    compressed, indexer  [0, n), whole entries of r tokens                      entries that stand for r tokens; their index keys
+    compressor_state     [start of n's entry - overlap * r, n)                  what the next compressed entry is made of
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ Range = tuple[int, int]  # [start, end)
 
 
 class GroupKind(StrEnum):
-    """What a group's layers keep."""
+    """What a group's layers keep; the module's docstring has a table."""
 
     FULL = "full"
     WINDOW = "window"
@@ -28,26 +36,26 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """One group: its rule, its layers and its block size in tokens. Unused sizes stay 0."""
+    """One group: its kind, its layers and its block size in tokens. Sizes that its kind has no use for stay 0."""
 
     name: str
     kind: GroupKind
     layers: tuple[int, ...]
     block_size: int
     window: int = 0  # W, tokens, the query included
-    sinks: int = 0  # S, first tokens kept for ever
+    sinks: int = 0  # S, first tokens that are always kept
     chunk: int = 0  # C
     ratio: int = 0  # r, tokens per compressed entry
-    overlap: int = 0  # earlier compressor groups that an entry reads
+    overlap: int = 0  # entries before its own whose tokens a compressed entry reads
 
     @property
     def num_sink_blocks(self) -> int:
-        """First logical blocks that never slide out (those that hold sink tokens)."""
+        """Sink blocks: the first logical blocks, which hold the sink tokens and never slide out."""
         return -(-self.sinks // self.block_size) if self.kind is GroupKind.SINKS_WINDOW else 0
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether nothing is ever freed while the sequence runs."""
+        """Whether no block is freed while the sequence runs (a *full group*); the other groups are *sliding groups*."""
         return self.kind in (
             GroupKind.FULL,
             GroupKind.LATENT,
@@ -56,7 +64,7 @@ class GroupSpec:
         )
 
     def live(self, n: int) -> tuple[Range, ...]:
-        """Non-empty token ranges that must be present to compute token `n` after `n` tokens."""
+        """Return the token ranges, none of them empty, that must be present to compute token `n`."""
         match self.kind:
             case GroupKind.FULL | GroupKind.LATENT:
                 ranges = [(0, n)]

@@ -1,7 +1,12 @@
-"""The hash chain of prefixes: one SHA-256 digest per unit of `block_size` tokens, H(parent, tokens), from a salted root.
+"""Hashes token prefixes: each whole hash block of a prompt gets a digest that names the block and all tokens before it.
 
-What else decides the KV of a token (tenant salt, adapter, KV policy) goes into the root, and so into every digest of the chain.
-Router and workers compute the same digests.
+A *hash block* is `block_size` (`--block-size`) consecutive tokens. A prompt's *chain* is the list of its hash blocks' digests:
+
+    root = SHA-256(format, block size, cache salt, KV policy)
+    chain[0] = SHA-256(root + tokens 0 ... 15), chain[1] = SHA-256(chain[0] + tokens 16 ... 31), ...   (block size 16)
+
+So two prompts share `chain[i]` exactly if they share their first `(i + 1) * block_size` tokens, the salt and the policy. What
+decides the KV of a token besides the tokens goes into the root. Router and workers compute the same digests.
 """
 
 from __future__ import annotations
@@ -13,16 +18,14 @@ from hashlib import sha256
 
 TOKEN_BYTES = 4
 
-_FORMAT = b"transom-kv-1"
+_FORMAT = b"transom-kv-2"
 
 
-def chain_root(
-    block_size: int, *, cache_salt: str | None = None, adapter: str | None = None, kv_policy: str | None = None
-) -> bytes:
-    """The parent of a chain's first unit. `kv_policy` is any canonical text of the policy."""
+def chain_root(block_size: int, *, cache_salt: str | None = None, kv_policy: str | None = None) -> bytes:
+    """Return the parent digest of a chain's first hash block. `kv_policy` is any canonical text of the policy."""
     digest = sha256(_FORMAT)
     digest.update(block_size.to_bytes(4, "little"))
-    for extra in (cache_salt, adapter, kv_policy):
+    for extra in (cache_salt, kv_policy):
         text = b"" if extra is None else extra.encode()
         length = -1 if extra is None else len(text)
         digest.update(length.to_bytes(8, "little", signed=True) + text)
@@ -30,7 +33,7 @@ def chain_root(
 
 
 def extend_chain(chain: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
-    """Append the digests of all whole units of `token_ids` that `chain` does not have yet.
+    """Append the digests of all whole hash blocks of `token_ids` that `chain` does not have yet.
 
     `chain[i]` stands for tokens `[0, (i + 1) * block_size)`. Token ids must fit 32 bits.
     """
@@ -40,9 +43,9 @@ def extend_chain(chain: list[bytes], root: bytes, token_ids: Sequence[int], bloc
         return
     packed = _pack(token_ids[begin:end])
     parent = chain[-1] if chain else root
-    unit_bytes = block_size * TOKEN_BYTES
-    for offset in range(0, len(packed), unit_bytes):
-        parent = sha256(parent + packed[offset : offset + unit_bytes]).digest()
+    hash_block_bytes = block_size * TOKEN_BYTES
+    for offset in range(0, len(packed), hash_block_bytes):
+        parent = sha256(parent + packed[offset : offset + hash_block_bytes]).digest()
         chain.append(parent)
 
 

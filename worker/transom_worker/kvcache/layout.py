@@ -1,9 +1,12 @@
-"""Where every block lies: bytes inside a block, blocks inside a page, pages inside the slab.
+"""`ArenaLayout`: where every KV block lies: tensors inside a block, blocks inside a page, pages inside a rank's slab of memory.
 
-One slab of bytes per rank, cut into pages; a page is leased to one group at a time. Block `b` of group `g` starts at byte
-`b * stride_g`; page `p` owns the first ids that lie wholly inside it, as many in every page, so that counts of pages and of blocks
-translate exactly. The integer side (`ArenaLayout`) is the same on every rank; byte strides are a rank's own. Behind the last page
-lies one dump block per group, where padded or masked rows write.
+Each rank has one slab of bytes, divided into pages; a page is leased to one KV cache group at a time. Block `b` of group `g` starts
+at byte `b * stride_g`. A page has the first ids whose blocks lie wholly inside it, the same number in every page, so that counts of
+pages and of blocks translate exactly. Example: pages of 1,000 bytes, blocks of 300 bytes. Page 1 (bytes 1,000 to 2,000) can
+have blocks 4 and 5 alone, so each page has 2 blocks: page 0 has 0 and 1, and the ids 2 and 3 belong to no page.
+
+Page numbers and block ids are the same on every rank; what lies inside a block is a rank's own. Behind the last page lies one dump
+block per group, to which padded or masked rows write.
 """
 
 from __future__ import annotations
@@ -19,21 +22,22 @@ BLOCK_ALIGNMENT_BYTES = 256
 
 
 class Role(StrEnum):
-    """What the rows of a layer's tensors are."""
+    """What one row of a layer's tensor is."""
 
     KV = "kv"  # keys and values by token
     COMPRESSED = "compressed"  # keys and values by compressed entry
     INDEXER = "indexer"  # an indexer's keys by compressed entry
     STATE = "state"  # a compressor's (kv, gate) by token
-    INDEXER_STATE = "indexer_state"  # an indexer's compressor's, likewise
+    INDEXER_STATE = "indexer_state"  # the (kv, gate) of an indexer's compressor, by token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTensors:
-    """One layer's part of a block: K is [num_kv_heads, rows, k_size] at `k_offset` bytes, V likewise.
+    """One layer's part of a block: K is [num_kv_heads, rows, k_size] at byte `k_offset`, V [num_kv_heads, rows, v_size] at
+    `v_offset`.
 
-    `v_offset` equals `k_offset` where one tensor serves as both. `dtype` is torch's name of it, such as "bfloat16"; "uint8" for
-    rows whose bytes only kernels understand.
+    `v_offset` equals `k_offset` if one tensor serves as both. `dtype` is torch's name, such as "bfloat16"; "uint8" means rows that
+    mix formats, which only kernels can read.
     """
 
     layer: int
@@ -57,7 +61,7 @@ class GroupLayout:
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens that a row of its tensors stands for: 1, or those of a compressed entry."""
+        """Tokens that one row of the group's tensors stands for: 1, or the tokens of a compressed entry."""
         return self.spec.ratio if self.spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER) else 1
 
     @property
@@ -68,7 +72,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaLayout:
-    """The slab: `num_pages` pages of `page_bytes`, then one dump block per group."""
+    """A slab: `num_pages` pages of `page_bytes` bytes, then one dump block per group."""
 
     page_bytes: int
     num_pages: int
@@ -88,39 +92,39 @@ class ArenaLayout:
         )
 
     def dump_block(self, group: int) -> int:
-        """The group's block id behind the last page: written by masked rows, never read."""
+        """Return the group's block id behind the last page: masked rows write to it, and no query reads it."""
         return -(-self.pool_bytes // self.groups[group].stride_bytes)
 
     def first_block(self, page: int, group: int) -> int:
-        """First block id of `group` that lies wholly inside `page`."""
+        """Return the first block id of `group` that begins inside `page`."""
         return -(-page * self.page_bytes // self.groups[group].stride_bytes)
 
     def end_block(self, page: int, group: int) -> int:
-        """One past the last block id of `group` that `page` owns."""
+        """Return one past the last block id of `group` that belongs to `page`."""
         return self.first_block(page, group) + self.blocks_per_page(group)
 
     def blocks_per_page(self, group: int) -> int:
-        """Block ids of `group` that every page owns: those that even the worst-placed page holds wholly."""
+        """Return how many blocks of `group` every page has: as many as fit in the page where they fit worst."""
         return blocks_inside(self.page_bytes, self.groups[group].stride_bytes)
 
     def num_block_ids(self, group: int) -> int:
-        """Ids that kernels may address: everything up to and with the dump block."""
+        """Return the number of block ids that kernels may address, the dump block included."""
         return self.dump_block(group) + 1
 
 
 def blocks_inside(page_bytes: int, stride_bytes: int) -> int:
-    """Blocks that lie wholly inside any page: placements are multiples of the two sizes' common divisor."""
+    """Return how many blocks lie wholly inside any page. Blocks begin at multiples of the sizes' greatest common divisor."""
     return max(0, page_bytes - stride_bytes + math.gcd(page_bytes, stride_bytes)) // stride_bytes
 
 
-def check_block_sizes(layout: ArenaLayout, unit: int) -> None:
-    """Whether blocks and the units in which prefixes are hashed fit into each other; ConfigError if not."""
+def check_block_sizes(layout: ArenaLayout, block_size: int) -> None:
+    """Check that each group's blocks and the hash blocks of `block_size` tokens fit into each other; raise ConfigError if not."""
     for group in layout.groups:
         spec = group.spec
-        allowed = max(unit, spec.ratio) if spec.keeps_everything else unit
-        if spec.block_size != allowed or (spec.ratio and unit % spec.ratio and spec.ratio % unit):
+        allowed = max(block_size, spec.ratio) if spec.keeps_everything else block_size
+        if spec.block_size != allowed or (spec.ratio and block_size % spec.ratio and spec.ratio % block_size):
             entry = f" and entries of {spec.ratio}" if spec.ratio else ""
             raise ConfigError(
-                f"KV group {spec.name} has blocks of {spec.block_size} tokens{entry}, and prefixes are hashed in units of "
-                f"{unit}; give --block-size a power of two, so that units and entries fit into each other."
+                f"KV group {spec.name} has blocks of {spec.block_size} tokens{entry}, and prefixes are hashed in blocks of "
+                f"{block_size}; give --block-size a power of two, so that blocks and entries fit into each other."
             )

@@ -1,7 +1,24 @@
-"""`KvCache`: the blocks of every group and sequence, and the cache that finished sequences leave behind.
+"""`KvCache`: manages all KV blocks of one worker: those of running sequences, and the prefix cache.
 
-A sequence `begin`s at a hit, is `extend`ed before each step, `advance`d when a step's result arrives (filled blocks are published,
-those outside `live` freed) and `release`d. Blocks are freed by processed tokens only, never by scheduled ones.
+Terms:
+
+    group        model layers that keep the same tokens for the same time, such as a sliding window (`groups`)
+    page         a part of the arena; it is leased to one group at a time and has that group's blocks (`arena`)
+    hash block   `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
+    hit          the cached prefix that a sequence starts from (`prefix_search`)
+    publish      make a computed block findable under its digest
+    checkpoint   a boundary of a chain whose blocks the cache keeps, since clients may continue there (`checkpoints`)
+
+The life cycle of a sequence's blocks, as the scheduler drives it:
+
+    hit = cache.find(chain, num_tokens)               the longest reusable prefix
+    blocks = cache.begin(chain, root, hit=hit)        reference the cached blocks
+    cache.plan_checkpoints(blocks, boundaries)
+    each step:  cache.extend(blocks, end)             allocate blocks for the tokens that the step will compute
+                cache.advance(blocks, ids, processed) when it has answered: publish full blocks, free those outside of windows
+    cache.release(blocks)                             the prefix cache keeps what was published
+
+Blocks are freed by processed tokens, whose step has answered, never by scheduled ones.
 """
 
 from __future__ import annotations
@@ -26,16 +43,17 @@ from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.kvcache.tree import CheckpointKind, Node
+from transom_worker.kvcache.tree import CheckpointKind
 
 
 class KvCache:
-    """Owns every block of one worker. Not thread-safe.
+    """All blocks of one worker. Not thread-safe.
 
-    `policy` decides what is evicted (learned return times if None), `clock` gives seconds.
+    `block_size` is that of a hash block in tokens, `policy` decides what is evicted (`ReturnTimePolicy` if None), `clock` gives
+    seconds.
 
     Raises:
-        ConfigError: a group's block is neither the hash unit nor one compressed entry, or a page holds none of its blocks.
+        ConfigError: a group's block is neither a hash block nor one compressed entry, or no block of a group fits in a page.
     """
 
     def __init__(
@@ -58,7 +76,7 @@ class KvCache:
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
         self.registry = BlockRegistry(layout, self.pools, block_size=block_size, clock=clock)
         self.index = self.registry.index
-        self.num_releases = 0  # grows whenever blocks may have come free
+        self.num_releases = 0  # grows whenever blocks may have become free
         self.checkpoints = Checkpoints(
             layout,
             self.retentions,
@@ -69,122 +87,127 @@ class KvCache:
             pin=self.registry.pin,
             unpin=self.registry.unpin,
         )
-        self._allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.checkpoints.evict_one)
-        self._running: dict[int, SequenceBlocks] = {}  # by id()
+        self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.checkpoints.evict_one)
+        self.running: dict[int, SequenceBlocks] = {}  # by id()
         self._publishing = Publishing(
             self.registry, self.checkpoints, self.retentions, block_size=block_size, is_on=enable_prefix_caching
         )
-        self._compaction = Compaction(self.arena, self.pools, self.registry, self._running)
-        self.capacity = Capacity(self.retentions, self.arena, self._allocator)
+        self.compaction = Compaction(self.arena, self.pools, self.registry, self.running)
+        self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
         self.snapshots = CacheSnapshots(
-            self.arena, self.pools, self.registry, self._compaction, self.outcomes, clock=clock
+            self.arena, self.pools, self.registry, self.compaction, self.outcomes, clock=clock
         )
 
     # Searching
 
     def find(self, chain: Sequence[bytes], num_tokens: int) -> PrefixHit:
-        """The longest reusable prefix of `num_tokens` known tokens; at least one is left to compute."""
+        """Return the longest reusable prefix of `num_tokens` known tokens; at least one token is left to compute."""
         limit = hit_limit(num_tokens, self.block_size)
         return find_hit(self.retentions, self.index.groups, chain, limit, window_repair=self.window_repair)
 
-    # A sequence's life
+    # A sequence from its hit to its release
 
     def begin(self, chain: list[bytes], root: bytes, *, hit: PrefixHit | None = None) -> SequenceBlocks:
-        """Start a sequence on the cached blocks of a hit (None: on nothing).
+        """Start a sequence on the cached blocks of a hit (None: without any), and reference them.
 
-        Where the hit needs a repair, the sliding groups begin empty at `hit.start`, their sink blocks apart.
+        Where the hit needs a window repair, sliding groups get their sink blocks alone; they compute the others from `hit.start`
+        on.
         """
-        blocks = SequenceBlocks.at(hit, chain, root, self.retentions, unit=self.block_size)
+        blocks = SequenceBlocks.at(hit, chain, root, self.retentions, block_size=self.block_size)
         for group, table in enumerate(blocks.tables):
             found = self.index.groups[group]
-            digests = blocks.shared_digests(group, self.retentions[group], unit=self.block_size)
+            digests = blocks.shared_digests(group, self.retentions[group], block_size=self.block_size)
             shared = [found[digest] for digest in digests]
             self.registry.ref(group, shared)
             table.append(shared)
-        blocks.base = self.checkpoints.lock(chain, blocks.num_published)
-        self._running[id(blocks)] = blocks
+        blocks.base_node = self.checkpoints.lock(chain, blocks.num_published)
+        self.running[id(blocks)] = blocks
         return blocks
 
     def plan_checkpoints(
         self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool = True
     ) -> None:
-        """A sequence is admitted: keep what is live at these boundaries (units, beyond the hit) when `advance` passes them.
+        """Plan checkpoints of an admitted sequence at these boundaries (hash blocks, behind the hit); `advance` places them.
 
-        Where chains were seen to part, a checkpoint is added. From a new request the cache learns what clients come back to.
+        One more is added where the sequence's chain parts from a cached one. From a new request (`is_new`: not one that was
+        preempted) the cache learns what clients return to.
         """
-        if blocks.repair_until:
+        if blocks.needs_repair:
             self.outcomes.count_repair(blocks.repair_until - blocks.repair_from)
         self._publishing.plan(blocks, boundaries, is_new=is_new)
 
-    def plan_fork_checkpoint(self, blocks: SequenceBlocks, units: int) -> None:
-        """Another waits for a sequence up to this boundary, which it has not processed, and parts from it there."""
-        self._publishing.plan_fork_checkpoint(blocks, units)
+    def plan_fork_checkpoint(self, blocks: SequenceBlocks, boundary: int) -> None:
+        """Plan a checkpoint at a boundary (in hash blocks) ahead, where the chain of a waiting sequence parts from this one's."""
+        self._publishing.plan_fork_checkpoint(blocks, boundary)
 
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
-        """Give every group blocks for positions below `end`; False, and nothing changed, if memory is short.
+        """Allocate blocks of every group for positions below `end`; return False, with nothing changed, if memory is short.
 
-        `reserve` blocks per group must stay within reach besides. Evicts cached blocks as needed, and moves active ones together
-        if that is what it takes and `compact` allows.
+        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If free blocks are enough by count
+        but lie scattered over pages, active blocks are moved together, provided that `compact` allows it.
         """
         needs = [
             max(0, -(-end // retention.block_size) - table.end_block)
             for retention, table in zip(self.retentions, blocks.tables, strict=True)
         ]
-        if reserve and self._allocator.pages_needed([need + reserve for need in needs]) is None:
+        if reserve and self.allocator.pages_needed([need + reserve for need in needs]) is None:
             return False
-        pages = self._allocator.pages_needed(needs)
+        pages = self.allocator.pages_needed(needs)
         if pages is None:
-            if not compact or not (cleared := self._compaction.pages_to_clear(needs)):
+            if not compact or not (cleared := self.compaction.pages_to_clear(needs)):
                 return False
             self._evict_cached("compaction")
-            self._compaction.clear(cleared)
-            pages = self._allocator.pages_needed(needs)
+            self.compaction.clear(cleared)
+            pages = self.allocator.pages_needed(needs)
             assert pages is not None
-        spare = self._allocator.usable_pages - sum(pages)
+        # Each group may take the pages that it needs, and pages to spare, which keep block ids consecutive.
+        spare = self.allocator.usable_pages - sum(pages)
         for group, table in enumerate(blocks.tables):
             if needs[group]:
                 share = pages[group] + spare
-                ids, used = self._allocator.allocate(group, needs[group], table.last, share)
+                ids, used = self.allocator.allocate(group, needs[group], table.last, share)
                 spare = share - used
                 table.append(ids)
                 self.registry.taken(group, ids)
-                blocks.changed = True
+                blocks.tables_changed = True
         blocks.capacity_tokens = max(blocks.capacity_tokens, -(-end // self.block_size) * self.block_size)
         return True
 
     def advance(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
-        """`processed` tokens have their KV: publish filled blocks, free what nothing will read again."""
+        """Note that `processed` tokens have their KV: publish full blocks, place checkpoints, free blocks that no query reads
+        again.
+        """
         blocks.processed = processed
-        if processed < blocks.next_event:
+        if processed < blocks.next_event_at:
             return
         self._publishing.publish(blocks, token_ids, processed)
         self._publishing.place_planned(blocks, processed)
-        blocks.next_event = (processed // self.block_size + 1) * self.block_size
+        blocks.next_event_at = (processed // self.block_size + 1) * self.block_size
         for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
             if retention.keeps_everything:
                 continue
-            fallen = table.drop_until(retention.first_live_block(processed))
-            if fallen:
-                self.registry.unref(group, fallen)
-                self.num_releases += len(fallen)
-                blocks.changed = True
-            blocks.next_event = min(blocks.next_event, retention.next_change(processed))
+            freed = table.drop_until(retention.first_live_block(processed))
+            if freed:
+                self.registry.unref(group, freed)
+                self.num_releases += len(freed)
+                blocks.tables_changed = True
+            blocks.next_event_at = min(blocks.next_event_at, retention.next_change(processed))
 
     def release(self, blocks: SequenceBlocks, *, kind: CheckpointKind | None = CheckpointKind.GENERATION) -> None:
-        """Drop all references; `kind` keeps a checkpoint at the last whole unit processed, None keeps none."""
+        """Remove all references of a sequence. `kind` places a checkpoint behind its last whole hash block; None places none."""
         self.num_releases += 1
         if kind is not None:
             self._publishing.place_last(blocks, kind)
         for group, table in enumerate(blocks.tables):
             self.registry.unref(group, [*reversed(table.run), *reversed(table.sink_blocks)])
             table.sink_blocks, table.run = [], []
-        if blocks.base is not None:
-            self.checkpoints.unlock(blocks.base)
-            blocks.base = None
-        del self._running[id(blocks)]
+        if blocks.base_node is not None:
+            self.checkpoints.unlock(blocks.base_node)
+            blocks.base_node = None
+        del self.running[id(blocks)]
 
-    # Reports
+    # State of the cache
 
     def evict_all(self) -> None:
         """Evict every cached block."""
@@ -193,7 +216,7 @@ class KvCache:
 
     @property
     def shape(self) -> CacheShape:
-        """What a mirror of the index needs to search as `find` does."""
+        """What a router's mirror of the index needs to search as `find` does."""
         return CacheShape(
             groups=tuple(retention.spec for retention in self.retentions),
             block_size=self.block_size,
@@ -203,23 +226,23 @@ class KvCache:
 
     @property
     def index_version(self) -> int:
-        """Changes of the index since start."""
+        """The number of changes of the prefix index since start."""
         return self.registry.changes.version
 
     def take_update(self) -> KvUpdate | None:
-        """How the index changed since the last call."""
+        """Return the changes of the prefix index since the last call; None if there are none."""
         return self.registry.changes.take()
 
     def whole_index(self) -> KvUpdate:
-        """Everything that can be found now."""
+        """Return the whole content of the prefix index."""
         return self.registry.changes.whole()
 
     def take_copies(self) -> list[BlockCopy]:
-        """Block copies that the next plan must carry."""
-        return self._compaction.take_copies()
+        """Return the block copies of compaction since the last call; the next plan must carry them."""
+        return self.compaction.take_copies()
 
     def stats(self) -> CacheStats:
-        """Pages and blocks by state, evictions and outcomes since start."""
+        """Return pages and blocks by state, and evictions and outcomes since start."""
         return CacheStats(
             num_pages=self.arena.num_pages,
             free_pages=self.arena.num_free,
@@ -231,18 +254,8 @@ class KvCache:
             num_repairs=self.outcomes.num_repairs,
             repair_tokens=self.outcomes.repair_tokens,
             checkpoints=self.checkpoints.counts.stats(),
-            num_compacted_blocks=self._compaction.num_moved,
+            num_compacted_blocks=self.compaction.num_moved,
         )
-
-    def checkpoints_of(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
-        """The checkpoints that count on a block, each with the part of it that does: "chain" or "window"."""
-        return self.checkpoints.counting_on(group, digest)
-
-    def cached_age_s(self, group: int, block: int) -> float:
-        """How long a cached block has not been referenced."""
-        return self.registry.cached_age_s(group, block)
-
-    # Inside
 
     def _evict_cached(self, reason: str) -> None:
         while self.checkpoints.evict_one():

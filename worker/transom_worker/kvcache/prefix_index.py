@@ -1,4 +1,8 @@
-"""Which block holds which unit of which chain, by group; and a bounded memory of digests that are gone."""
+"""`PrefixIndex`: finds a cached block by digest, per KV cache group, and remembers digests that were evicted.
+
+A digest names a hash block (`--block-size` tokens) and all tokens before it (`hashing`). A block that has several hash blocks is
+found under the digest of its last one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Sequence
 
 
 class PrefixIndex:
-    """Per group a map from chain digest to block id, which `BlockRegistry` fills; equal blocks are indexed once."""
+    """Per group a map from digest to block id, which `BlockRegistry` fills. Of blocks with equal content the index has one."""
 
     def __init__(self, num_groups: int, *, remembered: int) -> None:
         self.groups: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
@@ -15,7 +19,7 @@ class PrefixIndex:
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     def remove(self, group: int, digests: Sequence[bytes]) -> None:
-        """Forget blocks, remember that their digests were once here (the oldest memories go)."""
+        """Remove blocks from the index; remember their digests as evicted, at most `remembered` of them, the latest ones."""
         found, evicted = self.groups[group], self._evicted
         for digest in digests:
             del found[digest]
@@ -24,7 +28,9 @@ class PrefixIndex:
             evicted.popitem(last=False)
 
     def num_seen(self, digests: Sequence[bytes], begin: int, end: int) -> int:
-        """How many consecutive digests from `begin` are, or were not long ago, in any group."""
+        """Return how many consecutive digests of `[begin, end)`, from the first on, are or recently were in the index of any
+        group.
+        """
         for at in range(begin, end):
             digest = digests[at]
             if digest not in self._evicted and not any(digest in found for found in self.groups):

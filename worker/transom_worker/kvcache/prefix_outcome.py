@@ -1,4 +1,22 @@
-"""Why prompt tokens hit or missed the prefix cache; the parts always sum to the prompt."""
+"""Classifies each prompt token by why it hit or missed the prefix cache; the classes always add up to the prompt.
+
+The hit search (`prefix_search`) divides a prompt into consecutive ranges. An example with hash blocks of 16 tokens, a prompt of 200
+tokens, a hit of 64 tokens of which 16 are repaired:
+
+    0        48         64             96           128          192      200
+    |  hit   | repaired |window_evicted|full_evicted| never_seen |  tail  |
+
+    hit                cached in every group; not computed
+    repaired           cached in the full groups (which keep every token), computed again for sliding groups
+    window_evicted     cached in the full groups; the windows were evicted
+    full_evicted       was cached once, and was evicted
+    never_seen         was never cached, or is forgotten
+    below_alignment    the tail, if it is shorter than a hash block
+    last_token         the tail, if it is a whole hash block: the last token must be computed, so its block cannot be hit
+    policy             the whole prompt of a request that reads no cache
+
+All but the first two are reported as `missed_<class>`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +38,7 @@ POLICY = "missed_policy"
 
 
 class OutcomeCounts:
-    """What became of admitted requests' tokens, since start: prompt tokens and requests by outcome, and repairs."""
+    """Counts since start: prompt tokens and admitted requests by outcome, and window repairs."""
 
     def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
         self.tokens: Counter[str] = Counter()
@@ -33,8 +51,9 @@ class OutcomeCounts:
     def count(
         self, hit: PrefixHit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
     ) -> dict[str, int]:
-        """Count a request's prompt tokens once, at its first admission; returns them by outcome. `hit` None: it reads no cache by
-        policy."""
+        """Count a request's prompt tokens at its first admission, and return them by outcome. `hit` is None if it reads no
+        cache.
+        """
         tokens = {POLICY: num_prompt_tokens}
         if hit is not None:
             tokens = classify(
@@ -50,7 +69,7 @@ class OutcomeCounts:
         return tokens
 
     def count_repair(self, num_tokens: int) -> None:
-        """A sequence is admitted that replays so many tokens; after a preemption as well."""
+        """Count an admission, the first or a later one, with a window repair of `num_tokens` tokens."""
         self.num_repairs += 1
         self.repair_tokens += num_tokens
 
@@ -64,11 +83,9 @@ def classify(
     num_prompt_tokens: int,
     block_size: int,
 ) -> dict[str, int]:
-    """Prompt tokens by outcome for a search over `num_tokens` known tokens (prompt and resumed output).
+    """Return prompt tokens by outcome for a search over `num_tokens` known tokens, prompt and resumed output.
 
-    `[0, start)` hit, `[start, n)` repaired; then window_evicted while full groups reach, full_evicted while the chain was ever
-    seen, never_seen; behind the last boundary allowed lie tokens that fill no unit (below_alignment), or one whole unit
-    (last_token).
+    The module's docstring has the outcomes. `digests` is the chain of hash blocks, `index` the prefix index that was searched.
     """
     seen_end = hit.num_hash_blocks + index.num_seen(digests, hit.num_hash_blocks, hit.limit)
     window_end = max(hit.num_hash_blocks, min(hit.full_groups_reach, seen_end))
@@ -92,5 +109,5 @@ def classify(
 
 
 def of_request(tokens: dict[str, int]) -> str:
-    """A request's outcome by its tokens': repaired where a window had to be, hit where anything was found, else missed."""
+    """Return a request's outcome: repaired if any token was, else hit if any token was, else missed."""
     return REPAIRED if REPAIRED in tokens else HIT if HIT in tokens else MISSED

@@ -1,7 +1,24 @@
-"""Hit search: from which boundary a prompt goes on, and where computing starts. The same code runs on a worker and on a mirror.
+"""Finds the longest cached prefix of a prompt that a sequence can start from. Workers and the router's index mirrors run this code.
 
-Legend: a boundary `u` stands after `u` units of the chain. A group's block holds one unit, or `p` of them (compressed groups), and
-is found under the digest of its last unit.
+Terms:
+
+    hash block     `--block-size` tokens with a digest (`hashing`); a KV block of a group has one hash block, or several of them in
+                   groups of compressed entries, and is found under the digest of its last one
+    boundary u     the position behind the first `u` hash blocks of a prompt
+    full groups    KV cache groups that keep every token; a hit needs all their blocks below the boundary
+    sliding groups groups with a window, chunk or compressor state; a hit needs their *live* blocks, the ones that the next token
+    reads sink blocks    a sliding group's first blocks, which hold attention sinks and never slide out; a hit needs them too window
+    repair  computing the tokens before a boundary again, so that the sliding groups get their live blocks (`window_repair`)
+
+Example, hash blocks of 16 tokens, one full group and one with a window of 33 tokens (2 live blocks), a prompt of 10 hash blocks:
+
+    hash block      0 1 2 3 4 5 6 7 8 9
+    full group      # # # # # # # # . .     8 leading blocks cached: the boundary is at most 8
+    window group    . . # # . . # . . .
+
+Boundary 4 is a hit: the window group has blocks 2 and 3. Boundaries 5 to 8 are not. A window repair of boundary 8 computes blocks 6
+and 7 again (with one window layer), so `start` is token 96 = 6 * 16, and that leaves less to compute than the hit at boundary 4: it
+wins.
 """
 
 from __future__ import annotations
@@ -12,26 +29,29 @@ from dataclasses import dataclass
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.window_repair import repair_start
 
-_PIECE = 512
+_PIECE = 512  # hash blocks that are looked up at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """Tokens below `num_hash_blocks` units need no ordinary computing; the first token to compute is `start`.
+    """Where a sequence starts: tokens `[0, start)` need no computing.
 
-    Below `num_hash_blocks` units only where sliding groups are repaired: the groups that keep everything hold
-    [0, num_hash_blocks), the
-    others get theirs from a replay of [start, num_hash_blocks * unit).
+    Without a window repair `start` is the end of the first `num_hash_blocks` hash blocks. With a window repair it lies before that
+    end: the sequence computes `[start, end)` again for its sliding groups, while the full groups already hold that range.
     """
 
-    num_hash_blocks: int
-    start: int
-    full_groups_reach: int  # units that the groups that keep everything hold
-    limit: int  # boundary that the last-token rule and the prompt's length allow
+    num_hash_blocks: int  # the boundary, in hash blocks
+    start: int  # first token to compute
+    full_groups_reach: int  # leading hash blocks that the full groups hold; at least `num_hash_blocks`
+    limit: int  # largest boundary that the prompt's length allows
+
+    def needs_repair(self, block_size: int) -> bool:
+        """Return whether windows must be repaired; `block_size` is the size of a hash block in tokens."""
+        return self.start < self.num_hash_blocks * block_size
 
 
 def hit_limit(num_tokens: int, block_size: int) -> int:
-    """Boundaries up to this one leave at least one token to compute."""
+    """Return the largest boundary that leaves at least one of `num_tokens` tokens to compute."""
     return max(0, num_tokens - 1) // block_size
 
 
@@ -43,52 +63,65 @@ def find_hit(
     *,
     window_repair: bool,
 ) -> PrefixHit:
-    """The hit that leaves least to compute, at a boundary `u <= limit`; `found[g]` are the digests of group `g`'s blocks.
+    """Return the hit that leaves fewest tokens to compute, at a boundary of at most `limit`.
 
-    Either the largest `u` at which every group has its blocks of `live(u)`, or, if that leaves no less, the largest at which those
-    that keep everything (and pinned sink blocks) are there and the rest is repaired: a larger boundary is never repaired from
-    further back, and shares more blocks. A repair from 0 saves nothing. The smallest block is the hash unit.
+    `found[g]` has the digests of group `g`'s cached blocks. Two boundaries compete: the largest at which every group has the blocks
+    that it needs; and the largest at which the full groups and the sink blocks reach, with the windows repaired. The second wins if
+    it leaves no more tokens to compute, because it shares more blocks. No other boundary can win: a repair of a larger boundary
+    never starts further back than that of a smaller one. A repair that starts at token 0 saves nothing and is not taken.
+
+    The smallest block of all groups is the hash block.
     """
-    unit = min(retention.block_size for retention in retentions)
+    block_size = min(retention.block_size for retention in retentions)
     limit = min(limit, len(digests))
-    full_groups_reach, reach, repairable = limit, limit, False
+
+    # How far the full groups and the sink blocks reach.
+    full_groups_reach, repairable = limit, False
     sliding: list[tuple[Retention, Collection[bytes]]] = []
     for retention, group in zip(retentions, found, strict=True):
         if retention.keeps_everything:
-            full_groups_reach = _leading(group, digests, full_groups_reach, retention.block_size // unit)
+            full_groups_reach = _leading(group, digests, full_groups_reach, retention.block_size // block_size)
             repairable = window_repair
         else:
             sliding.append((retention, group))
     reach = full_groups_reach
     for retention, group in sliding:
-        reach = min(reach, _pinned_reach(group, digests, reach, retention.num_sink_blocks))
-    start = repair_start([retention.spec for retention in retentions], reach * unit) // unit if repairable else 0
-    # at and below `start` the repair is as good
-    at = _largest_boundary([_WindowSearch(*pair, digests, reach) for pair in sliding], reach, floor=start)
-    num_hash_blocks = reach if at == start > 0 else at
-    return PrefixHit(num_hash_blocks=num_hash_blocks, start=at * unit, full_groups_reach=full_groups_reach, limit=limit)
+        reach = min(reach, _sink_reach(group, digests, reach, retention.num_sink_blocks))
+
+    # The largest boundary with all live blocks, unless a repair of `reach` leaves no more to compute.
+    specs = [retention.spec for retention in retentions]
+    repaired_from = repair_start(specs, reach * block_size) // block_size if repairable else 0
+    searches = [_WindowSearch(retention, group, digests, reach) for retention, group in sliding]
+    start = _largest_boundary(searches, reach, floor=repaired_from)
+    takes_repair = start == repaired_from > 0
+    return PrefixHit(
+        num_hash_blocks=reach if takes_repair else start,
+        start=start * block_size,
+        full_groups_reach=full_groups_reach,
+        limit=limit,
+    )
 
 
-def _leading(group: Collection[bytes], digests: Sequence[bytes], end: int, units_per_block: int) -> int:
-    """The largest boundary up to `end` whose whole blocks are all found."""
-    num_blocks = end // units_per_block
+def _leading(group: Collection[bytes], digests: Sequence[bytes], end: int, hash_blocks_per_block: int) -> int:
+    """Return the largest boundary up to `end` whose whole blocks are all found in one group."""
+    num_blocks = end // hash_blocks_per_block
     for begin in range(0, num_blocks, _PIECE):
         stop = min(num_blocks, begin + _PIECE)
-        last = digests[(begin + 1) * units_per_block - 1 : stop * units_per_block : units_per_block]
+        last = digests[(begin + 1) * hash_blocks_per_block - 1 : stop * hash_blocks_per_block : hash_blocks_per_block]
         gap = _presence(group, last).find(0)
         if gap >= 0:
-            return (begin + gap + 1) * units_per_block - 1
+            return (begin + gap + 1) * hash_blocks_per_block - 1
     return end
 
 
-def _pinned_reach(group: Collection[bytes], digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
-    """The largest boundary up to `end` whose pinned blocks are all found."""
+def _sink_reach(group: Collection[bytes], digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
+    """Return the largest boundary up to `end` whose sink blocks are all found."""
     missing = _presence(group, digests[: min(end, num_sink_blocks)]).find(0)
     return end if missing < 0 else missing
 
 
 def _largest_boundary(searches: list[_WindowSearch], at: int, floor: int) -> int:
-    """The largest boundary in (floor, at] that is good in every group; `floor` if none is."""
+    """Return the largest boundary in (floor, at] at which every sliding group has its live blocks; `floor` if there is none."""
     settled = False
     while not settled:
         before = at
@@ -99,50 +132,58 @@ def _largest_boundary(searches: list[_WindowSearch], at: int, floor: int) -> int
 
 
 def _presence(group: Collection[bytes], digests: Sequence[bytes]) -> bytes:
+    """Return a byte per digest: 1 if the group has its block, else 0."""
     return bytes(map(group.__contains__, digests))
 
 
 class _WindowSearch:
-    """One sliding group: which boundaries have their live blocks, from `end` down; looks no further back than it must.
+    """Searches one sliding group, from `end` down, for boundaries that have their live blocks; looks no further back than it must.
 
-    Any monotone `live` works: a block missing at `i` rules out every boundary in `(i, u]`, since lower bounds grow with n.
+    Works for any group whose live range starts later the later the boundary is: a block that is missing at index `i` rules out
+    every boundary between `i` and the boundary that needed it.
     """
 
     def __init__(self, retention: Retention, group: Collection[bytes], digests: Sequence[bytes], end: int) -> None:
-        self._first = retention.first_live_at(end)
-        self._free = retention.free_boundaries(end)
+        self._first_live = retention.first_live_at(end)
+        self._needs_nothing = retention.free_boundaries(end)
         self._group, self._digests = group, digests
-        self._present = bytearray(end)  # right from `_known` on
-        self._known = end
-        # boundaries above `_edge` need the `_run` blocks before them; windows are alike all along, other kinds need one or none
-        self._run, self._edge = 1, 0
+        self._present = bytearray(end)  # by block: 1 if found; looked up from `_known_from` on
+        self._known_from = end
+        # A window needs the same number of blocks at every boundary above `_steady_from`; below it, and in groups of other kinds, a
+        # boundary needs at least one block or none.
+        self._num_live, self._steady_from = 1, 0
         if retention.spec.window > 1:
-            self._run = -(-(retention.spec.window - 1) // retention.block_size)
-            self._edge = retention.num_sink_blocks + self._run
+            self._num_live = -(-(retention.spec.window - 1) // retention.block_size)
+            self._steady_from = retention.num_sink_blocks + self._num_live
 
     def largest_boundary(self, at: int, floor: int) -> int:
-        """Largest good boundary in (floor, at], else `floor`."""
+        """Return the largest boundary in (floor, at] at which this group has its live blocks; `floor` if there is none."""
         while at > floor:
-            first = self._first[at]
+            first = self._first_live[at]
             self._look_back(first)
             missing = self._present.rfind(0, first, at)
             if missing < 0:
                 return at
-            at = max(self._behind_last_run(missing, floor), self._free[missing])
+            at = max(self._behind_last_run(missing, floor), self._needs_nothing[missing])
         return floor
 
     def _behind_last_run(self, end: int, floor: int) -> int:
-        """No boundary that needs a block is good between this one, which may not be good itself, and `end`."""
-        run, edge = (self._run, self._edge) if end > self._edge else (1, 0)
-        lowest = max(floor, edge)
-        present = b"\1" * run
-        while (at := self._present.rfind(present, self._known, end)) < 0 and self._known > max(0, lowest - run):
-            self._look_back(self._known - _PIECE)
-        return max(at + run if at >= 0 else 0, lowest)
+        """Return a boundary below `end` such that every boundary above it, up to `end`, lacks a live block that it needs.
+
+        The boundary itself may lack one, too.
+        """
+        num_live, steady_from = (self._num_live, self._steady_from) if end > self._steady_from else (1, 0)
+        lowest = max(floor, steady_from)
+        run = b"\1" * num_live
+        while (at := self._present.rfind(run, self._known_from, end)) < 0:
+            if self._known_from <= max(0, lowest - num_live):
+                break
+            self._look_back(self._known_from - _PIECE)
+        return max(at + num_live if at >= 0 else 0, lowest)
 
     def _look_back(self, begin: int) -> None:
-        """Know all from `begin` on."""
+        """Look up all blocks from index `begin` on that are not known yet."""
         begin = max(0, begin)
-        if begin < self._known:
-            self._present[begin : self._known] = _presence(self._group, self._digests[begin : self._known])
-            self._known = begin
+        if begin < self._known_from:
+            self._present[begin : self._known_from] = _presence(self._group, self._digests[begin : self._known_from])
+            self._known_from = begin

@@ -1,4 +1,23 @@
-"""What sequences leave for others to find: whole blocks under their digests, and checkpoints at boundaries that they pass."""
+"""`Publishing`: makes a sequence's computed blocks findable for other requests, and places checkpoints at boundaries that it
+passes.
+
+Terms:
+
+    hash block      `--block-size` tokens with a digest; a sequence's chain is the list of its digests (`hashing`)
+    publish         enter a computed block into the prefix index under its digest
+    boundary        the position behind the first n hash blocks of a chain
+    checkpoint      a boundary at which the cache keeps all blocks that a request needs to continue there (`checkpoints`)
+    twin            a block with the same content, hence the same digest; the index has one of them
+    full groups     KV cache groups that keep every token; sliding groups keep a window, chunk or compressor state
+    window repair   computing tokens `[repair_from, repair_until)` again, so that sliding groups get their blocks
+
+What a window repair computes is exact only in blocks that are live at `repair_until`; other blocks of sliding groups in that range
+are never published. Example with one window group, live blocks 6 and 7 at the repair's end, and `repair_from` in block 5:
+
+    block            0 ... 4    5         6      7      8 ...
+    full group       (cached)   (cached)                publish
+    window group     (none)     inexact   publish       publish
+"""
 
 from __future__ import annotations
 
@@ -14,10 +33,7 @@ from transom_worker.kvcache.tree import CheckpointKind
 
 
 class Publishing:
-    """Names blocks in the registry and places checkpoints. What a replay computed is published from its end on alone.
-
-    Unless it `is_on` nothing is published: prefix caching is off.
-    """
+    """Publishes blocks in the registry and places checkpoints. If `is_on` is False (no prefix caching) it does nothing."""
 
     def __init__(
         self,
@@ -35,74 +51,84 @@ class Publishing:
         self._is_on = is_on
 
     def plan(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool) -> None:
-        """A sequence is admitted: checkpoints are due at these boundaries, and at one more where chains were seen to part."""
+        """Plan an admitted sequence's checkpoints at these boundaries (in hash blocks), and one more where its chain parts from
+        another.
+
+        The other chain is one that the full groups have further than the hit reaches. From a new request (`is_new`: not one that
+        was preempted) the cache learns what clients return to.
+        """
         if not self._is_on:
             return
         planned: dict[int, CheckpointKind] = {}
         hit = blocks.hit
         if hit is not None:
-            self._checkpoints.admitted(blocks.base, hit.num_hash_blocks)
+            self._checkpoints.count_hit(blocks.base_node, hit.num_hash_blocks)
             if is_new:
-                blocks.turns = self._checkpoints.arrive(blocks.chain, hit.limit, blocks.base)
-            elif blocks.base is not None:
-                blocks.turns = blocks.base.turns
-            parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.repair_until > 0
+                blocks.num_returns = self._checkpoints.learn_return(blocks.chain, hit.limit, blocks.base_node)
+            elif blocks.base_node is not None:
+                blocks.num_returns = blocks.base_node.num_returns
+            parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.needs_repair
             if parted and any(retention.keeps_everything for retention in self._retentions):
                 planned[hit.full_groups_reach] = CheckpointKind.FORK
         planned.update(boundaries)
-        blocks.planned = sorted(planned.items())
+        blocks.planned_checkpoints = sorted(planned.items())
 
-    def plan_fork_checkpoint(self, blocks: SequenceBlocks, units: int) -> None:
-        """One more checkpoint is due, at this boundary ahead, if there are windows that would be gone later."""
+    def plan_fork_checkpoint(self, blocks: SequenceBlocks, boundary: int) -> None:
+        """Plan one more checkpoint, at a boundary ahead, if there are sliding groups, whose blocks would be freed later."""
         slides = any(not retention.keeps_everything for retention in self._retentions)
-        if self._is_on and slides and all(units != planned for planned, _ in blocks.planned):
-            insort(blocks.planned, (units, CheckpointKind.FORK))
+        if self._is_on and slides and all(boundary != planned for planned, _ in blocks.planned_checkpoints):
+            insort(blocks.planned_checkpoints, (boundary, CheckpointKind.FORK))
 
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
-        """Make whole blocks findable. What a replay computed is right from its end on, and so is what is live there."""
-        units = processed // self._block_size
-        replays = blocks.repair_until > 0 and not blocks.repaired
-        if not self._is_on or processed < blocks.repair_until or (units <= blocks.num_published and not replays):
+        """Publish the whole blocks among the `processed` tokens that are not published yet."""
+        num_whole = processed // self._block_size
+        nothing_new = num_whole <= blocks.num_published and not blocks.is_repairing
+        if not self._is_on or processed < blocks.repair_until or nothing_new:
             return
-        if len(blocks.chain) < units:
+        if len(blocks.chain) < num_whole:
             extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
         for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
             begin = blocks.num_published
-            if replays and not retention.keeps_everything:
+            if blocks.is_repairing and not retention.keeps_everything:
                 begin = retention.first_live_block(blocks.repair_until)
             step = retention.block_size // self._block_size
-            self._registry.name(group, table, begin // step, units // step, blocks.chain)
-        blocks.num_published = units
-        blocks.repaired = True
+            self._registry.publish(group, table, begin // step, num_whole // step, blocks.chain)
+        blocks.num_published = num_whole
+        blocks.repair_done = True
 
     def place_planned(self, blocks: SequenceBlocks, processed: int) -> None:
         """Place the checkpoints whose boundaries the sequence has passed."""
-        while blocks.planned and blocks.planned[0][0] <= blocks.num_published:
-            units, kind = blocks.planned[0]
-            if processed < units * self._block_size or processed < blocks.repair_until:
+        while blocks.planned_checkpoints and blocks.planned_checkpoints[0][0] <= blocks.num_published:
+            boundary, kind = blocks.planned_checkpoints[0]
+            if processed < boundary * self._block_size or processed < blocks.repair_until:
                 return
-            del blocks.planned[0]
-            self._place(blocks, units, kind)
+            del blocks.planned_checkpoints[0]
+            self._place(blocks, boundary, kind)
 
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
-        """Place one at the last whole unit that an ending sequence processed, if all up to there was published."""
-        units = blocks.processed // self._block_size
-        complete = self._is_on and blocks.processed >= blocks.repair_until and units <= blocks.num_published
-        if units and complete:
-            self._place(blocks, units, kind)
+        """Place a checkpoint behind the last whole hash block of a sequence that ends, if everything up to there was published."""
+        boundary = blocks.processed // self._block_size
+        complete = self._is_on and blocks.processed >= blocks.repair_until and boundary <= blocks.num_published
+        if boundary and complete:
+            self._place(blocks, boundary, kind)
 
-    def _place(self, blocks: SequenceBlocks, units: int, kind: CheckpointKind) -> None:
-        """A checkpoint at a boundary up to which everything was published; blocks whose twins went are named again."""
+    def _place(self, blocks: SequenceBlocks, boundary: int, kind: CheckpointKind) -> None:
+        """Place a checkpoint at a boundary up to which everything was published.
+
+        A block that was not published because the index had its twin is published now if the twin was evicted meanwhile.
+        """
         chain = blocks.chain
-        owned = self._checkpoints.tree.reach(chain, units)
+        owned = self._checkpoints.tree.reach(chain, boundary)
         for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
             step = retention.block_size // self._block_size
-            end = units // step
-            kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # with the segment
-            self._registry.name(group, table, owned // step, kept, chain)
-            # what a replay computed below its end's live blocks is wrong
+            end = boundary // step
+            kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # pinned with the segment
+            self._registry.publish(group, table, owned // step, kept, chain)
+            # Below the live blocks of the repair's end, what the repair computed is inexact.
             first = max(kept, table.first_block, retention.first_live_block(blocks.repair_until))
-            self._registry.name(group, table, first, end, chain)
+            self._registry.publish(group, table, first, end, chain)
             if not self._registry.has_all(group, chain, owned // step, kept):
                 return
-        blocks.base = self._checkpoints.place(chain, units, kind, turns=blocks.turns, base=blocks.base)
+        blocks.base_node = self._checkpoints.place(
+            chain, boundary, kind, num_returns=blocks.num_returns, base_node=blocks.base_node
+        )

@@ -1,7 +1,14 @@
-"""What `GroupSpec.live` means in blocks: the first block of the run that must stay, by processed tokens.
+"""`Retention`: which blocks of a KV cache group a sequence must keep, derived from `GroupSpec.live`.
 
-A sequence's table is its pinned blocks, then a run of consecutive logical blocks; `live` only ever drops the run's front. Tables
-over unit boundaries are filled once per group and shared by every search and bound.
+A sequence's block table in a group is its sink blocks (first blocks, which hold attention sinks and never slide out), then a run of
+consecutive logical blocks. Processing tokens only ever frees blocks at the run's front. Example, window of 33 tokens, blocks of 16:
+
+    processed tokens    live tokens     first live block
+    40                  [8, 40)         0
+    47                  [15, 47)        0
+    48                  [16, 48)        1: block 0 may be freed
+
+Tables over the boundaries between blocks are computed once per group and used by every search and bound.
 """
 
 from __future__ import annotations
@@ -12,24 +19,26 @@ from transom_worker.kvcache.groups import GroupSpec
 
 
 class Retention:
-    """One group's live blocks. Not thread-safe: its tables grow on use."""
+    """One group's live blocks. Not thread-safe: its tables grow on use. `num_sink_blocks` blocks never slide out."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
         self.block_size = spec.block_size
         self.num_sink_blocks = spec.num_sink_blocks
         self.keeps_everything = spec.keeps_everything
-        # tokens after which what is held repeats, once the first `reach` tokens are past
+        # After so many tokens the set of live blocks repeats, shifted, once the first `reach` tokens are processed.
         self.period = math.lcm(spec.block_size, spec.chunk or 1, spec.ratio or 1)
         reach = spec.sinks + spec.window + (1 + spec.overlap) * spec.ratio
-        self._steady_units = -(-(reach + self.period) // spec.block_size) + 1
+        self._steady_blocks = -(-(reach + self.period) // spec.block_size) + 1
         self._first = [self.first_live_block(0)]
         self._free_boundary = [0]
-        self._peak = [1]  # by unit boundary, where most is held: a block more is needed, and none has come free since
-        self._change: list[int] = []  # by unit: where inside it the first live block grows, else its end
+        self._peak = [1]  # by boundary: most blocks held up to there
+        self._change: list[
+            int
+        ] = []  # by block: the position inside it at which the first live block grows, else its end
 
     def first_live_block(self, n: int) -> int:
-        """First logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""
+        """Return the run's first logical block that must stay after `n` processed tokens; at least `num_sink_blocks`."""
         if self.keeps_everything:
             return 0
         ranges = self.spec.live(n)
@@ -37,46 +46,54 @@ class Retention:
         return max(self.num_sink_blocks, begin // self.block_size)
 
     def next_change(self, n: int) -> int:
-        """Smallest m > n, up to the next unit boundary, at which more may be freed than at `n`; that boundary if none."""
-        unit = n // self.block_size
-        self._grow(unit + 1)
-        change = self._change[unit]
-        return change if change > n else (unit + 1) * self.block_size
+        """Return the smallest m > n at which more blocks may be freed than at `n`; at most the next boundary between blocks."""
+        block = n // self.block_size
+        self._grow(block + 1)
+        change = self._change[block]
+        return change if change > n else (block + 1) * self.block_size
 
-    def first_live_at(self, units: int) -> list[int]:
-        """Table over boundaries 0 ... at least `units`: the run's first live block at that boundary."""
-        self._grow(units)
+    def first_live_at(self, num_blocks: int) -> list[int]:
+        """Return a table over boundaries 0 to at least `num_blocks`: the run's first live block at that boundary."""
+        self._grow(num_blocks)
         return self._first
 
-    def free_boundaries(self, units: int) -> list[int]:
-        """Table likewise: the largest boundary up to that one at which no block of the run must be present (0 always is)."""
-        self._grow(units)
+    def free_boundaries(self, num_blocks: int) -> list[int]:
+        """Return a table over boundaries 0 to at least `num_blocks`: the largest boundary up to that one that needs no block of the
+        run.
+
+        Boundary 0 needs none.
+        """
+        self._grow(num_blocks)
         return self._free_boundary
 
     def allocated_blocks(self, n: int, *, lag: int = 0) -> int:
-        """Blocks that a sequence holds while token `n` is computed, those before it processed but for the last `lag`."""
+        """Return the blocks that a sequence holds while token `n` is computed, and the last `lag` tokens before it are in
+        flight.
+        """
         last = n // self.block_size
         first = self.first_live_block(max(0, n - lag))
         return min(self.num_sink_blocks, last + 1) + max(0, last + 1 - max(first, self.num_sink_blocks))
 
     def peak_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens holds at once, one token computed per step."""
-        units = max(0, num_tokens - 1) // self.block_size
+        """Return the most blocks that a sequence of `num_tokens` tokens holds at once, if each step computes one token."""
+        last = max(0, num_tokens - 1) // self.block_size
         if self.keeps_everything:
-            return units + 1
-        units = min(units, self._steady_units)
-        self._grow(units)
-        return self._peak[units]
+            return last + 1
+        last = min(last, self._steady_blocks)
+        self._grow(last)
+        return self._peak[last]
 
-    def _grow(self, units: int) -> None:
-        for unit in range(len(self._first), units + 1):
-            first = self.first_live_block(unit * self.block_size)
+    def _grow(self, num_blocks: int) -> None:
+        """Extend the tables up to boundary `num_blocks`."""
+        for boundary in range(len(self._first), num_blocks + 1):
+            first = self.first_live_block(boundary * self.block_size)
             self._first.append(first)
-            self._free_boundary.append(unit if first >= unit else self._free_boundary[-1])
-            self._peak.append(max(self._peak[-1], self.allocated_blocks(unit * self.block_size)))
-            self._change.append(self._change_inside((unit - 1) * self.block_size, unit * self.block_size))
+            self._free_boundary.append(boundary if first >= boundary else self._free_boundary[-1])
+            self._peak.append(max(self._peak[-1], self.allocated_blocks(boundary * self.block_size)))
+            self._change.append(self._change_inside((boundary - 1) * self.block_size, boundary * self.block_size))
 
     def _change_inside(self, begin: int, end: int) -> int:
+        """Return the position in (begin, end] at which the first live block grows, else `end`. Binary search."""
         before = self.first_live_block(begin)
         low, high = begin + 1, end
         while low < high:

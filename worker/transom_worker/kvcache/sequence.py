@@ -1,4 +1,22 @@
-"""One sequence's block tables, and what changed in them since the ranks were last told."""
+"""The KV blocks of one running sequence: a block table per KV cache group, and how far the sequence is computed and published.
+
+Terms:
+
+    logical block    a block's index in its sequence; a block *id* says where it lies in the arena
+    sink blocks      a sliding group's first logical blocks, which hold attention sinks and never slide out
+    run              the consecutive logical blocks behind the sink blocks; blocks that slid out of a window are gone from its front
+    hash block       `--block-size` tokens; its digest in the hash chain names it and all tokens before it
+    published        findable in the prefix cache by other requests
+    window repair    computing tokens before a hit's boundary again so that sliding groups get their blocks (`window_repair`)
+
+A table of a group with 1 sink block after 6 blocks, of which 2 slid out:
+
+    logical    0         1  2        3         4         5
+    id         17        (slid out)  40        41        23
+               sink_blocks           run, first_block = 3           end_block = 6
+
+A table also remembers what changed since the ranks were last told: blocks appended, dropped and moved.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +30,8 @@ from transom_worker.kvcache.tree import CheckpointKind, Node
 
 
 class TableDelta(NamedTuple):
-    """A change as `StepPlan` carries it: drop from the run's front, append at the end; the run then starts at `first_block`."""
+    """A table's change as `StepPlan` carries it: drop `dropped` blocks from the run's front, then append; then the run starts at
+    `first_block`."""
 
     dropped: int
     appended: list[int]
@@ -21,7 +40,7 @@ class TableDelta(NamedTuple):
 
 @dataclass(slots=True)
 class BlockTable:
-    """Pinned blocks (logical 0 ... num_sink_blocks - 1), then the run: logical blocks from `first_block` on."""
+    """One group's block ids: `sink_blocks` are logical blocks 0 to `num_sink_blocks - 1`, `run` those from `first_block` on."""
 
     num_sink_blocks: int
     first_block: int
@@ -29,49 +48,49 @@ class BlockTable:
     run: list[int] = field(default_factory=list)
     _appended: list[int] = field(default_factory=list)
     _dropped: int = 0
-    _moved: dict[int, int] = field(default_factory=dict)  # logical -> block, of those that ranks know
+    _moved: dict[int, int] = field(default_factory=dict)  # logical index -> new block id, of blocks that the ranks know
 
     @property
     def end_block(self) -> int:
-        """One past the last logical block that has a block."""
+        """One past the table's last logical block."""
         return (
             len(self.sink_blocks) if len(self.sink_blocks) < self.num_sink_blocks else self.first_block + len(self.run)
         )
 
     @property
     def last(self) -> int | None:
-        """The block id at the table's end."""
+        """The block id at the table's end; None if the table is empty."""
         return self.run[-1] if self.run else self.sink_blocks[-1] if self.sink_blocks else None
 
     def at(self, logical: int) -> int | None:
-        """The block id of a logical block, None if it slid out or is not there yet."""
+        """Return the block id of a logical block; None if it slid out or is not allocated yet."""
         if logical < self.num_sink_blocks:
             return self.sink_blocks[logical] if logical < len(self.sink_blocks) else None
         offset = logical - self.first_block
         return self.run[offset] if 0 <= offset < len(self.run) else None
 
     def blocks(self, begin: int, end: int) -> list[int | None]:
-        """The block ids of logical blocks `[begin, end)`, None where there is none."""
+        """Return the block ids of logical blocks `[begin, end)`, with None for each that slid out or is not allocated yet."""
         first = begin - self.first_block
         if begin >= self.num_sink_blocks and first >= 0 and end - self.first_block <= len(self.run):
             return [*self.run[first : end - self.first_block]]
         return [self.at(logical) for logical in range(begin, end)]
 
     def logical_of(self, block: int) -> int:
-        """The logical index of a block id that is in the table."""
+        """Return the logical index of a block id, which must be in the table."""
         if block in self.sink_blocks:
             return self.sink_blocks.index(block)
         return self.first_block + self.run.index(block)
 
     def append(self, blocks: list[int]) -> None:
-        """Grow the table at its end."""
+        """Append block ids: sink blocks first, until all of them are there, then the run."""
         missing = self.num_sink_blocks - len(self.sink_blocks)
         self.sink_blocks += blocks[:missing]
         self.run += blocks[missing:]
         self._appended += blocks
 
     def drop_until(self, first: int) -> list[int]:
-        """Let the run start at logical block `first`; returns the blocks that fell out, in order."""
+        """Drop the run's blocks below logical block `first`; return their ids, in order."""
         count = min(first - self.first_block, len(self.run))
         if count <= 0:
             return []
@@ -82,7 +101,7 @@ class BlockTable:
         return fallen
 
     def replace(self, logical: int, block: int) -> None:
-        """Compaction moved a block that is in the table."""
+        """Note that compaction moved the block at a logical index of the table to another block id."""
         untold = self.end_block - len(self._appended)
         if logical < self.num_sink_blocks:
             self.sink_blocks[logical] = self._moved[logical] = block
@@ -94,13 +113,13 @@ class BlockTable:
             self._moved[logical] = block
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """(logical, block) of the blocks that moved since the last call and are still in the table."""
+        """Return (logical index, block id) of the blocks that moved since the last call and are still in the table."""
         moves = [(logical, block) for logical, block in self._moved.items() if self.at(logical) is not None]
         self._moved = {}
         return moves
 
     def take_delta(self) -> TableDelta | None:
-        """What changed since the last call, None if nothing."""
+        """Return what was appended and dropped since the last call; None if nothing was."""
         if not self._appended and not self._dropped:
             return None
         delta = TableDelta(self._dropped, self._appended, self.first_block)
@@ -110,41 +129,42 @@ class BlockTable:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """A running sequence's share of the cache: one table per group, its hash chain and how far it got.
+    """What a running sequence holds in the KV cache: one block table per group, its hash chain, and how far it is computed.
 
-    A window repair replays `[repair_from, repair_until)`: until that is processed nothing is published (both 0 without repair).
+    A window repair computes tokens `[repair_from, repair_until)` again; until `repair_until` is processed nothing is published.
+    Both are 0 without a repair.
     """
 
     tables: list[BlockTable]
     chain: list[bytes]
     root: bytes
-    processed: int = 0  # tokens whose step's result arrived
-    num_published: int = 0  # units that were offered to the index
+    processed: int = 0  # tokens whose step has answered
+    num_published: int = 0  # leading hash blocks that were published
     capacity_tokens: int = 0  # positions below it have blocks in every group
-    next_event: int = 0  # processed tokens at which something can be published or freed
+    next_event_at: int = 0  # at this number of processed tokens something can be published or freed
     repair_from: int = 0  # tokens
     repair_until: int = 0
-    repaired: bool = False  # the replay's end was processed and published
-    hit: PrefixHit | None = None  # what it began on
-    planned: list[tuple[int, CheckpointKind]] = field(default_factory=list)  # boundaries ahead, in units, ascending
-    base: Node | None = None  # the deepest checkpoint that it builds on, locked
-    turns: int = 0  # of the conversation, as far as the cache has seen it
-    changed: bool = False  # a table changed since the last `take_deltas`
+    repair_done: bool = False  # the repair's end was processed and its blocks are published
+    hit: PrefixHit | None = None  # the hit that the sequence started from
+    planned_checkpoints: list[tuple[int, CheckpointKind]] = field(default_factory=list)  # ahead; hash blocks, ascending
+    base_node: Node | None = None  # the deepest node of the prefix tree on the sequence's chain; the sequence locks it
+    num_returns: int = 0  # how often the conversation has come back, as far as the cache has seen it
+    tables_changed: bool = False  # a table changed since the last `take_deltas`
 
     @classmethod
     def at(
-        cls, hit: PrefixHit | None, chain: list[bytes], root: bytes, retentions: Sequence[Retention], *, unit: int
+        cls, hit: PrefixHit | None, chain: list[bytes], root: bytes, retentions: Sequence[Retention], *, block_size: int
     ) -> SequenceBlocks:
-        """Empty tables from where a hit of `unit`-token units lets a sequence start (None: at 0).
+        """Return empty tables for a sequence that starts at a hit (None: at token 0); `block_size` is that of a hash block.
 
-        Sliding groups that are repaired begin at the replay, their pinned blocks apart.
+        Where the hit needs a window repair, the runs of sliding groups begin at the repair's start.
         """
-        units, start = (hit.num_hash_blocks, hit.start) if hit else (0, 0)
-        replays = start < units * unit
+        num_hash_blocks, start = (hit.num_hash_blocks, hit.start) if hit else (0, 0)
+        needs_repair = hit is not None and hit.needs_repair(block_size)
         tables = []
         for retention in retentions:
             first = retention.first_live_block(start)
-            if replays and not retention.keeps_everything:
+            if needs_repair and not retention.keeps_everything:
                 first = max(retention.num_sink_blocks, start // retention.block_size)
             tables.append(BlockTable(num_sink_blocks=retention.num_sink_blocks, first_block=first))
         return cls(
@@ -152,25 +172,43 @@ class SequenceBlocks:
             chain=chain,
             root=root,
             processed=start,
-            num_published=units,
+            num_published=num_hash_blocks,
             capacity_tokens=start,
-            repair_from=start if replays else 0,
-            repair_until=units * unit if replays else 0,
+            repair_from=start if needs_repair else 0,
+            repair_until=num_hash_blocks * block_size if needs_repair else 0,
             hit=hit,
-            changed=True,
+            tables_changed=True,
         )
 
-    def shared_digests(self, group: int, retention: Retention, *, unit: int) -> list[bytes]:
-        """Digests of the cached blocks of the group that the hit gives, in the table's order."""
-        units = self.num_published
+    @property
+    def needs_repair(self) -> bool:
+        """Whether the sequence started with a window repair."""
+        return self.repair_until > 0
+
+    @property
+    def is_repairing(self) -> bool:
+        """Whether a window repair's blocks are not published yet."""
+        return self.needs_repair and not self.repair_done
+
+    @property
+    def first_hash_block_to_publish(self) -> int:
+        """The first hash block that this sequence is going to publish, at admission.
+
+        A window repair publishes the windows of the hit's last hash block; otherwise publishing begins behind the hit.
+        """
+        return self.num_published - 1 if self.needs_repair else self.num_published
+
+    def shared_digests(self, group: int, retention: Retention, *, block_size: int) -> list[bytes]:
+        """Return the digests of the cached blocks that the hit gives to a group, in the table's order."""
+        num_hash_blocks = self.num_published
         if retention.keeps_everything:
-            step = retention.block_size // unit
-            return self.chain[step - 1 : units : step]
-        pinned = self.chain[: min(retention.num_sink_blocks, units)]
-        return pinned if self.repair_until else pinned + self.chain[self.tables[group].first_block : units]
+            step = retention.block_size // block_size
+            return self.chain[step - 1 : num_hash_blocks : step]
+        sinks = self.chain[: min(retention.num_sink_blocks, num_hash_blocks)]
+        return sinks if self.needs_repair else sinks + self.chain[self.tables[group].first_block : num_hash_blocks]
 
     def take_deltas(self) -> list[tuple[int, TableDelta]]:
-        """(group, delta) of every table that changed."""
-        self.changed = False
+        """Return (group, delta) of every table that changed since the last call."""
+        self.tables_changed = False
         deltas = ((group, table.take_delta()) for group, table in enumerate(self.tables))
         return [(group, delta) for group, delta in deltas if delta is not None]

@@ -1,4 +1,4 @@
-"""What the cache tells about itself; turned into metrics by the engine."""
+"""The statistics of the KV cache, which the engine turns into metrics."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from transom_worker.kvcache.histogram import HistogramStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """One group's blocks by state, and what became of the cached ones.
+    """One group's blocks by state, and what happened to the cached ones.
 
-    `cached_blocks` are all that can be hit and nobody references; a checkpoint keeps `pinned_blocks` of them, the others are left
-    behind. `free_blocks` are free ones in pages that the group has leased.
+    `cached_blocks` can be hit and are referenced by no sequence; checkpoints pin `pinned_blocks` of them, the others are evictable.
+    `free_blocks` have no content and lie in pages that the group has leased.
     """
 
     name: str
@@ -28,8 +28,8 @@ class GroupStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStats:
-    """Checkpoints by kind: those that stand now, and since start how many were placed, given up with their chain, left without
-    their windows, and hit by admitted requests. What was placed and neither of the next two stands."""
+    """Checkpoints by kind: `current` exist now; since start, `placed`, `evicted` with their segment, `windows_evicted` while their
+    segment stayed, and `hit` by admitted requests. Current is placed less evicted less windows evicted."""
 
     current: dict[str, int] = field(default_factory=dict)
     placed: dict[str, int] = field(default_factory=dict)
@@ -40,10 +40,12 @@ class CheckpointStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """The arena: pages by state, and the groups inside it. `outcome_tokens` are prompt tokens by outcome since start:
-    "hit", "repaired", or "missed_<reason>"; they sum to the prompt tokens of all admitted requests. `outcome_requests` are those
-    requests: "repaired" where a window had to be, else "hit" where anything was found, else "missed". Repairs count at every
-    admission, after a preemption as well."""
+    """The arena's pages by state, and the groups inside it.
+
+    `outcome_tokens` are prompt tokens by outcome since start: "hit", "repaired", or "missed_<reason>" (`prefix_outcome`); they add
+    up to the prompt tokens of all admitted requests. `outcome_requests` are these requests: "repaired" if any token was, else "hit"
+    if any was, else "missed". `num_repairs` and `repair_tokens` count every admission, after a preemption as well.
+    """
 
     num_pages: int
     free_pages: int
@@ -59,11 +61,11 @@ class CacheStats:
 
     @property
     def pool_bytes(self) -> int:
-        """All pages."""
+        """Bytes of all pages."""
         return self.num_pages * self.page_bytes
 
     @property
     def fragmentation(self) -> float:
-        """Share of the leased pages' bytes that lies in empty blocks."""
+        """Fraction of the leased pages' bytes that lies in free blocks."""
         leased_bytes = (self.num_pages - self.free_pages) * self.page_bytes
         return sum(group.free_blocks * group.block_bytes for group in self.groups) / max(1, leased_bytes)

@@ -1,11 +1,24 @@
-"""The cache as a tree of prefixes: where requests may come back, and which blocks each such place counts on.
+"""`PrefixTree`: the prefixes that the cache keeps on purpose, as a tree, and the blocks that each node pins.
 
-A node stands at a boundary of a chain. It holds two kinds of blocks: its *segment*, the units between its parent's boundary and its
-own in the groups that keep everything, and its *windows*, what the sliding groups need there (`live` at that boundary). Windows
-are all there or given up: a checkpoint is atomic. Segments go from the leaves, so a chain never loses its middle.
+Terms:
 
-    root 0 ---- system 256 ---- prompt 700 ---- generation 730
-                     \\--------- prompt 310 ...
+    hash block   `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
+    boundary     the position behind the first n hash blocks of a chain
+    node         a boundary of a chain at which requests may continue
+    segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the *full groups* (groups
+                 that keep every token) and the *sink blocks* of sliding groups (first blocks, which hold attention sinks)
+    windows      the blocks that sliding groups need at the node's boundary (their live blocks); a node pins all of them or none
+    checkpoint   a node with its windows: a request can continue there without computing anything again
+    pin          exclude a cached block from eviction; evicting a node unpins its blocks
+    owner        the node whose segment has a hash block
+
+Three requests share a system prompt of 16 hash blocks; two conversations follow it:
+
+    root 0 ---- system 16 ---- prompt 44 ---- generation 46
+                        \\
+                         ------ prompt 20
+
+Segments are evicted from the leaves, so the cached hash blocks of a chain are always its first ones.
 """
 
 from __future__ import annotations
@@ -13,52 +26,54 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 
-PinBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests)
+PinBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests of its blocks)
 
 
 class CheckpointKind(StrEnum):
     """Why a checkpoint was placed."""
 
-    SYSTEM = "system"  # the end of a conversation's system part
-    TURN = "turn"
-    PROMPT = "prompt"
-    GENERATION = "generation"
-    FORK = "fork"  # chains were seen to part here
-    PREEMPTED = "preempted"
+    SYSTEM = "system"  # at the end of a conversation's system part
+    TURN = "turn"  # at the end of a turn of a conversation
+    PROMPT = "prompt"  # at the end of a prompt
+    GENERATION = "generation"  # at the end of an answer
+    FORK = "fork"  # where two chains part
+    PREEMPTED = "preempted"  # where a preempted sequence stood
 
 
 class Node:
-    """A place in the tree. `windows` are the digests held by sliding group, None where they are not held."""
+    """A boundary of a chain, with what it pins. `windows` has a list of digests per sliding group; None if no windows are
+    pinned.
+    """
 
     __slots__ = (
         "boundary",
+        "candidate_index",
         "children",
         "digest",
         "kind",
         "locks",
-        "memo",
+        "num_returns",
         "parent",
-        "slot",
-        "turns",
-        "units",
+        "policy_state",
+        "segment",
         "windows",
     )
 
     def __init__(self, boundary: int, digest: bytes, parent: Node | None, kind: CheckpointKind) -> None:
-        self.boundary = boundary  # units
-        self.digest = digest
+        self.boundary = boundary  # hash blocks
+        self.digest = digest  # of the last hash block before the boundary
         self.parent = parent
         self.kind = kind
         self.children: dict[Node, None] = {}  # in order of arrival
-        self.units: list[bytes] = []  # digests of (parent.boundary, boundary]
+        self.segment: list[bytes] = []  # digests of hash blocks [parent.boundary, boundary)
         self.windows: tuple[list[bytes], ...] | None = None
-        self.locks = 0  # running sequences that build on it
-        self.turns = 0  # how often its conversation has come back
-        self.slot = -1  # in the list of candidates
-        self.memo: object = None  # the eviction policy's
+        self.locks = 0  # running sequences that started here or passed here last; a locked node is not evicted
+        self.num_returns = 0  # how often the node's conversation has come back
+        self.candidate_index: int | None = None  # its place in `eviction.Candidates`, if it is there
+        self.policy_state: object = None  # what the eviction policy remembers of the node
 
     def checkpoint_below(self) -> Node:
-        """The nearest ancestor with windows, or the root."""
+        """Return the nearest ancestor that has windows, or the root."""
         node = self.parent
         assert node is not None
         while node.windows is None and node.parent is not None:
@@ -67,10 +82,10 @@ class Node:
 
 
 class PrefixTree:
-    """Holds and lets go blocks as nodes come and go. Not thread-safe.
+    """Pins and unpins blocks as nodes come and go. Not thread-safe.
 
-    `full_groups` are (group, units per block) of the groups that keep everything, `sliding_groups` (group, pinned blocks) the
-    others: pinned blocks, which pin sink tokens, belong to segments.
+    `full_groups` are (group, hash blocks per block) of the full groups, `sliding_groups` (group, sink blocks) of the others. `pin`
+    and `unpin` are called with a group and digests of its blocks.
     """
 
     def __init__(
@@ -82,14 +97,14 @@ class PrefixTree:
         unpin: PinBlocks,
     ) -> None:
         self.root = Node(0, b"", None, CheckpointKind.SYSTEM)
-        self.owner: dict[bytes, Node] = {}  # unit's digest -> the node whose segment has it
-        self._full_groups = full_groups
-        self._sliding_groups = sliding_groups
+        self.owner: dict[bytes, Node] = {}  # by digest of a hash block
+        self.full_groups = full_groups
+        self.sliding_groups = sliding_groups
         self._pin = pin
         self._unpin = unpin
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first."""
+        """Yield all nodes but the root, parents before their children."""
         stack = list(self.root.children)
         while stack:
             node = stack.pop()
@@ -97,7 +112,7 @@ class PrefixTree:
             stack += node.children
 
     def reach(self, chain: Sequence[bytes], limit: int) -> int:
-        """How many of the first `limit` units the tree owns. The owned ones of a chain are its first ones."""
+        """Return how many of the chain's first `limit` hash blocks have an owner. Binary search: they are a leading part."""
         owner = self.owner
         if limit and chain[limit - 1] in owner:
             return limit
@@ -111,87 +126,89 @@ class PrefixTree:
         return low
 
     def node_at(self, chain: Sequence[bytes], boundary: int) -> Node:
-        """The node at an owned boundary; cuts the segment that holds it, if need be."""
+        """Return the node at a boundary whose hash blocks have owners; split the segment that contains the boundary if need be."""
         if not boundary:
             return self.root
         lower = self.owner[chain[boundary - 1]]
-        return lower if lower.boundary == boundary else self._cut(lower, boundary, chain[boundary - 1])
+        return lower if lower.boundary == boundary else self._split(lower, boundary, chain[boundary - 1])
 
     def insert(self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind) -> tuple[Node, bool]:
-        """The node at a boundary of a chain, and whether it is new. Its units' blocks must be in the index."""
+        """Return the node at a boundary of a chain, and whether it is new. Its segment's blocks must be in the prefix index."""
         reach = self.reach(chain, boundary)
         parent = self.node_at(chain, reach)
         if reach == boundary:
             return parent, False
         node = Node(boundary, chain[boundary - 1], parent, kind)
-        node.units = list(chain[reach:boundary])
-        node.windows = None if self._sliding_groups else ()
+        node.segment = list(chain[reach:boundary])
+        node.windows = None if self.sliding_groups else ()
         parent.children[node] = None
-        for digest in node.units:
+        for digest in node.segment:
             self.owner[digest] = node
-        self._each_block(node, self._pin)
+        self._for_each_block(node, self._pin)
         return node, True
 
     def pin_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
-        """Count on the sliding groups' blocks, which must be in the index."""
-        for (group, _), digests in zip(self._sliding_groups, windows, strict=True):
+        """Pin a node's windows; the blocks must be in the prefix index."""
+        for (group, _), digests in zip(self.sliding_groups, windows, strict=True):
             self._pin(group, digests)
         node.windows = windows
 
     def unpin_windows(self, node: Node) -> None:
-        """Let the windows go."""
+        """Unpin a node's windows, if it has any."""
         if node.windows is not None:
-            for (group, _), digests in zip(self._sliding_groups, node.windows, strict=True):
+            for (group, _), digests in zip(self.sliding_groups, node.windows, strict=True):
                 self._unpin(group, digests)
             node.windows = None
 
     def drop_leaf(self, node: Node) -> None:
-        """Take a node without children out, its far end first."""
+        """Remove a node without children and unpin its blocks, those farthest from the root first."""
         assert not node.children
         assert node.parent is not None
         self.unpin_windows(node)
-        self._each_block(node, self._unpin)
-        for digest in node.units:
+        self._for_each_block(node, self._unpin)
+        for digest in node.segment:
             del self.owner[digest]
         del node.parent.children[node]
         node.parent = None
 
     def merge(self, node: Node) -> bool:
-        """Give a node that stands for nothing any more (no windows, no fork, no lock) to its only child; whether it did."""
+        """Merge a node into its only child if nothing needs it: it has no windows and no lock. Return whether it was merged."""
         if node.windows is not None or node.locks or len(node.children) != 1 or node.parent is None:
             return False
         (child,) = node.children
-        child.units = node.units + child.units
+        child.segment = node.segment + child.segment
         child.parent = node.parent
         del node.parent.children[node]
         node.parent.children[child] = None
-        for digest in node.units:
+        for digest in node.segment:
             self.owner[digest] = child
         return True
 
-    def _cut(self, lower: Node, boundary: int, digest: bytes) -> Node:
-        """A new node inside a segment: it takes the upper part."""
+    def _split(self, lower: Node, boundary: int, digest: bytes) -> Node:
+        """Split a segment at a boundary: a new node takes the part near the root, `lower` keeps the rest. Return the new node."""
         above = lower.parent
         assert above is not None
         upper = Node(boundary, digest, above, CheckpointKind.FORK)
-        cut = boundary - above.boundary
-        upper.units, lower.units = lower.units[:cut], lower.units[cut:]
-        upper.windows = None if self._sliding_groups else ()
-        upper.turns = lower.turns
-        for unit in upper.units:
-            self.owner[unit] = upper
+        num_upper = boundary - above.boundary
+        upper.segment, lower.segment = lower.segment[:num_upper], lower.segment[num_upper:]
+        upper.windows = None if self.sliding_groups else ()
+        upper.num_returns = lower.num_returns
+        for moved in upper.segment:
+            self.owner[moved] = upper
         del above.children[lower]
         above.children[upper] = None
         upper.children[lower] = None
         lower.parent = upper
         return upper
 
-    def _each_block(self, node: Node, act: PinBlocks) -> None:
-        """`act` on the blocks of the segment, group by group, the far end first."""
-        begin = node.boundary - len(node.units)
-        for group, units_per_block in self._full_groups:
-            first = (-begin - 1) % units_per_block  # the first unit that ends a block
-            act(group, reversed(node.units[first::units_per_block]))
-        for group, num_sink_blocks in self._sliding_groups:
+    def _for_each_block(self, node: Node, act: PinBlocks) -> None:
+        """Call `act` for the blocks that the segment pins, group by group, the blocks farthest from the root first."""
+        begin = node.boundary - len(node.segment)
+        for group, hash_blocks_per_block in self.full_groups:
+            first = (
+                -begin - 1
+            ) % hash_blocks_per_block  # the segment's first hash block that ends a block of the group
+            act(group, reversed(node.segment[first::hash_blocks_per_block]))
+        for group, num_sink_blocks in self.sliding_groups:
             if begin < num_sink_blocks:
-                act(group, reversed(node.units[: num_sink_blocks - begin]))
+                act(group, reversed(node.segment[: num_sink_blocks - begin]))

@@ -1,6 +1,7 @@
-"""From a model's config to its KV cache: groups, blocks, pages, and how many requests fit. Integers only.
+"""Plans a model's KV cache from its config: groups, blocks, pages, and how many requests fit. Integers only.
 
-`plan_from_config` plans from a `config.json`; the engine calls the same `cache_groups` and `plan_cache` with what it loaded.
+`plan_from_config` plans from a `config.json`; the engine calls the same `cache_groups` and `plan_cache` for the model that it
+loaded.
 """
 
 from transom_worker.planner.blocks import cache_groups, kv_dtype, rank_layout

@@ -1,4 +1,9 @@
-"""What lies inside a group's block on one rank: each layer's tensors, their widths, formats and offsets."""
+"""Computes what lies inside a KV cache group's block on one rank: each layer's tensors, their widths, number formats and offsets.
+
+latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4)
+compressed entry   a latent row that stands for several tokens; its *indexer* keys tell which entries a query reads
+compressor state   the (kv, gate) rows of recent tokens, from which the next compressed entry is made
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from transom_worker.model_config.sharding import head_share
 from transom_worker.planner.groups import Rule, layer_rules, make_groups
 
 FP8 = "float8_e4m3fn"
-RAW = "uint8"  # rows that mix formats
+RAW = "uint8"  # rows that mix number formats
 STATE_DTYPE = "float32"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, RAW: 1}
 KV_CACHE_DTYPES = {
@@ -34,7 +39,7 @@ INDEXER_SCALE_BYTES = 4
 
 
 class Tensor(NamedTuple):
-    """A row of one role: heads, widths of K and V (0: the same tensor), number format."""
+    """One row of a layer's tensor: its role, heads, widths of K and V (V 0: K's tensor serves as V too) and number format."""
 
     role: Role
     heads: int
@@ -44,10 +49,10 @@ class Tensor(NamedTuple):
 
 
 def kv_dtype(kv_cache_dtype: str, model_dtype: str) -> str:
-    """torch's name of the cache's number format; `auto` is the model's.
+    """Return torch's name of the cache's number format; `auto` is the model's.
 
     Raises:
-        ConfigError: an unknown one.
+        ConfigError: the format is unknown.
     """
     if kv_cache_dtype == "auto":
         return model_dtype
@@ -65,12 +70,13 @@ def cache_groups(
     rank: int = 0,
     hybrid: bool = True,
 ) -> tuple[GroupLayout, ...]:
-    """Every group's block, its tensors layer by layer without gaps, K before V, for a cache in `dtype`.
+    """Return every group's block for a cache in `dtype`: its tensors layer by layer without gaps, K before V.
 
-    KV heads are those of `rank`; the first rank holds most in every group. Latent rows and compressed entries are on every rank.
+    KV heads are those of `rank`; the first rank has most in every group. Latent rows and compressed entries are on every rank.
+    `hybrid=False` keeps every token in every group.
 
     Raises:
-        ConfigError: a block size that does not suit the model's compression.
+        ConfigError: the block size does not suit the model's compression.
     """
     groups = make_groups(architecture, block_size=block_size, hybrid=hybrid)
     heads = [
@@ -82,13 +88,13 @@ def cache_groups(
 
 
 def rank_layout(layout: ArenaLayout, groups: Sequence[GroupLayout]) -> ArenaLayout:
-    """The first rank's `layout` on another rank, whose `groups` lie inside its blocks: the same ids, pages and strides.
+    """Return the first rank's `layout` for another rank: equal ids, pages and strides, with that rank's `groups` inside the blocks.
 
-    Strides cut to a rank's own blocks would free nothing: ids are common to all ranks, so the fullest one's memory decides how
-    many there are.
+    Smaller strides on a rank with smaller blocks would gain nothing: all ranks have the same ids, so the memory of the rank with
+    the largest blocks decides how many there are.
 
     Raises:
-        ValueError: a block does not fit, so the layout is not the fullest rank's.
+        ValueError: a block does not fit, so the layout is not that of the rank with the largest blocks.
     """
     for wide, own in zip(layout.groups, groups, strict=True):
         if own.block_bytes > wide.block_bytes:
@@ -100,7 +106,7 @@ def rank_layout(layout: ArenaLayout, groups: Sequence[GroupLayout]) -> ArenaLayo
 
 
 def _layer_tensors(layer: LayerAttention, dtype: str, heads: int) -> tuple[Tensor, ...]:
-    """The rows of a layer with so many KV heads."""
+    """Return the tensors of a layer that has so many KV heads on this rank."""
     size, compression = layer.head_size, layer.compression
     if not layer.latent:
         return (Tensor(Role.KV, heads, size, layer.value_size or size, dtype),)
@@ -122,7 +128,9 @@ def _layer_tensors(layer: LayerAttention, dtype: str, heads: int) -> tuple[Tenso
 
 
 def _latent_row(layer: LayerAttention, dtype: str) -> tuple[int, str]:
-    """Width and format. In FP8 the rotary part stays in 16 bits, and scales follow: 448 + 2 * 64 + 8 = 584 bytes."""
+    """Return width and format of a latent row. In FP8 the rotary part stays in 16 bits, and scales follow: 448 + 2 * 64 + 8 =
+    584 bytes.
+    """
     if dtype != FP8:
         return layer.head_size, dtype
     plain = layer.head_size - layer.rope_size
@@ -131,6 +139,7 @@ def _latent_row(layer: LayerAttention, dtype: str) -> tuple[int, str]:
 
 
 def _group_layout(spec: GroupSpec, tensors: list[tuple[Tensor, ...]], rules: list[dict[Role, Rule]]) -> GroupLayout:
+    """Place the tensors that a group keeps one behind the other; `tensors` and `rules` are by layer."""
     rule = Rule(spec.kind, spec.window, spec.sinks, spec.chunk, spec.ratio, spec.overlap)
     group = GroupLayout(spec=spec, block_bytes=0, stride_bytes=0, layers=())
     offset = 0

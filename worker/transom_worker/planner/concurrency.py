@@ -1,7 +1,13 @@
-"""How many requests of a length fit at once: all of them brought to it in lock-step, nothing cached, every page counted.
+"""Computes how many requests of one length fit the KV pool at the same time, without preemption and with an empty prefix cache.
 
-Most is held where a block more is needed and none has come free since, at a unit's first token. What slides repeats with a period
-and what stays only grows, so the last period before the length has the peak.
+All requests are taken to grow to the length in lock-step, one token a step. A request holds most blocks at the first token of a
+block: one more block is needed there, and none has been freed since. What a sliding group holds repeats with a period, what a full
+group holds only grows; so the peak lies in the last period before the length. Example: a window of 40 tokens and blocks of 16: at
+position 64 a request holds blocks 1 to 4, from position 71 on blocks 2 to 4.
+
+    full group     KV cache group that keeps every token; a *sliding group* has a window, chunk or compressor state
+    demand         blocks by group that one request holds at one of its peaks
+    lag            tokens that are in flight when the next one is planned: blocks are freed so many tokens later
 """
 
 from __future__ import annotations
@@ -14,28 +20,32 @@ from transom_worker.kvcache.retention import Retention
 
 
 def num_computed(length: int) -> int:
-    """Tokens of a request that get keys and values: prompt and answer but for the last token, which nothing follows."""
+    """Return how many tokens of a request of `length` tokens get keys and values: all but the last, which no token follows."""
     return max(1, length - 1)
 
 
-def peak_demands(layout: ArenaLayout, length: int, *, unit: int, lag: int) -> list[tuple[int, ...]]:
-    """Blocks by group that one request of `length` tokens holds at its peaks; no peak is below another in every group."""
+def peak_demands(layout: ArenaLayout, length: int, *, block_size: int, lag: int) -> list[tuple[int, ...]]:
+    """Return the demands of one request of `length` tokens, without those that another one covers in every group.
+
+    `block_size` is that of a hash block, the smallest block of all groups.
+    """
     retentions = [Retention(group.spec) for group in layout.groups]
-    period = math.lcm(unit, *(r.period for r in retentions if not r.keeps_everything))
-    last = (num_computed(length) - 1) // unit
+    period = math.lcm(block_size, *(r.period for r in retentions if not r.keeps_everything))
+    last = (num_computed(length) - 1) // block_size
     demands: list[tuple[int, ...]] = []
-    for boundary in range(last, max(-1, last - period // unit), -1):
-        held = tuple(retention.allocated_blocks(boundary * unit, lag=lag) for retention in retentions)
+    for boundary in range(last, max(-1, last - period // block_size), -1):
+        held = tuple(retention.allocated_blocks(boundary * block_size, lag=lag) for retention in retentions)
         if not any(_covers(other, held) for other in demands):
             demands.append(held)
     return demands
 
 
 def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once: Sequence[int]) -> int:
-    """Most requests whose blocks fit the pages at each of their peaks, beside `once` blocks of each group."""
+    """Return the most requests whose blocks fit the pages at each of the demands, beside `once` blocks of each group."""
     per_page = [layout.blocks_per_page(group) for group in range(len(layout.groups))]
 
     def fit(count: int) -> bool:
+        """Return whether `count` requests fit."""
         return all(
             sum(-(-(count * held + extra) // room) for held, extra, room in zip(demand, once, per_page, strict=True))
             <= layout.num_pages
@@ -50,7 +60,7 @@ def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once:
 
 
 def in_flight_blocks(layout: ArenaLayout, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Blocks by group that a whole step's tokens take beyond the groups' peaks; what keeps everything has them anyway."""
+    """Return the blocks by group that a whole step's tokens take beyond the demands; full groups keep them anyway, so 0."""
     return tuple(
         0 if group.spec.keeps_everything else -(-max_num_batched_tokens // group.spec.block_size)
         for group in layout.groups

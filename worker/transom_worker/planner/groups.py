@@ -1,4 +1,8 @@
-"""From a model's layers to KV cache groups: parts of layers that keep the same tokens share one."""
+"""Divides a model's layers into KV cache groups: parts of layers that keep the same tokens for the same time share a group.
+
+Example: gpt-oss alternates layers with a window of 128 tokens and layers with full attention, so it has two groups, `full` and
+`window_128`. A layer of DeepSeek V4 has parts in several groups: recent rows, compressed entries and compressor state.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from transom_worker.model_config.layer_attention import LayerAttention
 
 
 class Rule(NamedTuple):
-    """What is kept for how long; the sizes that a kind has no use for are 0."""
+    """Which tokens are kept (`kvcache.groups`); the sizes that a kind has no use for are 0."""
 
     kind: GroupKind
     window: int = 0
@@ -23,15 +27,17 @@ class Rule(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A group's name in reports and metrics, such as window_128."""
+        """The group's name in reports and metrics, such as window_128."""
         sizes = {"sinks": self.sinks, "window": self.window, "chunk": self.chunk}
         words = [f"{word}_{size}" for word, size in sizes.items() if size]
         return "_".join(words) or (f"{self.kind}_{self.ratio}" if self.ratio else str(self.kind))
 
 
 def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
-    """The parts of a layer's cache, and how each is kept; none where it reads another layer's. Without `hybrid` what would
-    slide is kept at full length."""
+    """Return the parts of a layer's cache and the rule of each; none if the layer reads another layer's cache.
+
+    `hybrid=False` keeps every token where a window, chunk or compressor state would slide.
+    """
     if layer.reads_cache_of is not None:
         return {}
     everything = Rule(GroupKind.LATENT if layer.latent else GroupKind.FULL)
@@ -48,12 +54,12 @@ def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
 
 
 def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) -> tuple[GroupSpec, ...]:
-    """The groups: those that keep everything first, then those that slide, each in the order of their first layer.
+    """Return the groups: those that keep every token first, then sliding ones, each in the order of their first layer.
 
-    Blocks are one unit of `block_size` tokens; of compressed entries at least one entry.
+    A block has `block_size` tokens (a hash block); in groups of compressed entries at least one entry.
 
     Raises:
-        ConfigError: neither of unit and compression ratio divides the other.
+        ConfigError: neither of the block size and the compression ratio divides the other.
     """
     members: dict[Rule, list[int]] = {}
     for index, layer in enumerate(architecture.layers):
@@ -70,12 +76,12 @@ def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:
     return everything if layer.chunk is None else Rule(GroupKind.CHUNK, chunk=layer.chunk)
 
 
-def _group(rule: Rule, layers: tuple[int, ...], unit: int) -> GroupSpec:
+def _group(rule: Rule, layers: tuple[int, ...], hash_block_size: int) -> GroupSpec:
     by_entry = rule.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER)
-    block_size = max(unit, rule.ratio) if by_entry else unit
-    if by_entry and (block_size % unit or block_size % rule.ratio):
+    block_size = max(hash_block_size, rule.ratio) if by_entry else hash_block_size
+    if by_entry and (block_size % hash_block_size or block_size % rule.ratio):
         raise ConfigError(
-            f"--block-size is {unit}, and layers compress {rule.ratio} tokens to an entry; give a block size that divides "
-            f"{rule.ratio} or is a multiple of it."
+            f"--block-size is {hash_block_size}, and layers compress {rule.ratio} tokens to an entry; give a block size that "
+            f"divides {rule.ratio} or is a multiple of it."
         )
     return GroupSpec(name=rule.name, layers=layers, block_size=block_size, **rule._asdict())

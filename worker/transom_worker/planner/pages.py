@@ -1,9 +1,13 @@
-"""How large the arena's pages are, and how far apart blocks start in them.
+"""Chooses how large the arena's pages are, and how far apart blocks start in them (the stride), so that least memory is lost.
 
-A page must serve every group, and what does not fill it is lost. Blocks of different groups seldom fit evenly, so strides may be
-padded a little: a stride that divides the page wastes nothing but its padding. The page that is chosen loses least, where losing
-counts the worst group's waste in a full page, what is left behind the last page, and half a page per group that is not filled:
-so pages are small where they fit well, and as large as they must be where they do not.
+A page is leased to one KV cache group at a time and must serve every group; what a group's blocks do not fill is lost. Blocks of
+different groups seldom fit evenly, so a stride may be padded: a stride that divides the page wastes nothing but its padding.
+Example, pages of 1,000 bytes and blocks of 240: unpadded, 4 blocks fit in some pages and only 3 in the page where they fit worst;
+padded to 250, 4 fit in every page.
+
+The page that loses least is chosen. Its loss is the sum of the worst group's waste in a full page, what is left behind the last
+page, and half a page per group that is not filled. So pages are small where blocks fit them well, and as large as they must be
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,16 +19,15 @@ from dataclasses import dataclass, replace
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, blocks_inside
 
-MAX_PAGES = (
-    2**15
-)  # with one block a page, taking a block costs 2.5 times as much as with twenty; finer pages gain nothing then
-MAX_LARGEST_BLOCKS = 64  # of the group with the largest blocks, in a page; padding of at most 1/32 besides
-MAX_PADDING = 32
+# With one block a page, taking a block costs 2.5 times as much time as with twenty; finer pages gain nothing then.
+MAX_PAGES = 2**15
+MAX_LARGEST_BLOCKS = 64  # blocks in a page, of the group with the largest blocks
+MAX_PADDING = 32  # a stride is padded by at most 1/32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageChoice:
-    """A page size, every group's stride in it, and the share of a full page that the worst group cannot use."""
+    """A page size, every group's stride, and the fraction of a full page that the group with most waste cannot use."""
 
     page_bytes: int
     stride_bytes: tuple[int, ...]
@@ -32,10 +35,10 @@ class PageChoice:
 
 
 def make_layout(groups: Sequence[GroupLayout], pool_bytes: int) -> ArenaLayout:
-    """The arena of at most `pool_bytes` for these blocks, with the pages that lose least.
+    """Return the arena of at most `pool_bytes` for these blocks, with the pages that lose least.
 
     Raises:
-        ConfigError: not even one page per group fits.
+        ConfigError: the pool cannot hold one page per group.
     """
     choice = choose_pages([group.block_bytes for group in groups], pool_bytes)
     return ArenaLayout(
@@ -48,17 +51,19 @@ def make_layout(groups: Sequence[GroupLayout], pool_bytes: int) -> ArenaLayout:
 
 
 def group_waste(layout: ArenaLayout, group: int) -> float:
-    """The share of the group's pages that its blocks cannot fill."""
+    """Return the fraction of a group's pages that its blocks cannot fill."""
     return 1.0 - layout.blocks_per_page(group) * layout.groups[group].block_bytes / layout.page_bytes
 
 
 def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
-    """The page size and strides for blocks of these sizes.
+    """Return the page size and strides for blocks of these sizes.
 
     Raises:
-        ConfigError: not even one page per group fits.
+        ConfigError: the pool cannot hold one page per group.
     """
-    sizes = [-(-size // BLOCK_ALIGNMENT_BYTES) for size in block_bytes]  # in alignments, as all sizes below
+    sizes = [
+        -(-size // BLOCK_ALIGNMENT_BYTES) for size in block_bytes
+    ]  # in multiples of the alignment, as all sizes below
     pool = pool_bytes // BLOCK_ALIGNMENT_BYTES
     largest, num_groups = max(sizes), len(sizes)
     if largest * num_groups > pool:
@@ -77,9 +82,9 @@ def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
 
 
 def _best_page(sizes: Sequence[int], pool: int) -> int:
-    """The page that loses least, the smallest of equals; whole strides of the largest block, padded or not, are tried."""
+    """Return the page that loses least, the smallest of equals. Tries whole strides of the largest block, padded and unpadded."""
     largest, num_groups = max(sizes), len(sizes)
-    descending = sorted(set(sizes), reverse=True)  # the largest blocks waste most: they rule pages out first
+    descending = sorted(set(sizes), reverse=True)  # the largest blocks waste most, so they rule a page out soonest
     best_loss, best_page = math.inf, largest
     least = max(1, -(-pool // (MAX_PAGES * largest)))
     for count in range(least, least + MAX_LARGEST_BLOCKS):
@@ -100,11 +105,14 @@ def _best_page(sizes: Sequence[int], pool: int) -> int:
 
 
 def _waste(page: int, size: int) -> float:
+    """Return the fraction of a page that blocks of one size cannot fill."""
     return 1.0 - _fit(page, size)[0] * size / page
 
 
 def _fit(page: int, size: int) -> tuple[int, int]:
-    """Blocks per page and their stride: one that divides the page, or the unpadded one where it gives more."""
+    """Return blocks per page and their stride: a padded one that divides the page if it gives more blocks, else the unpadded
+    one.
+    """
     unpadded = blocks_inside(page, size)
     count = page // size
     while count > unpadded and page % count:

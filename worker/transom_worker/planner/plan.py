@@ -1,4 +1,10 @@
-"""A model's KV cache in so much memory, in integers: what an operator plans with, the engine builds, and both report."""
+"""`CachePlan`: a model's KV cache in a given amount of memory, in integers. `transom plan` prints it, and the engine builds it.
+
+group           model layers that keep the same tokens for the same time (`kvcache.groups`)
+page            a part of the KV memory, leased to one group at a time
+rank            one process of a tensor-parallel worker; the plan is that of the first rank, which holds most
+window repair   computing tokens again so that sliding windows can be restored at a cached prefix's end
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ LENGTH_STEP = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """One group. Blocks are those of one request of `max_model_len` tokens, alone in a step."""
+    """One group. Numbers of blocks are those of one request of `max_model_len` tokens that is alone in a step."""
 
     name: str
     kind: str
@@ -31,18 +37,18 @@ class GroupPlan:
     block_bytes: int
     stride_bytes: int
     blocks_per_page: int
-    live_blocks: int  # at its end
-    peak_blocks: int  # at most
-    in_flight_blocks: int  # for a whole step's tokens, once per engine
-    waste: float  # of its pages, at most
+    live_blocks: int  # when the request ends
+    peak_blocks: int  # at most, at any time
+    in_flight_blocks: int  # beyond that for a whole step's tokens, once per engine
+    waste: float  # fraction of a page that no block covers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """Requests of `length` tokens, prompt and answer, that run at once without preemption.
+    """How many requests of `length` tokens, prompt and answer together, run at once without preemption.
 
-    `requests` counts decoding; chunks of prompts shrink where memory is short. `requests_with_budget` leaves room for a step
-    full of them.
+    `requests` counts decoding requests; chunks of prompts shrink where memory is short. `requests_with_budget` leaves memory for a
+    step that is full of prompt chunks.
     """
 
     length: int
@@ -53,7 +59,7 @@ class Concurrency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """The whole plan; of one rank, the one that holds most."""
+    """The plan of the rank that holds most."""
 
     memory_bytes: int
     kv_dtype: str
@@ -63,18 +69,18 @@ class CachePlan:
     max_num_batched_tokens: int
     page_bytes: int
     num_pages: int
-    waste: float  # of a full page, in the worst group
+    waste: float  # fraction of a full page that the worst group cannot use
     groups: tuple[GroupPlan, ...]
     request_bytes: int  # of one request of `max_model_len` tokens
     in_flight_bytes: int
     repair_tokens: int  # computed again to restore all windows at the last boundary of such a request
     concurrency: tuple[Concurrency, ...]
     layout: ArenaLayout
-    ranks: tuple[RankShare, ...] = ()  # where there are several, and the model is known
-    replicated: tuple[str, ...] = ()  # likewise: what several ranks hold alike
+    ranks: tuple[RankShare, ...] = ()  # if there are several ranks and the model is known
+    replicated: tuple[str, ...] = ()  # if there are several ranks and the model is known: what every rank holds
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the layout's offsets, as JSON values."""
+        """Return the plan as JSON values, without the layout."""
         parts = ("layout", "groups", "concurrency", "ranks", "replicated")
         values = {name: getattr(self, name) for name in self.__slots__ if name not in parts}
         return values | {
@@ -97,11 +103,12 @@ def plan_from_config(
     hybrid: bool = True,
     steps_in_flight: int = 1,
 ) -> CachePlan:
-    """The plan for a `config.json`.
+    """Return the plan for a `config.json`.
 
     Raises:
-        ModelError: a config that is not understood.
-        ConfigError: a length beyond the model's, more ranks than can share it, an unknown dtype, or too little memory.
+        ModelError: the config is not understood.
+        ConfigError: the length is beyond the model's, there are more ranks than can share it, the dtype is unknown, or memory is
+        short.
     """
     architecture = read_architecture(config)
     check_size(architecture, tensor_parallel_size)
@@ -122,7 +129,7 @@ def plan_from_config(
 
 
 def with_shares(plan: CachePlan, architecture: Architecture) -> CachePlan:
-    """The plan, saying what each of several ranks holds of the model."""
+    """Return the plan with what each rank holds of the model, if there are several ranks."""
     size = plan.tensor_parallel_size
     if size == 1:
         return plan
@@ -140,15 +147,15 @@ def plan_cache(
     tensor_parallel_size: int = 1,
     steps_in_flight: int = 1,
 ) -> CachePlan:
-    """The plan for groups of blocks. With `steps_in_flight` plans ahead, blocks come free that many steps less one later.
+    """Return the plan for groups of blocks. With `steps_in_flight` plans in flight, blocks are freed so many steps later, less one.
 
     Raises:
-        ConfigError: too little memory for a page per group.
+        ConfigError: the memory cannot hold one page per group.
     """
     layout = make_layout(groups, memory_bytes)
     lag = steps_in_flight - 1
     in_flight = in_flight_blocks(layout, max_num_batched_tokens)
-    demands = peak_demands(layout, max_model_len, unit=block_size, lag=lag)
+    demands = peak_demands(layout, max_model_len, block_size=block_size, lag=lag)
     live = [Retention(group.spec).allocated_blocks(num_computed(max_model_len) - 1, lag=lag) for group in groups]
     parts = tuple(_group_plan(layout, index, demands, live[index], in_flight[index]) for index in range(len(groups)))
     return CachePlan(
@@ -191,8 +198,8 @@ def _group_plan(
     )
 
 
-def _concurrency(layout: ArenaLayout, length: int, unit: int, lag: int, in_flight: Sequence[int]) -> Concurrency:
-    demands = peak_demands(layout, length, unit=unit, lag=lag)
+def _concurrency(layout: ArenaLayout, length: int, block_size: int, lag: int, in_flight: Sequence[int]) -> Concurrency:
+    demands = peak_demands(layout, length, block_size=block_size, lag=lag)
     return Concurrency(
         length=length,
         requests=max_requests(layout, demands, once=[0] * len(in_flight)),
@@ -202,7 +209,9 @@ def _concurrency(layout: ArenaLayout, length: int, unit: int, lag: int, in_fligh
 
 
 def _repair_tokens(layout: ArenaLayout, boundary: int) -> int:
-    """By tokens: a repair at a unit's boundary begins at a block's, up to a block earlier."""
+    """Return the tokens of a window repair at a boundary, counted without rounding to blocks: a real one begins up to a block
+    earlier.
+    """
     specs = [replace(group.spec, block_size=1) for group in layout.groups]
     return boundary - repair_start(specs, boundary)
 
@@ -212,7 +221,7 @@ def _request_bytes(layout: ArenaLayout, num_blocks: Sequence[int]) -> int:
 
 
 def _lengths(longest: int) -> list[int]:
-    """1k, 4k, 16k ... and the longest."""
+    """Return 1k, 4k, 16k ... and the longest length."""
     lengths = []
     length = SHORTEST_LENGTH
     while length < longest:

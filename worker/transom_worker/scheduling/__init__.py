@@ -1,1 +1,3 @@
-"""Integers only: a StepPlan out, a StepResult in."""
+"""The scheduler: which requests run in a step and how many tokens each computes. Integers only; `step` is the contract with
+ranks.
+"""

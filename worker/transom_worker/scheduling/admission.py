@@ -1,8 +1,23 @@
-"""Who holds blocks: lets waiting sequences in, makes room for running ones, and takes memory back.
+"""`AdmissionControl`: admits waiting sequences, gives running ones KV blocks for their next tokens, and preempts when memory is
+short.
 
-The oldest running sequence always makes progress: memory that it lacks is taken from the last in order, by recompute. Alone it
-fits, however its blocks lie scattered, since the cache moves them together. Who waits for blocks holds up those behind it; who
-waits for units that another computes (`in_flight_prefixes`) steps aside.
+Terms:
+
+    admit      move a sequence from the queue to the running ones: it starts at its prefix-cache hit and gets its first blocks
+    preempt    release a running sequence's blocks and return it to the queue; it is computed again later ("recompute")
+    waiter     a waiting sequence whose prefix a running sequence computes now (`in_flight_prefixes`)
+    blocked    the first sequence of the queue did not fit when it was last tried
+
+Three rules:
+
+- The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence, which is
+  preempted. Alone it fits (`request_validation.length_limit`), however its blocks lie scattered, since the cache compacts them.
+- A waiting sequence that lacks blocks blocks all sequences behind it; the order of the queue is kept. A waiter does not.
+- The blocks of a sequence that a step in flight computes are released only when that step has answered.
+
+Example of the last rule, with two steps in flight: step 7 computes sequence B. While step 7 is unanswered, A needs a block and B is
+the last in order. B becomes PREEMPTING and A waits. When step 7's result arrives, B's blocks are released, B returns to the queue,
+and the next plan computes A.
 """
 
 from __future__ import annotations
@@ -22,156 +37,197 @@ from transom_worker.scheduling.work_counts import WorkCounts
 
 
 class AdmissionControl:
-    """The two queues and the cache. Blocks of a sequence that a step in flight computes stay until that step has answered."""
+    """Owns the queue, the running sequences and the ids that the ranks must still be told to forget."""
 
     def __init__(self, cache: KvCache, work: WorkCounts) -> None:
         self.cache = cache
         self._work = work
         self.running = OrderedQueue()
-        self.waiting = OrderedQueue()  # without those that follow others
+        self.waiting = OrderedQueue()  # without waiters
         self.in_flight_prefixes = InFlightPrefixes(cache.block_size)
         self.listeners: list[SchedulerListener] = []
-        self.finished_ids: list[int] = []  # ranks have not been told yet
-        self._num_held = 0  # PREEMPTING or FINISHED sequences whose blocks a step in flight still uses
+        self._finished_ids: list[int] = []  # released sequences that no plan has named as finished yet
+        self._num_awaiting_release = 0  # PREEMPTING or FINISHED sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
-        self._blocked: Sequence | None = None  # the first waiting one did not fit
-        self._blocked_at = 0  # `cache.num_releases` then
+        self.blocked: Sequence | None = None  # the first waiting sequence, if it did not fit
+        self.blocked_at = 0  # `cache.num_releases` when it did not fit
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are not running, those that follow others with them."""
+        """Sequences that are not running, waiters included."""
         return len(self.waiting) + len(self.in_flight_prefixes.waiters)
 
     @property
     def num_running_slots_used(self) -> int:
-        """Sequences that run, and those that would but for whom they follow: nobody behind takes their seats."""
+        """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that no sequence behind it takes its place."""
         return len(self.running) + len(self.in_flight_prefixes.waiters)
 
     @property
     def all_waiting(self) -> Iterator[Sequence]:
-        """They themselves."""
+        """All sequences that are not running, waiters included."""
         yield from self.waiting
         yield from self.in_flight_prefixes.waiters
 
     def num_before(self, sequence: Sequence) -> int:
-        """How many of them stand before one."""
+        """Return how many sequences that are not running stand before this one."""
         return self.waiting.num_before(sequence) + self.in_flight_prefixes.waiters.num_before(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Let a new sequence wait for its turn."""
+        """Add a new sequence to the queue."""
         self.waiting.add(sequence)
 
-    def drop(self, sequence: Sequence) -> None:
-        """End a sequence, wherever it stands."""
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence of any status; if a step in flight computes it, its blocks are released by `step_answered`."""
         if sequence.status is SequenceStatus.WAITING:
             if not self.in_flight_prefixes.stop_waiting(sequence):
                 self.waiting.remove(sequence)
         else:
-            self._rejoin(self.in_flight_prefixes.stopped_running(sequence))
+            self._requeue(self.in_flight_prefixes.stopped_running(sequence))
             if sequence.num_in_flight and sequence.status is SequenceStatus.RUNNING:
-                self._num_held += 1
+                self._num_awaiting_release += 1
             self.running.remove(sequence)
             if not sequence.num_in_flight:
-                self._end(sequence)
+                self._release_finished(sequence)
         sequence.status = SequenceStatus.FINISHED
 
-    def settle(self, sequence: Sequence) -> None:
-        """No step in flight computes this PREEMPTING or FINISHED sequence any more: its blocks come free."""
-        self._num_held -= 1
+    def step_answered(self, sequence: Sequence) -> None:
+        """Release a PREEMPTING or FINISHED sequence, which no step in flight computes any more."""
+        self._num_awaiting_release -= 1
         if sequence.status is SequenceStatus.PREEMPTING:
-            self._preempt(sequence)
+            self.preempt(sequence)
         else:
-            self._end(sequence)
+            self._release_finished(sequence)
 
     def make_room(self, sequence: Sequence, count: int, *, steps_in_flight: int) -> int:
-        """Tokens, up to `count`, that a running sequence has blocks for now; 0 if it must wait or was preempted itself."""
+        """Give a running sequence blocks for its next tokens, preempting others if need be.
+
+        Returns for how many tokens, at most `count`, it has blocks now; 0 if it must wait or was preempted itself.
+        """
         while True:
             fitting = self._extend(sequence, count)
-            if fitting or self._num_held:  # else what a step in flight holds comes free first
+            if fitting or self._num_awaiting_release:  # else blocks that a step in flight uses are released first
                 return fitting
             victim = self.running.last
             if victim is sequence and len(self.running) == 1:
                 if not steps_in_flight:
-                    raise RuntimeError(f"{sequence.request.request_id} was let in as fitting, and does not fit alone")
-                return 0  # windows slide when the result arrives
+                    raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
+                return 0  # the result of a step in flight will free blocks that slid out of windows
             if victim.num_in_flight:
                 victim.status = SequenceStatus.PREEMPTING
-                self._rejoin(self.in_flight_prefixes.stopped_running(victim))
-                self._num_held += 1
+                self._requeue(self.in_flight_prefixes.stopped_running(victim))
+                self._num_awaiting_release += 1
                 return 0
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return 0
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Return a sequence to the queue and release its blocks. What it published stays cached; the other tokens are computed
+        again.
+
+        No step in flight may compute it.
+        """
+        assert sequence.blocks is not None
+        self._work.preempted(sequence, sequence.blocks)
+        for listener in self.listeners:
+            listener.preempted(sequence, mode="recompute")
+        self.running.remove(sequence)
+        self._requeue(self.in_flight_prefixes.stopped_running(sequence))
+        self._release(sequence, CheckpointKind.PREEMPTED)
+        sequence.reset_computed()
+        self.waiting.add(sequence)
+
     def preempt_all(self) -> None:
-        """Nothing in the slab can be trusted: every running sequence is computed again. No step may be in flight."""
+        """Preempt every running sequence and empty the prefix cache: the contents of the blocks are not known any more.
+
+        No step may be in flight.
+        """
         for sequence in list(self.running):
-            self._preempt(sequence)
+            self.preempt(sequence)
         self.cache.evict_all()
 
     def published(self, sequence: Sequence) -> None:
-        """A result of a sequence was received: whoever waited for just that may go on from it."""
-        self._rejoin(self.in_flight_prefixes.published(sequence))
+        """Return to the queue the waiters that needed no more than what this running sequence has published by now."""
+        self._requeue(self.in_flight_prefixes.published(sequence))
 
     def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
-        """Tokens that a running sequence leaves those who need not follow others any more and stand before it.
+        """Return how many tokens of a step a running sequence leaves to former waiters that stand before it in the queue.
 
-        They would run, and be served first, had they not stepped aside. No more of them can be let in than there are free seats.
+        Had they not waited for a prefix they would be running and served first. At most as many of them can be admitted as there
+        are free running slots.
         """
         reserved_tokens = 0
-        for one in islice(self.waiting, max(0, num_free_slots)):
-            if not one.reserved_tokens or one.key > sequence.key:
+        for waiting in islice(self.waiting, max(0, num_free_slots)):
+            if not waiting.reserved_tokens or waiting.order_key > sequence.order_key:
                 break
-            reserved_tokens += one.reserved_tokens
+            reserved_tokens += waiting.reserved_tokens
         return reserved_tokens
 
     def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
-        """Let the first waiting sequence in: it, and the tokens up to `budget` that it starts with; None if it must wait.
+        """Admit the first waiting sequence, and return it with the number of tokens, at most `budget`, that it starts with.
 
-        0 tokens: it stepped aside, since a running sequence computes what it needs, and the next one may be tried.
+        0 tokens: the sequence became a waiter, and the next one in the queue may be tried. None: it does not fit now.
         """
         sequence = self.waiting.first
-        busy = len(self.running) > 0 or self._num_held > 0
-        if sequence.num_ready <= 0:  # preempted at its length limit: the engine is about to finish it
+        busy = len(self.running) > 0 or self._num_awaiting_release > 0
+        if sequence.num_ready <= 0:  # it was preempted at its length limit: the engine is about to finish it
             return None
         if busy and self._is_blocked(sequence):
             return None
         hit = self._find_hit(sequence)
-        if hit is not None and self._steps_aside(sequence, hit):
+        if hit is not None and self._becomes_waiter(sequence, hit):
             return sequence, 0
         count = self._admit(sequence, hit, budget, busy)
         if not count:
-            self._blocked, self._blocked_at = sequence, self.cache.num_releases
+            self.blocked, self.blocked_at = sequence, self.cache.num_releases
             return None
         return sequence, count
 
+    # Ids of released sequences
+
+    def take_finished_ids(self) -> list[int]:
+        """Return the ids that the next plan must name as finished, and forget them."""
+        finished_ids, self._finished_ids = self._finished_ids, []
+        return finished_ids
+
+    def restore_finished_ids(self, seq_ids: Iterable[int]) -> None:
+        """Name these ids in the next plan again: the ranks may not have received the plan that did."""
+        self._finished_ids += seq_ids
+
+    # Admission
+
     def _is_blocked(self, sequence: Sequence) -> bool:
-        """Whether it did not fit, and since then nobody left and windows let go hardly more than running sequences took.
+        """Return whether the sequence did not fit, and hardly a block has come free since then.
 
-        To try costs as much as the hit is long, so it is not done for every block that slides out of a window.
+        A try costs as much time as the hit is long, so it is not repeated for every block that slides out of a window: not before
+        more blocks have come free than there are running sequences, each of which may have taken one.
         """
-        return self._blocked is sequence and self.cache.num_releases - self._blocked_at <= len(self.running)
+        return self.blocked is sequence and self.cache.num_releases - self.blocked_at <= len(self.running)
 
-    def _steps_aside(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Whether it waits for another's units; what is live where the two part is kept for it."""
+    def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Make the sequence a waiter if a running sequence produces what it lacks; return whether it became one.
+
+        The producer places a checkpoint where the two prompts part, so that the windows which the waiter needs are kept.
+        """
         found = self.in_flight_prefixes.producer_for(sequence, hit)
         if found is None:
             return False
-        leader, units = found
-        assert leader.blocks is not None
-        self.cache.plan_fork_checkpoint(leader.blocks, units)
+        producer, num_hash_blocks = found
+        assert producer.blocks is not None
+        self.cache.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
         self.waiting.remove(sequence)
-        self.in_flight_prefixes.wait_for(sequence, leader, units)
+        self.in_flight_prefixes.wait_for(sequence, producer, num_hash_blocks)
         return True
 
-    def _rejoin(self, followers: Iterable[Sequence]) -> None:
-        """Back to their places in the queue, to be tried however little memory came free."""
-        for sequence in followers:
+    def _requeue(self, waiters: Iterable[Sequence]) -> None:
+        """Return waiters to their places in the queue. They are tried again however little memory came free."""
+        for sequence in waiters:
             self.waiting.add(sequence)
-            if self._blocked is sequence:
-                self._blocked = None
+            if self.blocked is sequence:
+                self.blocked = None
 
     def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int:
+        """Start a sequence on its hit and move it to the running ones; return its first tokens, 0 if it does not fit."""
         version = self.cache.index_version
         sequence.reserved_tokens = 0
         blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
@@ -179,14 +235,14 @@ class AdmissionControl:
         count = min(sequence.num_ready, budget)
         if not busy:
             count = self._extend(sequence, count)
-        # one block for each that runs stays within reach, or they would soon preempt it
+        # One block for each running sequence must stay available, or they would soon preempt this one.
         elif not self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running)):
             count = 0
         if not count:
             self.cache.release(blocks, kind=None)
-            sequence.leave()
+            sequence.reset_computed()
             return 0
-        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.admitted)
+        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.was_admitted)
         tokens = self._count_outcome(sequence, hit, version)
         self._work.admitted(sequence, blocks)
         self.waiting.remove(sequence)
@@ -200,17 +256,20 @@ class AdmissionControl:
         return count
 
     def _checkpoints(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
-        """Where the client may come back to, beyond the hit: end of the system part, last two turns, end of the prompt."""
-        unit = self.cache.block_size
+        """Return where to place checkpoints behind the hit, as (boundary in hash blocks, kind).
+
+        Clients return to the end of the system part, to the ends of the last two turns, and to the end of the prompt.
+        """
+        block_size = self.cache.block_size
         turns = sequence.request.turn_boundaries
-        places = {turns[0] // unit: CheckpointKind.SYSTEM} if turns else {}
-        places |= {end // unit: CheckpointKind.TURN for end in turns[1:][-2:]}
-        places[(len(sequence.token_ids) - 1) // unit] = CheckpointKind.PROMPT
+        boundaries = {turns[0] // block_size: CheckpointKind.SYSTEM} if turns else {}
+        boundaries |= {end // block_size: CheckpointKind.TURN for end in turns[1:][-2:]}
+        boundaries[(len(sequence.token_ids) - 1) // block_size] = CheckpointKind.PROMPT
         begin = hit.num_hash_blocks if hit else 0
-        return sorted((units, kind) for units, kind in places.items() if units > begin)
+        return sorted((boundary, kind) for boundary, kind in boundaries.items() if boundary > begin)
 
     def _find_hit(self, sequence: Sequence) -> PrefixHit | None:
-        """None where the sequence reads no cache."""
+        """Search the prefix cache for the sequence's known tokens; None if the sequence reads no prefix cache."""
         if not self.cache.enable_prefix_caching:
             return None
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
@@ -219,7 +278,7 @@ class AdmissionControl:
         return self.cache.find(sequence.chain, len(sequence.token_ids))
 
     def _extend(self, sequence: Sequence, count: int) -> int:
-        """Blocks for `count` more tokens, or for as many as fit by halving; 0 if not even for one."""
+        """Allocate blocks for `count` more tokens, or for as many as fit when `count` is halved; 0 if not even one token fits."""
         blocks = sequence.blocks
         assert blocks is not None
         while count and not self.cache.extend(blocks, sequence.scheduled + count, compact=count == 1):
@@ -227,12 +286,15 @@ class AdmissionControl:
         return count
 
     def _count_outcome(self, sequence: Sequence, hit: PrefixHit | None, version: int) -> Mapping[str, int]:
-        """Tokens by outcome: those of the prompt, counted once, or what an earlier admission had computed already."""
-        if sequence.admitted:
+        """Return tokens by outcome of the hit search, and count those of the prompt at the first admission.
+
+        At a later admission the result says how many tokens that were computed before a preemption need not be computed again.
+        """
+        if sequence.was_admitted:
             if hit is None:
                 return {}
             return {"hit": hit.start, "repaired": hit.num_hash_blocks * self.cache.block_size - hit.start}
-        sequence.admitted = True
+        sequence.was_admitted = True
         sequence.index_version = version
         num_prompt = sequence.num_prompt_tokens
         if hit is not None:
@@ -241,25 +303,15 @@ class AdmissionControl:
             hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt
         )
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; what it published stays cached, the rest is computed again."""
-        assert sequence.blocks is not None
-        self._work.preempted(sequence, sequence.blocks)
-        for listener in self.listeners:
-            listener.preempted(sequence, mode="recompute")
-        self.running.remove(sequence)
-        self._rejoin(self.in_flight_prefixes.stopped_running(sequence))
-        self._release(sequence, CheckpointKind.PREEMPTED)
-        sequence.leave()
-        self.waiting.add(sequence)
+    # Release
 
-    def _end(self, sequence: Sequence) -> None:
-        """Keep what the client may continue from, unless it left before the first token."""
+    def _release_finished(self, sequence: Sequence) -> None:
+        """Release a finished sequence. A checkpoint keeps what the client may continue from, if there was any output."""
         self._release(sequence, CheckpointKind.GENERATION if sequence.has_output else None)
 
     def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
         assert sequence.blocks is not None
         self.cache.release(sequence.blocks, kind=kind)
-        self._blocked = None
+        self.blocked = None
         sequence.blocks = None
-        self.finished_ids.append(sequence.seq_id)
+        self._finished_ids.append(sequence.seq_id)

@@ -1,7 +1,25 @@
-"""Units that running sequences compute now and publish soon, and who waits for them in place of computing them too.
+"""Lets a waiting sequence wait for a prefix that a running sequence computes now, in place of computing it a second time.
 
-A sequence waits for one that stands before it in order and is at least as far as it could begin itself: so it loses nothing, since
-it would compute the same units later in every step. It waits for the units that both share, not for the other's end.
+Terms:
+
+    hash block       `--block-size` tokens; its *digest* names it and all tokens before it (`kvcache.hashing`)
+    producer         a running sequence that will publish hash blocks which are not in the prefix cache yet
+    waiter           a waiting sequence that needs those hash blocks; it holds no KV blocks and keeps its running slot
+    reserved tokens  tokens that a waiter will compute itself; sequences behind it leave it so many in a step's budget
+
+Example, hash blocks of 16 tokens. Sequence P computes a prompt of 640 tokens (40 hash blocks), 128 tokens a step. Sequence W
+arrives behind it, and the first 400 tokens (25 hash blocks) of its prompt of 450 tokens are those of P's:
+
+    P   |##########|..............|......................|    # published   . in flight or still to compute
+    W   |==========|==============|++++|                      = shared with P   + W's own tokens
+        0         10             25    29      40  hash blocks
+
+W becomes a waiter of P for 25 hash blocks, not for all 40 of P's. When the step that fills P's 25th hash block has answered, the
+hash blocks are published; W returns to the queue, hits 400 tokens and computes the other 50. Meanwhile it has 29 - 25 = 4 hash
+blocks, rounded up to whole blocks, of reserved tokens: 64.
+
+The rule: a sequence waits only for a producer that stands before it in the queue's order and has computed at least as far as the
+sequence could begin itself. The producer is served first in each step, so the sequence would compute the same hash blocks later.
 """
 
 from __future__ import annotations
@@ -14,13 +32,16 @@ from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence
 
-# A wait costs its sequence a step or two. So many tokens take about as long to compute as a GPU takes to read a model's weights.
+# Waiting costs a sequence a step or two. Computing this many tokens takes about as long as a GPU takes to read a model's weights.
 MIN_SHARED_TOKENS = 128
 
 
 @dataclass(slots=True)
-class _InFlightRange:
-    """Units `[begin, end)` of a running sequence that are not published yet; its waiters, and how many units each waits for."""
+class InFlightRange:
+    """The hash blocks `[begin, end)` that one producer has not published yet.
+
+    `waiters` maps each sequence that waits for this producer to the number of hash blocks, from the prompt's start, that it needs.
+    """
 
     begin: int
     end: int
@@ -28,99 +49,110 @@ class _InFlightRange:
 
 
 class InFlightPrefixes:
-    """Who computes which unit, by digest. Whoever is in `waiters` waits for a running sequence that will publish its units.
+    """Knows which running sequence produces which hash block, and which sequences wait for it.
 
-    Where two compute the same unit, the further one has it, or the one first in order: a wait for it is the shorter one.
+    Where two running sequences compute the same hash block, the producer is the one that has computed further, else the one that
+    is first in order: a wait for it is shorter. Every waiter has a running producer; when that producer stops running for any
+    reason, its waiters return to the queue.
     """
 
     def __init__(self, block_size: int) -> None:
         self.waiters = OrderedQueue()
         self.min_shared_tokens = MIN_SHARED_TOKENS
-        self._unit = block_size
-        self._computed_by: dict[bytes, Sequence] = {}
-        self._ranges: dict[Sequence, _InFlightRange] = {}
-        self._producers: dict[Sequence, Sequence] = {}  # by waiter
+        self.producer_by_digest: dict[bytes, Sequence] = {}
+        self.ranges: dict[Sequence, InFlightRange] = {}  # by producer
+        self.producers: dict[Sequence, Sequence] = {}  # by waiter
+        self._block_size = block_size
 
     def register(self, sequence: Sequence) -> None:
-        """A sequence was let in: what lies behind its hit will come, and so will the windows that it repairs."""
-        blocks, chain, computed_by = sequence.blocks, sequence.chain, self._computed_by
+        """Make an admitted sequence the producer of the hash blocks that it is going to publish."""
+        blocks, chain, producer_by_digest = sequence.blocks, sequence.chain, self.producer_by_digest
         assert blocks is not None
-        computed = _InFlightRange(blocks.num_published - (blocks.repair_until > 0), len(chain))
-        if computed.begin >= computed.end:
+        pending = InFlightRange(blocks.first_hash_block_to_publish, len(chain))
+        if pending.begin >= pending.end:
             return
-        self._ranges[sequence] = computed
-        for digest in chain[computed.begin : computed.end]:
-            other = computed_by.setdefault(digest, sequence)
-            if other is not sequence and (other.scheduled < sequence.scheduled or sequence.key < other.key):
-                computed_by[digest] = sequence
+        self.ranges[sequence] = pending
+        for digest in chain[pending.begin : pending.end]:
+            other = producer_by_digest.setdefault(digest, sequence)
+            if other is not sequence and (other.scheduled < sequence.scheduled or sequence.order_key < other.order_key):
+                producer_by_digest[digest] = sequence
 
     def producer_for(self, sequence: Sequence, hit: PrefixHit) -> tuple[Sequence, int] | None:
-        """Whom a sequence with this hit should wait for, and for how many units; None: it computes what it lacks."""
-        unit, chain = self._unit, sequence.chain
-        least_units = -(-(hit.start + self.min_shared_tokens) // unit)
-        repairs = hit.start < hit.num_hash_blocks * unit
-        for at in (hit.num_hash_blocks, hit.num_hash_blocks - 1)[: 1 + repairs]:
-            if max(at + 1, least_units) > hit.limit:
+        """Return the producer that a sequence with this hit should wait for, and how many hash blocks the two share.
+
+        None: no running sequence computes what this one lacks, or waiting would spare fewer than `min_shared_tokens` tokens.
+        """
+        block_size, chain = self._block_size, sequence.chain
+        min_blocks = -(-(hit.start + self.min_shared_tokens) // block_size)
+        # The hash block behind the hit is the next to compute. Where the hit needs a window repair, another sequence may be
+        # repairing the same windows: it is the producer of the last hash block of the hit.
+        wanted = (
+            (hit.num_hash_blocks, hit.num_hash_blocks - 1) if hit.needs_repair(block_size) else (hit.num_hash_blocks,)
+        )
+        for index in wanted:
+            if max(index + 1, min_blocks) > hit.limit:
                 continue
-            producer = self._computed_by.get(chain[at])
-            if producer is None or producer.key > sequence.key or producer.scheduled < hit.start:
+            producer = self.producer_by_digest.get(chain[index])
+            if producer is None or producer.order_key > sequence.order_key or producer.scheduled < hit.start:
                 continue
-            units = _num_shared(chain, producer.chain, at + 1, min(hit.limit, self._ranges[producer].end))
-            if units >= least_units:
-                return producer, units
+            num_shared = _num_shared(chain, producer.chain, index + 1, min(hit.limit, self.ranges[producer].end))
+            if num_shared >= min_blocks:
+                return producer, num_shared
         return None
 
-    def wait_for(self, sequence: Sequence, producer: Sequence, units: int) -> None:
-        """The sequence waits until the producer has published so many units."""
-        self._ranges[producer].waiters[sequence] = units
-        self._producers[sequence] = producer
-        # whole units: window blocks are shared out in those
-        sequence.reserved_tokens = (-(-len(sequence.token_ids) // self._unit) - units) * self._unit
+    def wait_for(self, sequence: Sequence, producer: Sequence, num_hash_blocks: int) -> None:
+        """Let a sequence wait until the producer has published the first `num_hash_blocks` hash blocks of its prompt."""
+        self.ranges[producer].waiters[sequence] = num_hash_blocks
+        self.producers[sequence] = producer
+        # Whole blocks, since the step's budget counts window blocks.
+        num_known_blocks = -(-len(sequence.token_ids) // self._block_size)
+        sequence.reserved_tokens = (num_known_blocks - num_hash_blocks) * self._block_size
         self.waiters.add(sequence)
 
     def published(self, sequence: Sequence) -> Iterable[Sequence]:
-        """A running sequence has published what it processed: returns those who need not wait for it any more."""
-        computed = self._ranges.get(sequence)
-        if computed is None:
+        """Note what a running sequence has published; return the sequences that need not wait for it any more."""
+        pending = self.ranges.get(sequence)
+        if pending is None:
             return ()
         assert sequence.blocks is not None
-        num_done = sequence.blocks.processed // self._unit
-        self._forget(sequence, computed, num_done)
-        served = [waiter for waiter, units in computed.waiters.items() if units <= num_done]
+        num_published = sequence.blocks.processed // self._block_size
+        self._forget(sequence, pending, num_published)
+        served = [waiter for waiter, num_needed in pending.waiters.items() if num_needed <= num_published]
         for waiter in served:
             self.stop_waiting(waiter)
-        if computed.begin >= computed.end:
-            del self._ranges[sequence]
+        if pending.begin >= pending.end:
+            del self.ranges[sequence]
         return served
 
     def stopped_running(self, sequence: Sequence) -> Iterable[Sequence]:
-        """A sequence runs no longer: returns those who waited for it."""
-        computed = self._ranges.get(sequence)
-        if computed is None:
+        """Forget a sequence that runs no longer; return the sequences that waited for it."""
+        pending = self.ranges.get(sequence)
+        if pending is None:
             return ()
-        self._forget(sequence, computed, computed.end)
-        waiters = list(computed.waiters)
+        self._forget(sequence, pending, pending.end)
+        waiters = list(pending.waiters)
         for waiter in waiters:
             self.stop_waiting(waiter)
-        del self._ranges[sequence]
+        del self.ranges[sequence]
         return waiters
 
     def stop_waiting(self, sequence: Sequence) -> bool:
-        """Let a sequence wait for nobody; whether it did for somebody."""
-        producer = self._producers.pop(sequence, None)
+        """End a sequence's wait; return whether it waited for a producer."""
+        producer = self.producers.pop(sequence, None)
         if producer is None:
             return False
-        del self._ranges[producer].waiters[sequence]
+        del self.ranges[producer].waiters[sequence]
         self.waiters.remove(sequence)
         return True
 
-    def _forget(self, sequence: Sequence, computed: _InFlightRange, end: int) -> None:
-        for digest in sequence.chain[computed.begin : end]:
-            if self._computed_by.get(digest) is sequence:
-                del self._computed_by[digest]
-        computed.begin = max(computed.begin, end)
+    def _forget(self, producer: Sequence, pending: InFlightRange, end: int) -> None:
+        """Remove hash blocks below `end` from what a producer still has to publish."""
+        for digest in producer.chain[pending.begin : end]:
+            if self.producer_by_digest.get(digest) is producer:
+                del self.producer_by_digest[digest]
+        pending.begin = max(pending.begin, end)
 
 
 def _num_shared(chain: list[bytes], other: list[bytes], low: int, high: int) -> int:
-    """How many first units two chains share, known to be at least `low`, up to `high`."""
-    return bisect_left(range(high), True, lo=low, key=lambda unit: chain[unit] != other[unit])
+    """Return how many leading hash blocks two chains share: at least `low`, as the caller knows, and at most `high`."""
+    return bisect_left(range(high), True, lo=low, key=lambda index: chain[index] != other[index])

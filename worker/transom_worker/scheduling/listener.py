@@ -1,4 +1,4 @@
-"""Who is told what becomes of requests inside the scheduler."""
+"""`SchedulerListener`: the interface through which metrics, timelines and the block map hear what happens to requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from transom_worker.scheduling.sequence import Sequence
 
 
 class SchedulerListener(Protocol):
-    """Called on the engine's thread, in the middle of decisions: nothing here may wait, raise, or touch the sequence."""
+    """Callbacks of the scheduler, made on the engine's thread in the middle of its decisions.
+
+    An implementation may not wait, raise, or change the sequence.
+    """
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """A request was taken; so many stand before it in the queue."""
+        """The scheduler has queued a request; `num_ahead` waiting requests stand before it."""
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
-        """A request was let in, for the first time or again: its known tokens by outcome of the hit search (`hit`, `repaired`,
-        `missed_<reason>`; of the prompt alone the first time). It is computed from `sequence.scheduled` on."""
+        """The scheduler has admitted a request, for the first time or after a preemption.
+
+        `tokens` counts its known tokens by outcome of the hit search (`hit`, `repaired`, `missed_<reason>`); at the first
+        admission it counts the prompt's tokens alone. The request is computed from position `sequence.scheduled` on.
+        """
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:
-        """A request goes back to the queue; its blocks are still there."""
+        """The scheduler preempts a request; its KV blocks are released after this call. `mode` is how: `recompute`."""

@@ -1,4 +1,4 @@
-"""What the scheduler hands to the engine for each token."""
+"""`SequenceOutput`: what the scheduler hands to the engine for each sampled token."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from transom_worker.contract import TokenLogprobs
 class SequenceOutput(NamedTuple):
     """One new token of one request.
 
-    `position` is its output index, resumed tokens counted. `prompt_logprobs` comes once, with the first token: one per prompt
-    token, the first None. `at_limit` says that nothing follows: the engine must finish the request.
+    `position` is the token's index in the output, resumed tokens counted. `prompt_logprobs` is set once, with the first token: one
+    entry per prompt token, of which the first is None. `at_limit`: the request has reached its length limit, and the engine must
+    finish it.
     """
 
     request_id: str
     token_id: int
     position: int
-    num_cached_tokens: int  # prompt tokens found in the prefix cache at first admission
-    index_version: int  # of the prefix index that was searched then
+    num_cached_tokens: int  # prompt tokens that the first admission found in the prefix cache
+    index_version: int  # version of the prefix index that the first admission searched
     is_first: bool
     at_limit: bool
     logprobs: TokenLogprobs | None = None

@@ -1,4 +1,8 @@
-"""Fills one `StepPlan`, row by row."""
+"""`PlanBuilder`: fills one `StepPlan` row by row, and advances the counters of the sequences that the plan computes.
+
+`step.StepPlan` documents the fields. A row is one sequence's part of the step. Besides rows a plan carries *deltas* (how block
+tables grew and shrank since the ranks were last told) and *moves* (blocks that compaction copied to another place).
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,20 @@ from transom_worker.scheduling.work_counts import WorkCounts
 
 
 class PlanBuilder:
-    """Collects what one step computes, and moves the sequences' counters on. `retentions` are the groups'."""
+    """Collects what one step computes. `retentions` has one `Retention` per KV cache group."""
 
     def __init__(self, step_id: int, retentions: tuple[Retention, ...], work: WorkCounts) -> None:
         self.plan = StepPlan(step_id=step_id)
         self.rows: list[Sequence] = []
-        self._columns: list[tuple[int, ...]] = []  # of the plan's arrays over rows, row by row
+        self._columns: list[tuple[int, ...]] = []  # one tuple per row; `finish` turns them into the plan's arrays
         self._retentions = retentions
         self._work = work
-        self._replays: list[tuple[int, SequenceBlocks]] = []  # rows that begin inside a window repair
+        self._repairing_rows: list[tuple[int, SequenceBlocks]] = []  # rows that begin inside a window repair
 
     def introduce(self, sequence: Sequence) -> None:
-        """Tell ranks about an admitted sequence and all its known tokens."""
+        """Describe an admitted sequence, with all its known tokens, to the ranks."""
         request = sequence.request
-        sequence.rank_known = len(sequence.token_ids)
+        sequence.num_tokens_on_ranks = len(sequence.token_ids)
         self.plan.new_sequences.append(
             NewSequence(
                 seq_id=sequence.seq_id,
@@ -34,32 +38,34 @@ class PlanBuilder:
                 params=request.params,
                 seed=request.seed,
                 choice_index=request.choice_index,
-                adapter=request.adapter,
                 kv_policy=request.kv_policy,
             )
         )
 
     def add_row(self, sequence: Sequence, blocks: SequenceBlocks, count: int) -> None:
-        """Compute the next `count` tokens of a sequence whose blocks are there."""
+        """Add a row that computes the next `count` tokens of a sequence, whose KV blocks are allocated."""
         start = sequence.scheduled
         end = start + count
         pending = sequence.num_pending
         samples = end == len(sequence.token_ids) + pending
         logits_from = end
+        # The row's last input token, if the ranks do not know it.
         input_id = input_row = NO_ID
-        if end > sequence.rank_known:
+        if end > sequence.num_tokens_on_ranks:
             if pending:
                 assert sequence.sampled_step == self.plan.step_id - 1
                 input_row = sequence.sampled_row
             else:
                 input_id = sequence.token_ids[-1]
-            sequence.rank_known = end
-        if blocks.changed:
+            sequence.num_tokens_on_ranks = end
+        # Block tables and counters.
+        if blocks.tables_changed:
             self._add_deltas(sequence.seq_id, blocks)
         if start < sequence.decode_from:
             self._work.row_before_decode(sequence, blocks, start, end)
         if start < blocks.repair_until:
-            self._replays.append((len(self.rows), blocks))
+            self._repairing_rows.append((len(self.rows), blocks))
+        # Which positions need logits.
         if samples:
             sequence.sampled_step, sequence.sampled_row = self.plan.step_id, len(self.rows)
             sequence.num_pending = pending + 1
@@ -72,7 +78,7 @@ class PlanBuilder:
         self.rows.append(sequence)
 
     def finish(self, finished: list[int], copies: list[BlockCopy]) -> StepPlan:
-        """The complete plan."""
+        """Return the complete plan; `finished` are ids of released sequences, `copies` the compaction's block copies."""
         plan = self.plan
         plan.finished = finished
         columns = (list(column) for column in zip(*self._columns, strict=True))
@@ -81,8 +87,8 @@ class PlanBuilder:
             self._add_moves()
         plan.attend_from = [[0] * len(plan.seq_ids) for _ in self._retentions]
         plan.write_from = [plan.start.copy() for _ in self._retentions]
-        for row, blocks in self._replays:
-            self._bound_replay(row, blocks)
+        for row, blocks in self._repairing_rows:
+            self._bound_repair(row, blocks)
         for copy in copies:
             plan.copy_group.append(copy.group)
             plan.copy_source.append(copy.source)
@@ -91,9 +97,12 @@ class PlanBuilder:
             plan.copy_target_tier.append(TIER_DEVICE)
         return plan
 
-    def _bound_replay(self, row: int, blocks: SequenceBlocks) -> None:
-        """Below the replay's end what is cached (everything in some groups, sink blocks in others) is read, never written;
-        the rest is not there below the replay's start."""
+    def _bound_repair(self, row: int, blocks: SequenceBlocks) -> None:
+        """Set what a row inside a window repair reads and writes.
+
+        Below the repair's end, groups that keep everything read the cache and write nothing. Sliding groups have their sink blocks,
+        and otherwise no blocks below the repair's start.
+        """
         start = self.plan.start[row]
         for group, retention in enumerate(self._retentions):
             cached = blocks.repair_until
@@ -103,12 +112,15 @@ class PlanBuilder:
             self.plan.write_from[group][row] = max(start, cached)
 
     def _add_moves(self) -> None:
-        """Blocks of this plan's sequences that moved, be it after their row was added; others are told with their next row."""
+        """Add the moves of this plan's sequences: compaction may run after a row was added. Other sequences' moves go with their
+        next row.
+        """
         for sequence in self.rows:
             assert sequence.blocks is not None
             self._add_moves_of(sequence.seq_id, sequence.blocks)
 
     def _add_deltas(self, seq_id: int, blocks: SequenceBlocks) -> None:
+        """Add what changed in a sequence's block tables since the ranks were last told."""
         plan = self.plan
         for group, delta in blocks.take_deltas():
             plan.delta_seq.append(seq_id)

@@ -1,4 +1,9 @@
-"""Sequences in order of their virtual arrival: who is served first, who is preempted first."""
+"""`OrderedQueue`: sequences in the order in which the scheduler serves them; it preempts them in the reverse order.
+
+The order key of a sequence is its *virtual arrival*, then a counter. With the policy `fcfs` all requests have the same virtual
+arrival, so the counter decides. With `priority` each step of a request's priority number counts as an arrival 30 seconds later:
+a request of priority 2 that arrives at second 100 is served like a request of priority 0 that arrives at second 160.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,23 @@ from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request
 from transom_worker.scheduling.sequence import OrderKey, Sequence
 
-# With `priority`, a request counts as having arrived so many seconds later for each step of its priority number. So it is
-# overtaken only by those that arrive within that time after it, and waits no longer than they do: nobody starves.
+# Seconds per step of a priority number. A request is overtaken only by requests that arrive within `priority * 30`
+# seconds after it.
 PRIORITY_AGING_S = 30.0
 
 
 def virtual_arrival_s(request: Request, config: SchedulerConfig) -> float:
-    """When a request counts as having arrived."""
+    """Return the time at which a request counts as having arrived, for the configured policy."""
     if config.policy == "priority":
         return request.arrival_s + request.priority * PRIORITY_AGING_S
-    # who comes from a lost worker in mid-stream stands before all who have not begun
+    # A stream that migrated from a lost worker stands before all requests that have no output yet.
     return -1.0 if request.resumed_output_ids else 0.0
 
 
 class OrderedQueue:
-    """A list kept in key order. A preempted sequence keeps its key, and so stands before all that arrived later."""
+    """A list of sequences in order of their keys. A preempted sequence keeps its key, so it stands before all that arrived
+    later.
+    """
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -36,28 +43,28 @@ class OrderedQueue:
 
     @property
     def first(self) -> Sequence:
-        """The one to serve next."""
+        """The sequence to serve next. The queue must not be empty."""
         return self._sequences[0]
 
     @property
     def last(self) -> Sequence:
-        """The one to preempt next."""
+        """The sequence to preempt next. The queue must not be empty."""
         return self._sequences[-1]
 
     def num_before(self, sequence: Sequence) -> int:
-        """How many stand before one, be it in here or not."""
-        return bisect_left(self._sequences, sequence.key, key=_key)
+        """Return how many sequences of the queue stand before this one, which need not be in the queue."""
+        return bisect_left(self._sequences, sequence.order_key, key=_key)
 
     def add(self, sequence: Sequence) -> None:
-        """Insert in order."""
+        """Insert a sequence at its place."""
         insort(self._sequences, sequence, key=_key)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out one that is in here."""
-        at = bisect_left(self._sequences, sequence.key, key=_key)
+        """Remove a sequence, which must be in the queue."""
+        at = bisect_left(self._sequences, sequence.order_key, key=_key)
         assert self._sequences[at] is sequence
         del self._sequences[at]
 
 
 def _key(sequence: Sequence) -> OrderKey:
-    return sequence.key
+    return sequence.order_key

@@ -1,8 +1,13 @@
-"""Which requests are let in at the door, and why others are refused."""
+"""Validates requests at admission, and refuses those that a worker cannot serve, with the numbers in the message.
+
+`check_request` needs the model's vocabulary, so the engine calls it; the scheduler calls `check_new` and `length_limit`. Each
+condition is checked in one of them alone.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 
 from transom_worker.contract import CONTRACT_VERSION, Request
 from transom_worker.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
@@ -13,23 +18,20 @@ logger = logging.getLogger("transom.worker")
 UNSUPPORTED = {
     "kv_policy": "per-request KV policies",
     "grammar": "grammars",
-    "adapter": "adapters",
 }
 
 
 def check_request(request: Request, *, vocab_size: int) -> None:
-    """Whether this worker understands a request.
+    """Check the contract's version and the token ids of a request.
 
     Raises:
-        RequestError: no prompt, or ids outside the vocabulary.
-        WorkerLost: another contract version, as in mid-upgrade; a worker of the router's own version can take it.
+        RequestError: a token id is outside the vocabulary.
+        WorkerLost: the request has another contract version, as in mid-upgrade; a worker of the router's version can take it.
     """
     if request.version != CONTRACT_VERSION:
         raise WorkerLost(
             f"The request has contract version {request.version}; this worker speaks {CONTRACT_VERSION}. Update the older side."
         )
-    if not request.prompt_token_ids:
-        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
     for name, ids in (
         ("prompt", request.prompt_token_ids),
         ("resumed_output_ids", request.resumed_output_ids),
@@ -41,8 +43,13 @@ def check_request(request: Request, *, vocab_size: int) -> None:
             raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
 
 
-def check_supported(request: Request) -> None:
-    """Raises RequestError for fields that mean something no worker does yet, and for an empty or finished request."""
+def check_new(request: Request, *, in_use: Container[str]) -> None:
+    """Check that a request asks for something that a worker can do, under an id that is not `in_use`.
+
+    Raises:
+        RequestError: a field asks for what no worker supports yet, the prompt is empty, the resumed output is complete already, or
+            the id is in use.
+    """
     for name, what in UNSUPPORTED.items():
         if getattr(request, name) is not None:
             raise RequestError(f"{name} is set, but {what} are not supported yet; leave it out.", param=name)
@@ -54,13 +61,15 @@ def check_supported(request: Request) -> None:
             f"resumed_output_ids has {num_resumed} tokens and max_tokens is {max_tokens}; nothing is left to generate.",
             param="resumed_output_ids",
         )
+    if request.request_id in in_use:
+        raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
 
 
 def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int:
-    """Most tokens (prompt and output) that the request may come to.
+    """Return the most tokens, prompt and output together, that the request may reach.
 
     Raises:
-        PromptTooLong: no room for one more token within `max_model_len`.
+        PromptTooLong: `max_model_len` leaves no room for one more token.
         RequestTooLarge: the KV pool could not hold that many tokens, even with nothing else running.
     """
     num_prompt, num_resumed = request.num_prompt_tokens, len(request.resumed_output_ids)
@@ -86,15 +95,15 @@ def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int
     return limit
 
 
-def fit_model_len(capacity_tokens: int, max_model_len: int, *, is_asked: bool) -> int:
-    """The longest sequence that both the model and a pool for one of `capacity_tokens` can hold.
+def fit_model_len(capacity_tokens: int, max_model_len: int, *, is_requested: bool) -> int:
+    """Return the longest sequence that both the model and a KV pool of `capacity_tokens` for one sequence can hold.
 
     Raises:
-        ConfigError: the length was asked for and the pool is too small for it.
+        ConfigError: the user has requested the length (`is_requested`) and the pool is too small for it.
     """
     if capacity_tokens >= max_model_len:
         return max_model_len
-    if is_asked or capacity_tokens < 2:
+    if is_requested or capacity_tokens < 2:
         raise ConfigError(
             f"The KV pool holds {capacity_tokens} tokens of one sequence, and the model's length is {max_model_len}; "
             f"give a larger --kv-cache-memory-bytes, or --max-model-len {max(2, capacity_tokens)} at most."

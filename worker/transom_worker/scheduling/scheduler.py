@@ -1,4 +1,20 @@
-"""Continuous batching: requests in, a plan for each step, and what its result means for them."""
+"""`Scheduler`: continuous batching. It takes requests, plans each step, and applies each step's result to the requests.
+
+Terms:
+
+    step      one forward pass of all ranks
+    plan      what one step computes (`step.StepPlan`); its *rows* are the sequences that it computes
+    in flight a plan without a result; up to `steps_in_flight` plans are in flight at once
+    sequence  one request inside the scheduler (`sequence.Sequence`)
+
+One step from the caller's side:
+
+    plan = scheduler.schedule()          # which sequences compute how many tokens; their KV blocks are allocated
+    result = ...                         # the ranks execute the plan
+    outputs = scheduler.receive(result)  # publish and free KV blocks; the sampled tokens
+
+The parts: `admission` holds the queue and the running sequences, `step_planner` makes the plans, `kvcache` owns the blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +24,7 @@ from collections.abc import Callable
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request
-from transom_worker.errors import Overloaded, RequestError
+from transom_worker.errors import Overloaded
 from transom_worker.kvcache.eviction import EvictionPolicy
 from transom_worker.kvcache.hashing import chain_root
 from transom_worker.kvcache.layout import ArenaLayout
@@ -18,18 +34,22 @@ from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.queue import virtual_arrival_s
-from transom_worker.scheduling.request_validation import check_supported, length_limit
+from transom_worker.scheduling.request_validation import check_new, length_limit
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.scheduling.step_budget import chunk_limit
 from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner
 from transom_worker.scheduling.work_counts import WorkCounts
 
 
 class Scheduler:
-    """Integers out (`schedule`), integers in (`receive`). Not thread-safe: one engine thread calls it.
+    """Plans steps over integers alone: no tensors. Not thread-safe: only the engine's thread calls it.
 
-    With nothing in flight, `schedule` returns a plan whenever a request could go on; sequences at their length limit wait for
-    the engine's `finish`.
+    With no plan in flight, `schedule` returns a plan whenever a request can compute a token. A sequence at its length limit
+    computes nothing more and keeps its blocks until the engine calls `finish`.
+
+    `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `policy` decides which cached blocks
+    are evicted (the cache's own policy if None); `clock` gives seconds.
     """
 
     def __init__(
@@ -41,6 +61,7 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool,
         window_repair: bool = True,
+        max_chunk: int | None = None,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,30 +77,32 @@ class Scheduler:
         )
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work)
-        self._planner = StepPlanner(config, layout, self.admission, self.work)
-        self._by_request: dict[str, Sequence] = {}
-        self._in_flight: deque[PlannedStep] = deque()
+        self._planner = StepPlanner(
+            config, self.admission, self.work, max_chunk=max_chunk or chunk_limit(layout, block_size)
+        )
+        self.by_request: dict[str, Sequence] = {}
+        self.steps_in_flight: deque[PlannedStep] = deque()
         self._num_arrived = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished or any step unanswered."""
-        return bool(self._by_request) or bool(self._in_flight)
+        """Whether any request is unfinished or any plan is in flight."""
+        return bool(self.by_request) or bool(self.steps_in_flight)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Running sequences, which hold KV blocks."""
         return len(self.admission.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones with them, and those that wait for what others compute."""
+        """Sequences that are not running: new and preempted ones, and those that wait for a prefix that another computes."""
         return self.admission.num_waiting
 
     @property
     def num_in_flight(self) -> int:
-        """Plans without a result."""
-        return len(self._in_flight)
+        """Plans in flight."""
+        return len(self.steps_in_flight)
 
     @property
     def preemptions(self) -> dict[str, int]:
@@ -98,27 +121,30 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens to compute before every request has its next one; what the cache will spare those that wait is not known yet,
-        unless they follow others."""
+        """Tokens to compute before every request has its next output token.
+
+        A waiting sequence counts with all its tokens, since its prefix-cache hit is not known yet; a sequence that waits for
+        another's prefix counts with the tokens behind that prefix.
+        """
         waiting = sum(sequence.reserved_tokens or len(sequence.token_ids) for sequence in self.admission.all_waiting)
         return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self.admission.running)
 
     def listen(self, listener: SchedulerListener) -> None:
-        """Tell this one as well, from now on, what becomes of requests."""
+        """Call this listener from now on."""
         self.admission.listeners.append(listener)
 
     def sequences_with_blocks(self) -> list[Sequence]:
-        """All sequences that hold blocks: those that run, and those that have ended while a step in flight computes them."""
+        """Return all sequences that hold KV blocks: running ones, and finished ones that a step in flight still computes."""
         ended = {
             sequence.seq_id: sequence
-            for step in self._in_flight
+            for step in self.steps_in_flight
             for sequence in step.rows
             if sequence.status is SequenceStatus.FINISHED and sequence.blocks is not None
         }
         return [*self.admission.running, *ended.values()]
 
     def stats(self) -> CacheStats:
-        """The cache's state."""
+        """Return the KV cache's statistics."""
         return self.cache.stats()
 
     # Requests in and out
@@ -127,15 +153,13 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it asks for what is not supported yet, or its id is in use.
-            PromptTooLong: no room for one token more within the model's length.
+            RequestError: its prompt is empty, it asks for what no worker supports, or its id is in use.
+            PromptTooLong: the model's length leaves no room for one more token.
             RequestTooLarge: it could never fit the KV pool, even alone.
             Overloaded: the queue is full.
         """
-        check_supported(request)
+        check_new(request, in_use=self.by_request)
         limit = length_limit(request, self.cache, max_model_len=self.max_model_len)
-        if request.request_id in self._by_request:
-            raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
         ahead = self.num_waiting + len(self.admission.running) - self.config.max_num_seqs
         if ahead >= self.config.max_waiting:
             raise Overloaded(
@@ -144,44 +168,46 @@ class Scheduler:
         self._num_arrived += 1
         sequence = Sequence(
             request=request,
-            key=(virtual_arrival_s(request, self.config), self._num_arrived),
+            order_key=(virtual_arrival_s(request, self.config), self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
-            root=chain_root(self.cache.block_size, cache_salt=request.cache_salt, adapter=request.adapter),
+            root=chain_root(self.cache.block_size, cache_salt=request.cache_salt),
             token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
         )
-        self._by_request[request.request_id] = sequence
+        self.by_request[request.request_id] = sequence
         self.admission.enqueue(sequence)
         for listener in self.admission.listeners:
             listener.queued(sequence, num_ahead=self.admission.num_before(sequence))
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request, wherever it stands; whether there was one. Blocks of a step in flight go when it has answered."""
-        sequence = self._by_request.pop(request_id, None)
+        """End a request in any status; return whether there was one. Blocks that a step in flight uses are freed when it
+        answers.
+        """
+        sequence = self.by_request.pop(request_id, None)
         if sequence is None:
             return False
-        self.admission.drop(sequence)
+        self.admission.finish(sequence)
         return True
 
     def finish(self, request_id: str) -> None:
-        """The engine saw a stop: a token in flight is discarded with its slot. Unknown ids are ignored."""
+        """End a request at a stop that the engine saw; a token in flight is discarded. An unknown id is ignored."""
         self.abort(request_id)
 
     # Steps
 
     def schedule(self) -> StepPlan | None:
-        """The next plan; None if nothing can be computed now, or `steps_in_flight` plans are unanswered."""
-        if len(self._in_flight) >= self.config.steps_in_flight:
+        """Return the next plan; None if nothing can be computed now, or `steps_in_flight` plans are in flight."""
+        if len(self.steps_in_flight) >= self.config.steps_in_flight:
             return None
-        step = self._planner.plan(steps_in_flight=len(self._in_flight))
+        step = self._planner.plan(steps_in_flight=len(self.steps_in_flight))
         if step is None:
             return None
-        self._in_flight.append(step)
+        self.steps_in_flight.append(step)
         return step.plan
 
     def receive(self, result: StepResult) -> list[SequenceOutput]:
-        """Take the oldest plan's result: publish and free by it, and return its new tokens in row order."""
-        step = self._in_flight.popleft()
+        """Apply the oldest plan's result: publish and free KV blocks, and return the sampled tokens in row order."""
+        step = self.steps_in_flight.popleft()
         plan = step.plan
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} where step {plan.step_id} was due")
@@ -195,7 +221,7 @@ class Scheduler:
                 processed = min(processed, len(sequence.token_ids))
             blocks = sequence.blocks
             assert blocks is not None
-            if processed >= blocks.next_event:
+            if processed >= blocks.next_event_at:
                 self.cache.advance(blocks, sequence.token_ids, processed)
                 self.admission.published(sequence)
             else:
@@ -207,36 +233,36 @@ class Scheduler:
                     logprobs = result.logprobs[sample] if result.logprobs else None
                     outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs))
             if sequence.status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
-                self.admission.settle(sequence)
+                self.admission.step_answered(sequence)
             sample += samples
         return outputs
 
     def fail_in_flight(self) -> list[str]:
-        """A step raised: forget all unanswered plans and drop their requests; returns the ids of those, for an error."""
+        """A step failed: forget all plans in flight and end their requests; return the ids of these requests."""
         failed = []
-        moved = any(step.plan.copy_group for step in self._in_flight)
-        while self._in_flight:
-            step = self._in_flight.popleft()
-            self.admission.finished_ids += step.plan.finished  # ranks may not have seen them
+        moved = any(step.plan.copy_group for step in self.steps_in_flight)
+        while self.steps_in_flight:
+            step = self.steps_in_flight.popleft()
+            self.admission.restore_finished_ids(step.plan.finished)
             for sequence in step.rows:
                 sequence.num_in_flight -= 1
                 if sequence.num_in_flight:
                     continue
                 was_done = sequence.status is SequenceStatus.FINISHED
                 if sequence.status is not SequenceStatus.RUNNING:
-                    self.admission.settle(sequence)
+                    self.admission.step_answered(sequence)
                 if not was_done:
                     self.abort(sequence.request.request_id)
                     failed.append(sequence.request.request_id)
-        if moved:  # nobody knows which of the blocks that were to be copied hold their contents
+        if moved:  # it is unknown which block copies were done, so the contents of blocks are unknown
             self.admission.preempt_all()
         return failed
 
     def reset(self) -> None:
-        """The ranks are new ones: drop every request, plan and block. What ranks were to be told is of no use any more."""
+        """The ranks were restarted: end every request, forget every plan and evict every block. New ranks know no sequence ids."""
         self.fail_in_flight()
-        for request_id in list(self._by_request):
+        for request_id in list(self.by_request):
             self.abort(request_id)
         self.cache.evict_all()
         self.cache.take_copies()
-        self.admission.finished_ids = []
+        self.admission.take_finished_ids()

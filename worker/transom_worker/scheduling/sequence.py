@@ -1,4 +1,29 @@
-"""What the scheduler knows about one request: its tokens, how far they are computed, and where it stands."""
+"""`Sequence`: what the scheduler knows about one request: its tokens, how far they are computed, and its status.
+
+The status of a sequence:
+
+                     admitted
+    add --> WAITING -----------> RUNNING
+               ^                 |     |
+               |    preempted    |     |  preempted while a step in flight computes it
+               +-----------------+     v
+               +-------------------- PREEMPTING
+                  that step answered
+
+    every status --> FINISHED, when the engine stops the request, the client aborts it, or a step fails
+
+A WAITING sequence holds no KV blocks. It stands in the queue, or it waits for a prefix that a running sequence computes
+(`in_flight_prefixes`). PREEMPTING and FINISHED sequences keep their blocks while a step in flight still reads or writes them.
+
+How far a sequence is computed, as intervals over its token positions:
+
+    0            processed          scheduled              known tokens
+    |  computed,    |   in flight,     |   ready for a plan,  |
+    |  answered     |   unanswered     |   not scheduled      |
+
+`processed` lies in `SequenceBlocks`. A token that a step in flight will sample counts as known: the next plan may compute it before
+its id has arrived ("pending").
+"""
 
 from __future__ import annotations
 
@@ -9,11 +34,11 @@ from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.outputs import SequenceOutput
 
-OrderKey = tuple[float, int]  # (virtual arrival, counter): smaller runs first
+OrderKey = tuple[float, int]  # (virtual arrival in seconds, counter): the smaller key is served first
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. PREEMPTING ones are preempted when their step in flight has answered."""
+    """The four statuses of a sequence; the module's docstring has the transitions."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -23,69 +48,67 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """One request inside the scheduler.
-
-    Intervals over positions: `[0, processed)` computed and answered (in `blocks`), `[processed, scheduled)` in flight,
-    `[scheduled, known)` ready, where sampled tokens still in flight count as known.
-    """
+    """One request inside the scheduler; the module's docstring explains the intervals and the status."""
 
     request: Request
-    key: OrderKey
+    order_key: OrderKey
     num_prompt_tokens: int  # without resumed output
     max_tokens_total: int  # prompt and output; at this length nothing more is computed
-    root: bytes
+    root: bytes  # parent of the hash chain's first digest
     token_ids: list[int]  # prompt, then output as received
-    chain: list[bytes] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)  # digest of each whole hash block of `token_ids`
     status: SequenceStatus = SequenceStatus.WAITING
-    seq_id: int = -1  # a fresh one at each admission
+    seq_id: int = -1  # the ranks' name of it; a fresh one at each admission
     blocks: SequenceBlocks | None = None
-    scheduled: int = 0
-    num_in_flight: int = 0  # plans that compute it and have not answered
-    num_pending: int = 0  # tokens sampled by those plans
-    rank_known: int = 0  # tokens that ranks have been given
-    sampled_step: int = -1  # the plan, and its row, that samples the newest token
-    sampled_row: int = -1
-    admitted: bool = False  # ever
-    num_cached_tokens: int = 0
+    scheduled: int = 0  # tokens that plans have scheduled
+    num_in_flight: int = 0  # plans that compute the sequence and have not answered
+    num_pending: int = 0  # tokens that those plans sample
+    num_tokens_on_ranks: int = 0  # tokens whose ids, or the rows that sample them, the ranks have been told
+    sampled_step: int = -1  # id of the plan that samples the newest token
+    sampled_row: int = -1  # the row of that plan
+    was_admitted: bool = False  # at least once
+    num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     index_version: int = 0  # of the prefix index when `num_cached_tokens` were found
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     has_output: bool = False
-    began_at: int = 0  # tokens that the last admission found
-    lost_until: int = 0  # below it everything was there before a preemption
-    reserved_tokens: int = 0  # tokens that those behind it leave it, since it followed another: until it is tried again
-    decode_from: int = 0  # from this position on nothing is computed but what was sampled here
+    num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
+    recompute_until: int = 0  # a preemption threw away what was computed below this position
+    reserved_tokens: int = (
+        0  # tokens that sequences behind it leave it, because it waited for a prefix (`in_flight_prefixes`)
+    )
+    decode_from: int = 0  # from this position on only tokens that were sampled here are computed
 
     @property
-    def num_known_at_first(self) -> int:
-        """Tokens that the request came with."""
+    def num_tokens_at_arrival(self) -> int:
+        """Tokens that the request arrived with: its prompt and resumed output."""
         return self.num_prompt_tokens + len(self.request.resumed_output_ids)
 
     @property
     def num_ready(self) -> int:
-        """Tokens that the next plan could compute; none at the length limit, whose token needs no successor."""
+        """Tokens that the next plan could compute; 0 at the length limit, whose last token needs no successor."""
         known = len(self.token_ids) + self.num_pending
         return known - self.scheduled if known < self.max_tokens_total else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt rows' log-probabilities are still reserved_tokens; such a sequence reads no cache."""
+        """Whether log-probabilities of prompt tokens are still to be computed; such a sequence reads no prefix cache."""
         return self.request.params.prompt_logprobs is not None and not self.has_output
 
-    def leave(self) -> None:
-        """Forget everything that was computed (its blocks are the caller's business)."""
+    def reset_computed(self) -> None:
+        """Return to WAITING with nothing computed. The caller has released the KV blocks."""
         self.status = SequenceStatus.WAITING
         self.blocks = None
-        self.scheduled = self.rank_known = 0
+        self.scheduled = self.num_tokens_on_ranks = 0
         self.prompt_logprobs = None
 
     def take_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        """Those of the next prompt tokens arrived."""
+        """Append the log-probabilities of the next prompt tokens."""
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
         self.prompt_logprobs += logprobs
 
     def take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
-        """The sampled token is known from here on."""
+        """Append the token that a step sampled, and return it as an output for the engine."""
         self.num_pending -= 1
         self.token_ids.append(token_id)
         num_tokens = len(self.token_ids)

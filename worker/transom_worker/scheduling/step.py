@@ -1,14 +1,17 @@
-"""The contract between scheduler and ranks: integers out (`StepPlan`), integers in (`StepResult`). Frozen.
+"""The contract between scheduler and ranks: a `StepPlan` goes to every rank, a `StepResult` comes back from the first one.
 
-All arrays are flat lists of plain ints; nothing here knows torch. Legend:
+All arrays are flat lists of plain ints; this module knows no tensors. Legend:
 
     B  scheduled sequences (batch rows)     G  KV cache groups
     D  block-table deltas                   C  block copies
     S  rows that sample a token             T  tokens computed = sum(count)
     M  moved blocks
 
-A rank keeps, per sequence: token ids, sampling state and one block table per group. A plan only says what changed. A plan's
-effects apply in this order: finished, new sequences, deltas, moves, block copies, forward pass, sampling.
+A rank keeps, per sequence: token ids, sampling state and one block table per group. A plan only says what changed. A rank applies
+a plan in this order: finished sequences, new sequences, deltas, moves, block copies, forward pass, sampling.
+
+A *logical block* is a block's index in its sequence: logical block 3 of a group with blocks of 16 tokens has tokens 48 to 63. A
+*block id* says where it lies in the arena.
 """
 
 from __future__ import annotations
@@ -19,18 +22,18 @@ from transom_worker.contract import KvPolicy, SamplingParams, TokenLogprobs
 
 STEP_VERSION = 2
 
-TIER_DEVICE = 0
-TIER_HOST = 1
+TIER_DEVICE = 0  # the arena in the device's memory
+TIER_HOST = 1  # reserved for an arena in host memory
 
-NO_ID = -1
+NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """A sequence that ranks have not seen, or not since its preemption.
+    """A sequence that the ranks do not know: a new one, or one that was preempted and admitted again.
 
-    `token_ids` are the prompt followed by known output (after a preemption or resume); `num_prompt_tokens` splits them, which
-    penalties and the noise counter need: the token that follows `n` tokens has output position `n - num_prompt_tokens`.
+    `token_ids` are the prompt followed by the known output (after a preemption or migration), `num_prompt_tokens` is where the
+    output begins. Penalties and sampling noise need it: the token behind `n` tokens has output position `n - num_prompt_tokens`.
     """
 
     seq_id: int
@@ -40,7 +43,6 @@ class NewSequence:
     params: SamplingParams
     seed: int
     choice_index: int = 0
-    adapter: str | None = None
     kv_policy: KvPolicy | None = None
 
 
@@ -48,27 +50,41 @@ class NewSequence:
 class StepPlan:
     """One step for every rank.
 
-    Block tables. A sequence's table for a group is its pinned blocks (the group's `num_sink_blocks` first logical blocks,
-    for sink tokens; usually none) followed by a run of consecutive logical blocks. Delta `d` on (`delta_seq`, `delta_group`)
-    first drops `delta_dropped` blocks from the front of the run, then appends
+    **Block tables.** A sequence's table for a group is its sink blocks (the group's `num_sink_blocks` first logical blocks; none
+    without attention sinks) followed by a run of consecutive logical blocks:
+
+        | sink 0 | sink 1 |   (slid out)   | first_block | first_block + 1 | ... |
+
+    Delta `d` on (`delta_seq`, `delta_group`) first drops `delta_dropped` blocks from the front of the run, then appends
     `delta_blocks[delta_offset[d] : delta_offset[d + 1]]` at the table's end; after it the run starts at logical block
-    `delta_first_block`. A table starts empty; one delta at most per (sequence, group) and step.
+    `delta_first_block`. A table starts empty. A step has at most one delta per (sequence, group).
 
-    Moves (compaction). Logical block `moved_logical[m]` of (`moved_seq`, `moved_group`), pinned or in the run as it stands after
-    the deltas, is from now on block `moved_block[m]`; a block copy of this or an earlier plan brings its contents.
+    **Moves** (compaction). Logical block `moved_logical[m]` of (`moved_seq`, `moved_group`), a sink block or one of the run as it
+    stands after the deltas, is from now on block id `moved_block[m]`; a block copy of this or an earlier plan brings its contents.
 
-    Scheduled sequence `b` computes positions `[start[b], start[b] + count[b])`. Its input tokens are those the rank knows;
-    the last one may be new: `input_id[b]` gives it, or `input_row[b]` says that it is what row `input_row[b]` of the step
-    before sampled (an index into that step's B); both NO_ID when the rank knows them all.
+    **Rows.** Sequence `b` computes positions `[start[b], start[b] + count[b])`. The rank knows its input tokens, except that the
+    last one may be new: then `input_id[b]` gives its id, or `input_row[b]` is the row of the previous step that sampled it (an
+    index into that step's B). The one that does not apply is NO_ID; both are if the rank knows all tokens.
 
-    Per group `g`: no key below `attend_from[g][b]`, pinned sink tokens apart, is read by this sequence's queries in this step,
-    and no key or value below position `write_from[g][b]` is written (0 and `start` in the ordinary case; raised by window
-    repair).
+    **Window repair.** In an ordinary row `attend_from` is 0 and `write_from` is `start`. A row that repairs windows computes again
+    tokens whose KV the full groups still have in the cache. Example: a hit of 160 tokens, repaired from token 96 on, new tokens
+    from 160 on:
 
-    Logits are wanted for positions `[logits_from[b], start[b] + count[b])`: none when equal to the end, the last row alone
-    for a sampling sequence, more for prompt log-probabilities. `sample[b]` is 1 when the last row samples a token.
+        position             0 ........... 96 ........... 160 ........... 180
+        the row computes                   |==== start, count = 84 =======|
+        full group:   read   |==========================================|     attend_from = 0
+                      write                               |=============|     write_from = 160: below it the cache is right
+        window group: read                 |============================|     attend_from = 96: below it there are no blocks
+                      write                |============================|     write_from = 96
 
-    Block copies run before the forward pass, in order, on (group, source block and tier, target block and tier).
+    Per group `g`: queries of row `b` read no key below `attend_from[g][b]`, sink tokens apart, and write no key or value below
+    position `write_from[g][b]`.
+
+    **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for none if `logits_from[b]` is the end, for the
+    last row of a sequence that samples, for more rows where prompt log-probabilities are requested. `sample[b]` is 1 if the last
+    position samples a token, else 0.
+
+    **Block copies** run before the forward pass, in order: (group, source block and tier, target block and tier).
     """
 
     step_id: int
@@ -128,15 +144,18 @@ class StepTimings:
 class StepResult:
     """What the first rank reports of one step. Results arrive in the order of their plans.
 
-    `sampled_ids` and `logprobs` follow the plan's sampling rows (`sample[b] == 1`, in order of b). `prompt_logprobs[b]` are
-    those of the tokens that follow positions `[logits_from[b], ...)` inside the prompt, for sequences that asked for them.
+    `sampled_ids` and `logprobs` are in the order of the plan's sampling rows (`sample[b] == 1`, in order of b).
+    `prompt_logprobs[b]` has the log-probabilities of the prompt tokens behind positions `[logits_from[b], ...)`, for sequences that
+    request them.
     """
 
     step_id: int
     version: int = STEP_VERSION
     sampled_ids: list[int] = field(default_factory=list)  # [S]
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [S], or empty when nobody asked
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [S], or empty if no sequence requests them
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by batch row
-    attention_mass: dict[int, list[float]] = field(default_factory=dict)  # by batch row, per block; KV policies
+    attention_mass: dict[int, list[float]] = field(
+        default_factory=dict
+    )  # by batch row, per block; reserved for KV policies
     num_copies_done: int = 0
     timings: StepTimings = field(default_factory=StepTimings)

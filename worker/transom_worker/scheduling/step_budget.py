@@ -1,9 +1,14 @@
-"""What one step may still compute: tokens, and window blocks beyond those that a sequence always holds.
+"""`StepBudget`: what one step may still compute, in tokens and in window blocks.
 
-Between two results a window of `W` tokens with `t` tokens in flight spans `W - 1 + t` tokens: at most `ceil(W / block) + 1` blocks
-and `ceil((t - 2) / block)` more. The latter are counted here, once for the whole engine: at most `ceil(max_num_batched_tokens /
-block)` for each step in flight, whatever number of sequences shares it. A chunk shrinks where there would be more. Nor does one
-chunk's window take more than a share of the pool, lest a single prompt push checkpoints out for the length of a step.
+Models whose layers all keep every token need the token budget (`max_num_batched_tokens`) alone. A sliding window of `W` tokens
+needs more: while a step with `t` tokens of a sequence is in flight, nothing slides out, so the sequence holds `W - 1 + t` tokens.
+These are at most `ceil(W / block) + 1` blocks, which it may hold at any time, and `ceil((t - 2) / block)` *extra blocks*.
+
+Example: W = 128, blocks of 16 tokens, a chunk of 50 tokens: 9 blocks, and 3 extra ones until the step has answered.
+
+A step may take `ceil(max_num_batched_tokens / block)` extra blocks, however many sequences share them; a chunk shrinks where it
+would take more. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt does not evict
+checkpoints for the length of a step.
 """
 
 from __future__ import annotations
@@ -11,49 +16,57 @@ from __future__ import annotations
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.sequence import Sequence
 
-POOL_SHARE = 16  # a chunk's window blocks take at most this part of the pool
+CHUNKS_PER_POOL = 16  # the window blocks of one chunk take at most 1/16 of the pool
 
 
-def longest_chunk(layout: ArenaLayout, block_size: int) -> int | None:
-    """Most tokens of one sequence in a step; None: no group slides, so that a chunk takes nothing that it does not keep."""
+def chunk_limit(layout: ArenaLayout, block_size: int) -> int | None:
+    """Return the most tokens of one sequence in a step; None if no group slides: then a chunk takes only blocks that stay."""
     sliding = [group.stride_bytes for group in layout.groups if not group.spec.keeps_everything]
     if not sliding:
         return None
-    return max(1, layout.pool_bytes // POOL_SHARE // sum(sliding)) * block_size
+    return max(1, layout.pool_bytes // CHUNKS_PER_POOL // sum(sliding)) * block_size
 
 
 class StepBudget:
-    """One step's budget, `longest` tokens for each sequence. Groups that keep everything need no bound besides: `longest` None."""
+    """The budget of one step.
 
-    def __init__(self, num_tokens: int, *, block_size: int, longest: int | None) -> None:
+    `max_chunk` is the most tokens of one sequence; None means that no group slides, so that tokens are the only bound.
+    """
+
+    def __init__(self, num_tokens: int, *, block_size: int, max_chunk: int | None) -> None:
         self.num_tokens = num_tokens
         self._block_size = block_size
-        self._longest = num_tokens if longest is None else longest
-        self._num_blocks = num_tokens if longest is None else -(-num_tokens // block_size)
+        self._max_chunk = num_tokens if max_chunk is None else max_chunk
+        self._num_extra_blocks = num_tokens if max_chunk is None else -(-num_tokens // block_size)
 
     @property
     def for_new(self) -> int:
-        """Tokens that a sequence with nothing in flight may start with; 0 if the step is full."""
-        return min(self.num_tokens, self._longest, self._num_blocks * self._block_size + 2) if self._num_blocks else 0
+        """Tokens that a newly admitted sequence may start with; 0 if the step is full."""
+        return (
+            min(self.num_tokens, self._max_chunk, self._num_extra_blocks * self._block_size + 2)
+            if self._num_extra_blocks
+            else 0
+        )
 
     def fit(self, sequence: Sequence, count: int) -> int:
-        """As many of a running sequence's next `count` tokens as the step has room for."""
+        """Return how many of a running sequence's next `count` tokens the step has room for."""
         in_flight = _in_flight(sequence)
-        most = (self._num_blocks + self._extra(in_flight)) * self._block_size + 2 - in_flight
-        return max(0, min(count, self.num_tokens, self._longest, self._num_blocks * self._block_size + 2, most))
+        most = (self._num_extra_blocks + self._extra(in_flight)) * self._block_size + 2 - in_flight
+        return max(0, min(count, self.num_tokens, self._max_chunk, self._num_extra_blocks * self._block_size + 2, most))
 
     def take(self, sequence: Sequence, count: int) -> None:
-        """These tokens will be computed."""
+        """Subtract `count` tokens of a sequence, and the extra blocks that they take."""
         self.num_tokens -= count
         in_flight = _in_flight(sequence)
-        # at least what they hold once the step before has answered
-        self._num_blocks -= max(self._extra(in_flight + count) - self._extra(in_flight), self._extra(count))
+        # At least the extra blocks that remain when the step before has answered.
+        self._num_extra_blocks -= max(self._extra(in_flight + count) - self._extra(in_flight), self._extra(count))
 
     def _extra(self, num_tokens: int) -> int:
-        """Blocks that so many tokens in flight may hold beyond `ceil(W / block) + 1`, however they lie."""
+        """Return the most extra blocks of `num_tokens` tokens in flight, wherever they begin inside a block."""
         return -(-max(0, num_tokens - 2) // self._block_size)
 
 
 def _in_flight(sequence: Sequence) -> int:
+    """Return how many tokens of the sequence are in flight."""
     assert sequence.blocks is not None
     return sequence.scheduled - sequence.blocks.processed

@@ -1,4 +1,13 @@
-"""What steps computed and why, and what preemptions threw away: counted as plans are made."""
+"""Counts the tokens that steps compute, by reason, and the tokens that preemptions throw away. Counted as plans are made.
+
+The reason of a computed token depends on its position alone, in this order:
+
+    0 ........ end of a window repair ........ recompute_until ........ tokens at arrival ........ end
+    |  repair  |          recompute            |       prefill          |         decode           |
+
+Example: a request arrives with a prompt of 100 tokens, is preempted after 110 tokens and later admitted with a hit of 64 tokens.
+Then it computes 46 tokens of recompute (64 to 110), and decode from there on.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +19,11 @@ from transom_worker.scheduling.sequence import Sequence
 
 @dataclass(slots=True, kw_only=True)
 class WorkCounts:
-    """Since start. Not thread-safe; `copy` may go to any thread.
+    """Tokens, rows and preemptions since start. Not thread-safe; the engine may hand a `copy` to any thread.
 
     A computed token is a *repair* below the end of a window repair; else *recompute* where a preemption threw it away; else
-    *prefill* where it was known when the request came; else *decode*. A row is one of decode if all its tokens are.
+    *prefill* where it was known when the request arrived; else *decode*. A row of a plan counts as a prefill row unless all its
+    tokens are decode.
     """
 
     num_tokens: int = 0
@@ -27,34 +37,35 @@ class WorkCounts:
 
     @property
     def decode_tokens(self) -> int:
-        """The others."""
+        """Computed tokens that are neither prefill, repair nor recompute."""
         return self.num_tokens - self.prefill_tokens - self.repair_tokens - self.recompute_tokens
 
     def copy(self) -> WorkCounts:
-        """As they are now."""
+        """Return a copy of the counts."""
         return replace(self)
 
     def planned(self, *, num_rows: int, num_tokens: int) -> None:
-        """A plan was made."""
+        """Count a plan of `num_rows` sequences and `num_tokens` tokens."""
         self.num_rows += num_rows
         self.num_tokens += num_tokens
 
     def admitted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """A sequence goes on from a hit: from where on is it decoding?"""
-        sequence.began_at = blocks.processed
-        sequence.decode_from = max(sequence.num_known_at_first, sequence.lost_until, blocks.repair_until)
+        """Note where an admitted sequence begins, and from which position on its tokens count as decode."""
+        sequence.num_found_at_admission = blocks.processed
+        sequence.decode_from = max(sequence.num_tokens_at_arrival, sequence.recompute_until, blocks.repair_until)
 
     def row_before_decode(self, sequence: Sequence, blocks: SequenceBlocks, start: int, end: int) -> None:
-        """A row of a plan begins below `decode_from`."""
+        """Count the tokens `[start, end)` of a row that begins below the sequence's `decode_from`."""
         self.prefill_rows += 1
-        at = min(end, max(start, blocks.repair_until))
-        self.repair_tokens += at - start
-        known = min(end, max(at, sequence.lost_until))
-        self.recompute_tokens += known - at
-        self.prefill_tokens += min(end, max(known, sequence.num_known_at_first)) - known
+        repair_end = min(end, max(start, blocks.repair_until))
+        recompute_end = min(end, max(repair_end, sequence.recompute_until))
+        prefill_end = min(end, max(recompute_end, sequence.num_tokens_at_arrival))
+        self.repair_tokens += repair_end - start
+        self.recompute_tokens += recompute_end - repair_end
+        self.prefill_tokens += prefill_end - recompute_end
 
     def preempted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """A sequence goes back to the queue."""
+        """Count a preemption and the tokens that it throws away."""
         self.num_preemptions += 1
-        self.preempted_tokens += blocks.processed - sequence.began_at
-        sequence.lost_until = max(sequence.lost_until, blocks.processed, blocks.repair_until)
+        self.preempted_tokens += blocks.processed - sequence.num_found_at_admission
+        sequence.recompute_until = max(sequence.recompute_until, blocks.processed, blocks.repair_until)

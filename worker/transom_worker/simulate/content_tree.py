@@ -1,4 +1,4 @@
-"""Which requests share which contents: the prefix tree of a workload, by runs of tokens."""
+"""Builds the prefix tree of a workload: which requests share which runs of tokens. A run is, for example, one message of a chat."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from transom_worker.simulate.workload import SimulatedRequest
 
 
 class Node:
-    """A run behind a given prefix. `kept` of its first tokens are in the cache that a bound imagines."""
+    """A run of tokens behind a given prefix. `kept` of its first tokens are in the cache of the bound that is computed."""
 
     __slots__ = ("depth", "kept", "users")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth  # runs before it
         self.kept = 0
-        self.users: list[int] = []  # places in the order of service, ascending
+        self.users: list[int] = []  # indices of the requests that read it, ascending
 
     def next_user(self, place: int) -> int | None:
-        """Who reads it next after the request at `place`."""
+        """Return the index of the next request after `place` that reads the node; None if there is none."""
         at = bisect_right(self.users, place)
         return self.users[at] if at < len(self.users) else None
 
 
 class PathStep(NamedTuple):
-    """A request's part of a node."""
+    """One node of a request's path, and how many of the node's tokens the request has."""
 
     node: Node
     num_tokens: int
 
 
 class ContentPath(NamedTuple):
-    """One request: its nodes from the root, prompt first; `num_tokens` are those whose KV is computed in the end."""
+    """One request's nodes from the root on, prompt and answer; `num_tokens` get keys and values in the end."""
 
     steps: tuple[PathStep, ...]
     num_prompt_tokens: int
     num_tokens: int
 
     def kept_prefix(self) -> int:
-        """Leading prompt tokens whose nodes are kept."""
+        """Return how many leading prompt tokens are kept."""
         num_tokens = 0
-        for node, wanted in self.steps:
-            num_tokens += min(node.kept, wanted)
-            if node.kept < wanted:
+        for node, num_read in self.steps:
+            num_tokens += min(node.kept, num_read)
+            if node.kept < num_read:
                 break
         return min(num_tokens, self.num_prompt_tokens)
 
 
 def content_paths(requests: Sequence[SimulatedRequest]) -> list[ContentPath]:
-    """The tree of all requests, as one path each in the order of service."""
+    """Return one path per request, in the order of the requests; equal prefixes share nodes."""
     nodes: dict[tuple[Node | None, int], Node] = {}
     paths = []
     for place, request in enumerate(requests):

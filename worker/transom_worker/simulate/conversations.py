@@ -1,6 +1,6 @@
-"""Synthetic workloads: conversations whose every prompt repeats what came before, in several orders and shapes.
+"""Synthetic workloads: conversations in which each prompt repeats the ones before it, in several orders and shapes.
 
-The sizes are those behind the published figures of other engines, so that hit shares can be set side by side.
+The sizes are those of published figures of other engines, so that hit rates can be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_TURNS = 8
 FIRST_PROMPT_TOKENS = 4_000
 ANSWER_TOKENS = 400
 TURN_TOKENS = 600
-WORKING_SET_TOKENS = NUM_SESSIONS * 12_000  # "1x": what its sessions come to, in full-attention blocks
+WORKING_SET_TOKENS = NUM_SESSIONS * 12_000  # "1x" of `--memory`: the tokens of all sessions at their end
 MEAN_PAUSE_S = 60.0  # between one session's turns, with Poisson arrivals
 
 SHORT_ANSWER_TOKENS = 100
@@ -27,7 +27,7 @@ Conversation = list[SimulatedRequest]
 
 
 def build_workload(name: str, *, seed: int = 0) -> Workload:
-    """The synthetic workload of that name. Raises ConfigError for an unknown one."""
+    """Return the synthetic workload of that name. Raises ConfigError for an unknown name."""
     builder = BUILDERS.get(name)
     if builder is None:
         raise ConfigError(f"There is no workload {name!r}; take one of {', '.join(BUILDERS)}.")
@@ -35,19 +35,19 @@ def build_workload(name: str, *, seed: int = 0) -> Workload:
 
 
 def round_robin(rng: random.Random) -> list[SimulatedRequest]:
-    """Sessions that take turns: the worst case for plain recency."""
+    """Sessions that take turns: the worst case for least-recently-used eviction."""
     return _interleave(_sessions(), list(range(NUM_SESSIONS)) * NUM_TURNS)
 
 
 def shuffled(rng: random.Random) -> list[SimulatedRequest]:
-    """The same sessions; who comes next is drawn."""
+    """The sessions of `round_robin`; which one comes next is drawn at random."""
     order = list(range(NUM_SESSIONS)) * NUM_TURNS
     rng.shuffle(order)
     return _interleave(_sessions(), order)
 
 
 def poisson(rng: random.Random) -> list[SimulatedRequest]:
-    """The same sessions, each with exponential pauses between its turns; where one answers slowly, its next turn waits."""
+    """The sessions of `round_robin`, each with exponential pauses between its turns. A turn waits for the answer before it."""
     arrivals = sorted(
         (arrival_s, session)
         for session in range(NUM_SESSIONS)
@@ -107,7 +107,7 @@ def _conversation(space: TokenSpace, *, first: int, answer: int, turn: int, num_
 
 
 def _request(messages: Sequence[Run], answer: Run) -> SimulatedRequest:
-    """A chat: every message but the last one asked ends a turn inside the prompt."""
+    """Return one request of a chat: each message but the last ends a turn inside the prompt."""
     ends = accumulate(message.num_tokens for message in messages[:-1])
     return SimulatedRequest(prompt=tuple(messages), answer=answer, turn_boundaries=tuple(ends))
 
@@ -117,7 +117,7 @@ def _one_by_one(requests: Conversation) -> list[SimulatedRequest]:
 
 
 def _interleave(sessions: Sequence[Conversation], order: Iterable[int]) -> list[SimulatedRequest]:
-    """Each session's turns in their order, each not before the one before it."""
+    """Return the sessions' requests in this order of sessions; each comes after the same session's request before it."""
     turns = [iter(session) for session in sessions]
     last: dict[int, int] = {}
     requests: list[SimulatedRequest] = []

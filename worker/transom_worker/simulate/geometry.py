@@ -1,4 +1,4 @@
-"""A model's cache geometry from its folder: the layout that an engine would have in so much memory."""
+"""Reads a model's cache geometry from its folder: the KV cache layout that an engine would have in a given amount of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transom_worker.simulate.conversations import WORKING_SET_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What the simulator needs of a model."""
+    """What the simulator needs to know of a model."""
 
     name: str
     max_model_len: int
@@ -29,11 +29,13 @@ class Geometry:
 
 
 def read_geometry(path: Path, *, memory: str, block_size: int = 16, max_num_batched_tokens: int = 8192) -> Geometry:
-    """From a folder with a `config.json`, or the file; `memory` is a size, or a multiple of the sessions' working set: 2x.
+    """Return the geometry for a folder with a `config.json`, or the file.
+
+    `memory` is a size such as 40GiB, or a multiple such as 2x of the working set of the synthetic sessions.
 
     Raises:
-        ModelError: no such file, or a model that cannot be planned.
-        ConfigError: a size that is none, or too little memory.
+        ModelError: there is no such file, or the model cannot be planned.
+        ConfigError: the size cannot be read, or memory is too small.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_config(file)
@@ -66,7 +68,7 @@ def _memory_bytes(text: str, config: Mapping[str, Any], block_size: int) -> int:
 
 
 def _working_set_bytes(config: Mapping[str, Any], block_size: int) -> int:
-    """`1x`: the full-length groups' blocks of all synthetic sessions at their end."""
+    """Return the bytes of `1x`: the full-attention blocks of all synthetic sessions at their end."""
     architecture = read_architecture(config)
     groups = cache_groups(architecture, block_size=block_size, dtype=kv_dtype("auto", architecture.served_dtype))
     full = [group for group in groups if group.spec.keeps_everything]

@@ -1,4 +1,4 @@
-"""The loop of a replay: requests in as they arrive, steps through the real scheduler, tokens out of the stub executor."""
+"""`Replay`: runs a workload through the real scheduler and KV cache, with a stub executor in place of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transom_worker.simulate.stub_executor import StubExecutor
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import SimulatedRequest, Workload
 
-OnProgress = Callable[[int], None]  # told the number of requests that have ended
+OnProgress = Callable[[int], None]  # called with the number of requests that have ended
 
 
 class Replay:
-    """Plays the engine for one workload: every request ends at its answer's length, or is refused at the door."""
+    """Takes the engine's part for one workload: each request ends at its answer's length, or is refused at admission."""
 
     def __init__(
         self, scheduler: Scheduler, workload: Workload, arrivals: Arrivals, *, cost: StepCost, clock: VirtualClock
@@ -36,7 +36,7 @@ class Replay:
         self._num_ended = self._num_steps = self._num_output_tokens = 0
 
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Counts:
-        """Serve everything."""
+        """Serve all requests; return the counts."""
         begin_s = perf_counter()
         while self._admit_arrivals(on_progress) or self._scheduler.has_work:
             self._step(on_progress)
@@ -53,7 +53,7 @@ class Replay:
         )
 
     def _admit_arrivals(self, on_progress: OnProgress) -> bool:
-        """Add what has arrived; whether anything is still to come."""
+        """Add the requests that have arrived; return whether more will arrive."""
         idle = not self._scheduler.has_work
         next_s = self._arrivals.next_s()
         if idle and next_s is not None:
@@ -64,7 +64,7 @@ class Replay:
         return self._arrivals.next_s() is not None
 
     def _add(self, index: int, simulated: SimulatedRequest) -> bool:
-        """Whether the scheduler takes it."""
+        """Add a request to the scheduler; return whether the scheduler accepts it."""
         name = str(index)
         try:
             self._scheduler.add(simulated.as_request(name, arrival_s=self._clock.now_s))
@@ -77,7 +77,7 @@ class Replay:
 
     def _step(self, on_progress: OnProgress) -> None:
         plan = self._scheduler.schedule()
-        if plan is None:  # all that is left are refused arrivals, or those that wait for the clock
+        if plan is None:  # every request left was refused, or arrives later
             assert not self._scheduler.has_work
             return
         self._num_steps += 1

@@ -1,4 +1,4 @@
-"""What a replay found, in numbers."""
+"""`Report`: the figures of one replay."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ MISSED = "missed_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """One replay's raw counts; prompt tokens by outcome come from the cache's own statistics."""
+    """One replay's raw counts; prompt tokens by outcome are in the cache's statistics."""
 
     requests: int
-    refused: dict[str, int]  # by error
+    refused: dict[str, int]  # by error class
     output_tokens: int
     steps: int
     preemptions: int
     fragmentation: float
     cache: CacheStats
-    seconds: float  # of this machine
+    seconds: float  # of real time
     virtual_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One replay and its set-up. `bounds` are hit tokens of policies that know more or hold less (see `bounds`)."""
+    """One replay's counts and settings. `bounds` are hit tokens of other caches (`simulate.bounds`)."""
 
     counts: Counts
     setup: dict[str, object]
@@ -42,7 +42,7 @@ class Report:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests that were served."""
+        """Prompt tokens of all requests that were served."""
         return sum(self.outcome.values())
 
     @property
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def repaired_tokens(self) -> int:
-        """Prompt tokens that were replayed to restore a window."""
+        """Prompt tokens that were computed again to restore a window."""
         return self.outcome.get(REPAIRED, 0)
 
     @property
@@ -69,11 +69,11 @@ class Report:
         return dict(sorted(total.items()))
 
     def share(self, num_tokens: int) -> float:
-        """Of the prompt tokens."""
+        """Return a number of tokens as a fraction of the prompt tokens."""
         return num_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """One flat object of plain values."""
+        """Return the report as JSON values, in one object."""
         counts = self.counts
         num_tokens = self.prompt_tokens + counts.output_tokens
         report: dict[str, object] = {

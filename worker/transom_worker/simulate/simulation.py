@@ -1,4 +1,4 @@
-"""One simulation from its settings: `transom bench simulate` without its terminal."""
+"""`Simulation`: one cache simulation from its settings. `transom bench simulate` prints its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SYNTHETIC_BATCHED_TOKENS = 2_048  # as in the figures of other engines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """What is replayed (`trace` or `workload`), on which geometry, in how much memory, how requests arrive."""
+    """What is replayed (`trace` or `workload`), for which model, in how much memory, and how requests arrive."""
 
     model: Path
     memory: str
@@ -45,17 +45,19 @@ class SimulationConfig:
 
     @property
     def batched_tokens(self) -> int:
-        """Tokens computed per step."""
+        """Most tokens computed in one step."""
         default = SYNTHETIC_BATCHED_TOKENS if self.trace is None else TRACE_BATCHED_TOKENS
         return self.max_num_batched_tokens or default
 
 
 class Simulation:
-    """Everything read and built; `run` replays it once. `policy` decides what is evicted, the cache's own if None.
+    """Reads the workload and builds the scheduler; `run` replays the workload once.
+
+    `policy` decides what is evicted; None is the cache's own policy.
 
     Raises:
-        ConfigError: settings that contradict each other, or a trace that cannot be read.
-        ModelError: a model that cannot be planned.
+        ConfigError: settings contradict each other, or the trace cannot be read.
+        ModelError: the model cannot be planned.
     """
 
     def __init__(self, config: SimulationConfig, *, policy: EvictionPolicy | None = None) -> None:
@@ -85,7 +87,7 @@ class Simulation:
         )
 
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Report:
-        """Replay, and work out the bounds if they are wanted."""
+        """Replay the workload, and compute the bounds if the settings request them."""
         config = self._config
         arrivals = ARRIVALS[config.arrivals](self.workload)
         replay = Replay(self.scheduler, self.workload, arrivals, cost=config.cost, clock=self._clock)
@@ -113,7 +115,7 @@ class Simulation:
 
 
 def simulate(config: SimulationConfig, on_progress: Callable[[int], None] = lambda num_ended: None) -> Report:
-    """Build and run. Raises as `Simulation` does."""
+    """Build a `Simulation` and run it; raises the same errors."""
     return Simulation(config).run(on_progress)
 
 

@@ -1,4 +1,4 @@
-"""An executor without a model: every sampling row answers with the token that its request is to say."""
+"""`StubExecutor`: an executor without a model. Each sampling row yields the next token of its request's known answer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from transom_worker.simulate.workload import Run
 
 
 class StubExecutor:
-    """Knows each request's answer beforehand; tracks sequences as a rank would."""
+    """Knows each request's answer, and tracks sequences as a rank does."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Run] = {}
-        self._origin: dict[int, int] = {}  # seq_id -> token id that position 0 would have, if the answer began there
+        self._origin: dict[int, int] = {}  # by seq_id: `origin + position` is the id of an answer's token
 
     def expect(self, request_id: str, answer: Run) -> None:
-        """What a request will be answered; until it is `forget`ten."""
+        """Set a request's answer."""
         self._answers[request_id] = answer
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Remove the answer of a request that has ended."""
         del self._answers[request_id]
 
     def answer(self, plan: StepPlan) -> StepResult:
-        """One token per sampling row."""
+        """Return a result with one token per sampling row."""
         origin = self._origin
         for seq_id in plan.finished:
             origin.pop(seq_id, None)

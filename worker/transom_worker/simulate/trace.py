@@ -1,6 +1,8 @@
-"""Recorded traces: JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id per 512 prompt tokens.
+"""Reads recorded traces: JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id per 512 prompt
+tokens.
 
-Equal ids stand for equal tokens behind equal prefixes; the last one is cut to `input_length`. Answers are unique to a request.
+Equal ids stand for equal tokens behind equal prefixes; the last id of a line is cut to `input_length`. No two requests have the
+same answer.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from transom_worker.errors import ConfigError
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 
 HASH_TOKENS = 512  # tokens that a hash id stands for
-MAX_TOKENS = 2**32  # different ones; prefixes are hashed over ids of 32 bits
+MAX_TOKENS = 2**32  # distinct token ids; prefixes are hashed over ids of 32 bits
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Workload:
-    """The first `limit` requests of a file (all if None), in its order.
+    """Return the first `limit` requests of a file (all if None), in its order.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or a line is not such a request; the message names line and field.
+        ConfigError: the file cannot be read or is empty, or a line is no such request; the message names line and field.
     """
     reader = _Reader(path)
     requests: list[SimulatedRequest] = []

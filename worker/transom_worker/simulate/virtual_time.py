@@ -1,4 +1,4 @@
-"""A clock that moves by what a step would cost, so that recorded arrivals overlap as they did."""
+"""A virtual clock that advances by what each step would cost, so that recorded arrivals overlap as they did when recorded."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from transom_worker.scheduling.step import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of a step: a fixed part, and a part per token computed. The defaults suit a 20B model on one large GPU."""
+    """The duration of a step: a fixed part, and a part per computed token. The defaults suit a 20B model on one large GPU."""
 
     step_s: float = 0.008
     token_s: float = 0.00002
 
     def of(self, plan: StepPlan) -> float:
-        """Seconds that `plan` takes."""
+        """Return the seconds that a plan takes."""
         return self.step_s + self.token_s * plan.num_tokens
 
 
 class VirtualClock:
-    """Seconds since the workload's beginning; a callable, as the cache wants its clock."""
+    """Seconds since the workload's beginning. It is callable, so that it can serve as the cache's clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        """Now."""
+        """Return the time in seconds."""
         return self.now_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock by so many seconds."""
         self.now_s += seconds
 
     def wait_until(self, moment_s: float) -> None:
-        """Let time pass up to a moment, if it lies ahead."""
+        """Advance the clock to a moment, if it is in the future."""
         self.now_s = max(self.now_s, moment_s)

@@ -1,6 +1,6 @@
-"""What is replayed: requests whose contents are runs of consecutive token ids, so that millions of tokens cost little memory.
+"""`Workload`: the requests of a simulation. Their contents are runs of consecutive token ids, so that millions cost little memory.
 
-Two runs have equal contents where they start at the same token id; a shorter one is a prefix of a longer one.
+Two runs that start at the same token id have equal contents, as far as the shorter one goes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Run(NamedTuple):
     num_tokens: int
 
     def cut(self, num_tokens: int) -> Run:
-        """Its first tokens."""
+        """Return the run's first tokens, at most `num_tokens`."""
         return Run(self.first_token, min(self.num_tokens, num_tokens))
 
 
 class TokenSpace:
-    """Hands out runs that share no token id."""
+    """Creates runs that share no token id."""
 
     def __init__(self) -> None:
         self.num_taken = 0
 
     def take(self, num_tokens: int) -> Run:
-        """A run that nobody else has."""
+        """Return a run of token ids that no other run has."""
         run = Run(self.num_taken, num_tokens)
         self.num_taken += num_tokens
         return run
@@ -38,9 +38,9 @@ class TokenSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """One request: what is asked, what will be answered, and when it comes.
+    """One request: its prompt, its answer and its arrival.
 
-    It comes at `arrival_s` on the workload's clock, but not before request `after` has been answered (an index into the workload).
+    It arrives at `arrival_s` on the workload's clock, but not before the request with index `after` has been answered.
     """
 
     prompt: tuple[Run, ...]
@@ -55,11 +55,11 @@ class SimulatedRequest:
         return sum(run.num_tokens for run in self.prompt)
 
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt as a client would send it."""
+        """Return the prompt's token ids."""
         return tuple(chain.from_iterable(range(first, first + count) for first, count in self.prompt))
 
     def as_request(self, request_id: str, *, arrival_s: float) -> Request:
-        """What the scheduler is given."""
+        """Return the request for the scheduler."""
         return Request(
             request_id=request_id,
             prompt_token_ids=self.prompt_token_ids(),
@@ -72,11 +72,11 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in the order in which they are served one at a time; a clock goes by their arrival."""
+    """Requests in the order in which they are served if they are served one at a time."""
 
     name: str
     requests: tuple[SimulatedRequest, ...]
 
     def first(self, limit: int | None) -> Workload:
-        """Its first `limit` requests; all of them if None."""
+        """Return a workload of the first `limit` requests; of all if None."""
         return self if limit is None else Workload(name=self.name, requests=self.requests[:limit])
