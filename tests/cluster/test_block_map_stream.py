@@ -22,7 +22,7 @@ from transom_worker.errors import Overloaded
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_map_stream, "LOOK_S", 0.001)
+    monkeypatch.setattr(block_map_stream, "POLL_S", 0.001)
     monkeypatch.setattr(feed, "FIRST_PAUSE_S", 0.0)
 
 
@@ -203,7 +203,7 @@ async def test_the_stream_ends_when_the_router_drains():
 
 
 async def test_silence_is_broken_by_comments(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_map_stream, "SILENCE_S", 0.0)
+    monkeypatch.setattr(block_map_stream, "KEEPALIVE_S", 0.0)
     async with running_api() as api, streaming(api) as call:
         await until(lambda: call.text.count(": still here\n\n") > 2)
 

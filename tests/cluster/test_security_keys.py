@@ -15,7 +15,7 @@ from transom_cluster.commands import serve as serve_command
 from transom_cluster.commands.local_ray import LocalRay
 from transom_cluster.commands.serve import START_FAILED
 from transom_cluster.http.api import build_api
-from transom_cluster.http.api_keys import LOOK_AGAIN_S, ApiKeys, current_keys, read_key_file
+from transom_cluster.http.api_keys import FILE_CHECK_PERIOD_S, ApiKeys, current_keys, read_key_file
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_worker.config import ServerConfig
 from transom_worker.errors import ConfigError
@@ -119,21 +119,21 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path)
     now_s = 0.0
     path = key_file(tmp_path, "old\n")
     keys = ApiKeys((), str(path), clock=lambda: now_s)
-    assert keys.client(b"old")
+    assert keys.client_of(b"old")
     path.write_text("new\nnewer\n")
-    assert keys.client(b"new") is None  # not looked at for every request
-    now_s += LOOK_AGAIN_S
-    assert keys.client(b"new")
-    assert keys.client(b"old") is None
+    assert keys.client_of(b"new") is None  # the file is not checked at every request
+    now_s += FILE_CHECK_PERIOD_S
+    assert keys.client_of(b"new")
+    assert keys.client_of(b"old") is None
     for breaking in (lambda: path.write_text(""), lambda: path.chmod(0o644), path.unlink):
         breaking()
-        now_s += LOOK_AGAIN_S
-        assert keys.client(b"new")
-        assert keys.client(b"") is None
+        now_s += FILE_CHECK_PERIOD_S
+        assert keys.client_of(b"new")
+        assert keys.client_of(b"") is None
     key_file(tmp_path, "back\n")
-    now_s += LOOK_AGAIN_S
-    assert keys.client(b"back")
-    assert keys.client(b"new") is None
+    now_s += FILE_CHECK_PERIOD_S
+    assert keys.client_of(b"back")
+    assert keys.client_of(b"new") is None
 
 
 def test_every_key_is_compared_by_a_digest_of_the_same_length(monkeypatch):
@@ -142,7 +142,7 @@ def test_every_key_is_compared_by_a_digest_of_the_same_length(monkeypatch):
     keys = ApiKeys(("a", "b" * 100, "c"))
     for presented in (b"a", b"b" * 100, b"x" * 5000):
         compared.clear()
-        keys.client(presented)
+        keys.client_of(presented)
         assert len(compared) == 3
         assert {len(digest) for pair in compared for digest in pair} == {32}
 

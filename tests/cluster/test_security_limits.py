@@ -15,7 +15,7 @@ from test_http_errors import problem
 
 from conftest import GIVE_UP_S, http_server, running_api
 from transom_cluster.http.api import build_api
-from transom_cluster.http.client_limits import MAX_QUIET_CLIENTS, ClientLimits
+from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
 from transom_cluster.openai.completion_types import MAX_ANSWERS
 from transom_worker.config import LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
@@ -79,9 +79,9 @@ def test_what_is_remembered_is_bounded_by_the_clients_of_a_minute():
     with counted.request("busy"):
         for minute in range(5):
             clock.now_s = 61.0 * minute
-            for client in range(MAX_QUIET_CLIENTS):
+            for client in range(MAX_IDLE_CLIENTS):
                 take(counted, f"{minute}-{client}")
-        assert len(counted._clients) <= MAX_QUIET_CLIENTS + 1
+        assert len(counted._clients) <= MAX_IDLE_CLIENTS + 1
         assert counted._clients["busy"].num_at_once == 1
 
 

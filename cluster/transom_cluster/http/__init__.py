@@ -1,1 +1,1 @@
-"""The HTTP API: the FastAPI app, its middleware, all routes, API keys, client limits, and the writers of responses."""
+"""The HTTP API: the FastAPI app, its middleware, all routes, API keys, limits of clients, and the responses of generations."""

@@ -1,4 +1,4 @@
-"""The HTTP API as a FastAPI app, independent of Ray: routes, error shapes, and the router's life cycle."""
+"""Builds the HTTP API as a FastAPI app that does not depend on Ray: middleware, routes, and how errors are sent."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from transom_worker.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
 
-# The framework's own spans would double ours, and its records of exceptions quote messages, and so prompts.
+# FastAPI's own spans would double ours, and its records of exceptions quote messages, which may quote prompts.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
 def build_api(router: Router) -> FastAPI:
-    """The app that serves `router`; its lifespan starts and stops it."""
+    """Build the app that serves `router`. The app's lifespan starts and stops the router."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -52,7 +52,7 @@ def build_api(router: Router) -> FastAPI:
         title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
     keys, admins = ApiKeys.from_config(router.config), ApiKeys.admins_from_config(router.config)
-    _add_layers(api, router, keys, admins)
+    _add_middleware(api, router, keys, admins)
     _add_error_handlers(api)
     OpenAiRoutes(router).add_routes(api)
     for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes):
@@ -65,8 +65,8 @@ def build_api(router: Router) -> FastAPI:
     return api
 
 
-def _add_layers(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys) -> None:
-    """From the innermost to the outermost, which counts refusals as well."""
+def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys) -> None:
+    """Add the middleware, the innermost layer first. Outer layers so count and log what inner ones refuse."""
     config = router.config
     api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
     api.add_middleware(ClientLimitMiddleware, limits=ClientLimits(config.limits))

@@ -1,7 +1,10 @@
-"""API keys: which requests may come in, and which client each of them is from.
+"""API keys: which requests the server accepts, and which client sends each of them.
 
-Keys are compared as SHA-256 digests, all of them every time, so that neither their beginnings nor their lengths show in the time
-that it takes.
+Client: all requests with one key; its name is a digest that does not reveal the key.
+Admin key: a key from `--admin-api-key-file`. Where there are some, they alone open routes that show all clients together.
+
+The server compares keys by their SHA-256 digests, and compares all of them every time, so that the time of a comparison reveals
+neither the beginning nor the length of a key.
 """
 
 from __future__ import annotations
@@ -25,20 +28,20 @@ KEY_VARIABLES: dict[str, tuple[str, ...]] = {
     "api_key_file": ("TRANSOM_API_KEY_FILE",),
     "admin_api_key_file": ("TRANSOM_ADMIN_API_KEY_FILE",),
 }
-"""Settings about keys, and the environment's names for them; `transom serve` reads these."""
+"""Each setting about keys, with the environment variables from which `transom serve` reads it."""
 
-LOOK_AGAIN_S = 1.0
+FILE_CHECK_PERIOD_S = 1.0
 _CLIENT_DIGITS = 32
-_SHARED_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
+_ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
 
 
 class ApiKeys:
-    """The keys of settings and of a file, which is read again when it changes. `clock` counts seconds.
+    """The keys from the settings and from a file, which is read again when it changes. `clock` counts seconds.
 
-    A file that cannot be read any more leaves the keys as they were: a mistake locks nobody out and lets nobody in.
+    If the file becomes unreadable or wrong, the keys stay as they were: a mistake locks no client out and lets no other client in.
 
     Raises:
-        ConfigError: the file is no key file; see `read_key_file`.
+        ConfigError: the file is not a key file; `read_key_file` lists the reasons.
     """
 
     def __init__(
@@ -53,28 +56,28 @@ class ApiKeys:
         self._fixed = [_Key(key) for key in keys]
         self._path = path
         self._clock = clock
-        self._look_again_s = clock() + LOOK_AGAIN_S
+        self._next_check_s = clock() + FILE_CHECK_PERIOD_S
         self._version = None if path is None else _version(path)
         self._from_file = [] if path is None else [_Key(key) for key in read_key_file(path, flag=flag)]
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> ApiKeys:
-        """Those that a server is set to."""
+        """The clients' keys from a server's settings."""
         return cls(config.api_keys, config.api_key_file)
 
     @classmethod
     def admins_from_config(cls, config: ServerConfig) -> ApiKeys:
-        """Those that alone open what shows all clients together."""
+        """The admin keys from a server's settings."""
         return cls((), config.admin_api_key_file, flag=ADMIN_FLAG)
 
     @property
     def are_required(self) -> bool:
-        """Whether requests need a key."""
+        """Whether there are any keys, so that requests need one."""
         return bool(self._fixed) or self._path is not None
 
-    def client(self, presented: bytes) -> str | None:
-        """The client whose key this is: a name that does not tell the key. None: a wrong one."""
-        self._read_again()
+    def client_of(self, presented: bytes) -> str | None:
+        """The name of the client whose key was presented; None if the key is wrong."""
+        self._reload_if_changed()
         digest = sha256(presented).digest()
         found = None
         for key in (*self._fixed, *self._from_file):
@@ -82,11 +85,11 @@ class ApiKeys:
                 found = key.client
         return found
 
-    def _read_again(self) -> None:
+    def _reload_if_changed(self) -> None:
         now_s = self._clock()
-        if self._path is None or now_s < self._look_again_s:
+        if self._path is None or now_s < self._next_check_s:
             return
-        self._look_again_s = now_s + LOOK_AGAIN_S
+        self._next_check_s = now_s + FILE_CHECK_PERIOD_S
         version = _version(self._path)
         if version == self._version:
             return
@@ -99,7 +102,7 @@ class ApiKeys:
 
 
 class _Key:
-    """One key's digest, and its client's name, from which no digest follows."""
+    """One key's digest, and the name of its client, from which the digest cannot be computed."""
 
     __slots__ = ("client", "digest")
 
@@ -110,13 +113,13 @@ class _Key:
 
 
 def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]:
-    """Keys, one a line; empty lines and those that begin with # do not count. `flag` names the file in errors.
+    """Read the keys, one per line, of a file. Empty lines and lines that begin with # do not count. Errors name the file by `flag`.
 
     Raises:
-        ConfigError: the path is empty, the file is not there, everybody on this machine may read it, it is not text, or has no key.
+        ConfigError: the path is empty, the file is missing, all users of the machine may read it, it is not text, or has no key.
     """
     if not path.strip():
-        raise ConfigError(f"{flag} is empty; give a file with a key a line, or leave it out to do without.")
+        raise ConfigError(f"{flag} is empty; give a file with one key per line, or leave it out to serve without keys.")
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -125,26 +128,26 @@ def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]
         raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}).") from None
     if mode & stat.S_IROTH:
         raise ConfigError(
-            f"{flag} {path} may be read by everybody on this machine (mode {stat.S_IMODE(mode):o}); "
-            "make it your own with chmod 600."
+            f"{flag} {path} is readable by all users of this machine (mode {stat.S_IMODE(mode):o}); "
+            "run chmod 600 on it."
         )
     try:
         lines = [line.strip() for line in content.decode().splitlines()]
     except UnicodeDecodeError:
-        raise ConfigError(f"{flag} {path} is not UTF-8 text; give a key a line.") from None
+        raise ConfigError(f"{flag} {path} is not UTF-8 text; write one key per line.") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"{flag} {path} has no key; give at least one, a key a line.")
+        raise ConfigError(f"{flag} {path} has no key; write at least one, one per line.")
     return keys
 
 
 def check_key_variables(environment: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """See that a variable about keys has become a setting; `given` are those that have a value.
+    """Check that each environment variable about keys has become a setting; `given` has the settings by name.
 
-    One that is set and empty, as after a secret that is missing, must not open the server.
+    A variable that is set but empty, for example because a secret is missing, must not start a server without keys.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: a variable is set, and the settings have no value for it.
     """
     for setting, variables in KEY_VARIABLES.items():
         needed = ("api_key", "api_key_file") if setting == "api_key" else (setting,)
@@ -152,7 +155,7 @@ def check_key_variables(environment: Mapping[str, str], given: Mapping[str, obje
             continue
         for variable in variables:
             if not environment.get(variable, "unset").strip():
-                raise ConfigError(f"{variable} is empty; give it a value, or unset it to serve without.")
+                raise ConfigError(f"{variable} is empty; give it a value, or unset it to serve without keys.")
             if variable in environment:
                 raise ConfigError(
                     f"{variable} is set, but only `transom serve` reads it; give {setting} among the app's settings, or unset it."
@@ -160,23 +163,23 @@ def check_key_variables(environment: Mapping[str, str], given: Mapping[str, obje
 
 
 def current_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The keys that a server with these settings takes now.
+    """The keys that a server with these settings accepts now.
 
     Raises:
-        ConfigError: the key file is none any more.
+        ConfigError: the key file has become unreadable or wrong.
     """
     from_file = () if config.api_key_file is None else read_key_file(config.api_key_file)
     return config.api_keys + from_file
 
 
 def client_cache_salt(cache_salt: str | None, client: str) -> str:
-    """A request's cache salt, made the client's own: no other client's request has the same."""
+    """A request's cache salt combined with its client, so that requests of different clients never share cached prefixes."""
     return f"{client}:{cache_salt or ''}"
 
 
 def shows_all_clients(path: str) -> bool:
-    """Whether a path shows what all clients do together: the block map's data, and metrics."""
-    return path in _SHARED_PATHS or path.startswith("/metrics/")
+    """Whether a path shows data of all clients together: the block map's data, and metrics."""
+    return path in _ALL_CLIENTS_PATHS or path.startswith("/metrics/")
 
 
 def _version(path: str) -> tuple[int, ...] | None:

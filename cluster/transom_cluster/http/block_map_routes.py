@@ -1,4 +1,4 @@
-"""The live block map over HTTP: the page and its files, the stream of frames, one block; see docs/block_map.md."""
+"""The routes of the live block map: its page and files, the stream of frames, and one block's description (docs/block_map.md)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transom_cluster.openai.errors import HttpError, http_status_error, not_foun
 from transom_cluster.router.router import Router
 from transom_worker.errors import WorkerLost
 
-LEAST_PERIOD_S, LONGEST_PERIOD_S = 0.1, 10.0
+MIN_PERIOD_S, MAX_PERIOD_S = 0.1, 10.0
 DESCRIBE_TIMEOUT_S = 10.0
 
 _Period = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 
 
 def add_routes(api: FastAPI, router: Router) -> None:
-    """Add the routes."""
-    _add_files(api)
-    _add_data(api, router)
+    """Add the block map's routes to the app."""
+    _add_file_routes(api)
+    _add_data_routes(api, router)
 
 
-def _add_files(api: FastAPI) -> None:
+def _add_file_routes(api: FastAPI) -> None:
     @api.get("/blocks", summary="The live block map, a page for people", response_class=HTMLResponse)
     def page(request: Request) -> Response:
         return _file(PAGE, request)
@@ -48,12 +48,12 @@ def _file(name: str, request: Request) -> Response:
     return response
 
 
-def _add_data(api: FastAPI, router: Router) -> None:
+def _add_data_routes(api: FastAPI, router: Router) -> None:
     @api.get("/blocks/stream", include_in_schema=False)
     async def stream(worker: str | None = None, period_s: _Period = 0.5) -> Response:
         if worker is not None:
             _check_worker(router, worker)
-        period_s = min(max(period_s, LEAST_PERIOD_S), LONGEST_PERIOD_S)
+        period_s = min(max(period_s, MIN_PERIOD_S), MAX_PERIOD_S)
         return BlockStream(router, worker=worker, period_s=period_s)
 
     @api.get("/blocks/describe", include_in_schema=False)
@@ -71,7 +71,7 @@ def _add_data(api: FastAPI, router: Router) -> None:
 
 def _check_worker(router: Router, worker: str) -> None:
     if worker not in router.connections:
-        there = ", ".join(sorted(router.connections)) or "none"
+        known = ", ".join(sorted(router.connections)) or "none"
         raise not_found(
-            f"There is no worker {worker!r}; the workers are: {there}.", param="worker", code="worker_not_found"
+            f"There is no worker {worker!r}; the workers are: {known}.", param="worker", code="worker_not_found"
         )

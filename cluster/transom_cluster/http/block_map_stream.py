@@ -1,4 +1,7 @@
-"""The merged stream of all workers' block maps to one client, as server-sent events."""
+"""Streams the live block maps of all workers, merged, to one client as server-sent events.
+
+Feed: the task that reads one worker's frames; the stream starts and ends feeds as workers come and go.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from transom_cluster.http.request_state import request_state
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.router import Router
 
-LOOK_S = 0.25  # for workers that came or went, and for the router's end
-SILENCE_S = 5.0
+POLL_S = 0.25  # how often the stream looks for new and lost workers, and for the router's shutdown
+KEEPALIVE_S = 5.0
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -26,7 +29,7 @@ HEADERS = [
 
 
 class BlockStream(Response):
-    """Sends until the client leaves or the router drains. `worker` None: of all workers."""
+    """Sends frames until the client disconnects or the router drains. With `worker` None it sends those of all workers."""
 
     def __init__(self, router: Router, *, worker: str | None, period_s: float) -> None:
         super().__init__()
@@ -36,10 +39,10 @@ class BlockStream(Response):
         self._outbox = Outbox()
         self._tasks = BackgroundTasks()
         self._feeds: dict[str, asyncio.Task[None]] = {}
-        self._told: list[dict[str, Any]] | None = None
+        self._sent_workers: list[dict[str, Any]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send, and leave nothing behind."""
+        """Send frames, and cancel all feeds at the end."""
         request_state(scope).outcome.mark_endless()
         try:
             await run_until_disconnect(self._send_all(send), receive)
@@ -50,16 +53,16 @@ class BlockStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         sent_s = time.monotonic()
         while not self._router.is_draining:
-            self._follow_workers()
-            event = await self._outbox.next(LOOK_S)
-            if event is None and time.monotonic() - sent_s < SILENCE_S:
+            self._update_feeds()
+            event = await self._outbox.next(POLL_S)
+            if event is None and time.monotonic() - sent_s < KEEPALIVE_S:
                 continue
             await send({"type": "http.response.body", "body": event or b": still here\n\n", "more_body": True})
             sent_s = time.monotonic()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _follow_workers(self) -> None:
-        """Begin with those that came, end with those that went, and tell the client."""
+    def _update_feeds(self) -> None:
+        """Start feeds of new workers, end feeds of lost ones, and send the client the new list of workers."""
         connections = {
             worker: connection
             for worker, connection in self._router.connections.items()
@@ -74,6 +77,6 @@ class BlockStream(Response):
         present = [
             {"worker": worker, "model": model, "state": connection.state} for worker, connection in connections.items()
         ]
-        if present != self._told:
-            self._told = present
+        if present != self._sent_workers:
+            self._sent_workers = present
             self._outbox.put(sse_json("workers", present))

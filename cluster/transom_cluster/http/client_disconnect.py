@@ -1,4 +1,4 @@
-"""Work for a client, for as long as the client is there."""
+"""Runs a coroutine for a client and cancels it when the client disconnects."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from starlette.types import Receive
 
 
 async def run_until_disconnect(
-    work: Coroutine[Any, Any, None], receive: Receive, *, left: Callable[[], None] | None = None
+    work: Coroutine[Any, Any, None], receive: Receive, *, on_disconnect: Callable[[], None] | None = None
 ) -> None:
-    """Do `work` to its end, whatever it raises; where the client leaves first, call `left` and cancel it."""
+    """Await `work` and raise what it raises. If the client disconnects first, call `on_disconnect` and cancel `work`."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
     finally:
-        gone.cancel()
+        disconnected.cancel()
         if not task.done():
-            if left is not None:
-                left()
+            if on_disconnect is not None:
+                on_disconnect()
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
 
 
-async def _disconnected(receive: Receive) -> None:
-    """Return once the client is gone."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

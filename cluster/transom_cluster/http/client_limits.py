@@ -1,6 +1,9 @@
-"""How much one client may ask of one router: a token bucket for its rate, a counter for what it has at once.
+"""Limits of one client at one router: a token bucket for its request rate, and a counter of its concurrent requests.
 
-Every router counts for itself: with N routers a client may do up to N times as much.
+Example: with `--requests-per-minute 60` a bucket holds at most 60 tokens and gains one per second. A client that was idle for a
+minute may send 60 requests at once, and then one per second.
+
+Every router counts for itself: with N routers a client may send up to N times as much.
 """
 
 from __future__ import annotations
@@ -12,31 +15,31 @@ from collections.abc import Callable, Iterator
 from transom_worker.config import LimitsConfig
 from transom_worker.errors import RateLimited
 
-MAX_QUIET_CLIENTS = 1024  # remembered beyond those that are busy
-BUSY_RETRY_S = 1.0
+MAX_IDLE_CLIENTS = 1024  # with more clients than this, idle ones are forgotten
+CONCURRENCY_RETRY_S = 1.0
 
 
 class ClientLimits:
-    """Counts requests by client. A client that was quiet for a minute may send a minute's requests at once."""
+    """The buckets and counters of all clients. `clock` counts seconds."""
 
     def __init__(self, limits: LimitsConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = limits.requests_per_minute
-        self._most_at_once = limits.concurrent_requests
+        self._max_concurrent = limits.concurrent_requests
         self._clock = clock
         self._clients: dict[str, _Client] = {}
 
     @contextlib.contextmanager
     def request(self, client: str) -> Iterator[None]:
-        """One request of this client, for as long as its answer takes; one that is refused does not count.
+        """Count one request of `client` until its response has ended. A refused request does not count.
 
         Raises:
-            RateLimited: the client has too many at once, or sent too many; when to come back is in it.
+            RateLimited: the client has too many concurrent requests, or sent too many per minute; it names the time to wait.
         """
         state = self._state(client)
-        if self._most_at_once is not None and state.num_at_once >= self._most_at_once:
+        if self._max_concurrent is not None and state.num_concurrent >= self._max_concurrent:
             raise RateLimited(
-                f"This client has {state.num_at_once} requests at once, which is all it may have; wait until one has ended.",
-                retry_after_s=BUSY_RETRY_S,
+                f"This client has {state.num_concurrent} concurrent requests, which is the limit; wait until one has ended.",
+                retry_after_s=CONCURRENCY_RETRY_S,
             )
         if self._rate is not None and state.tokens < 1:
             raise RateLimited(
@@ -44,36 +47,38 @@ class ClientLimits:
                 retry_after_s=(1 - state.tokens) * 60 / self._rate,
             )
         state.tokens -= 0 if self._rate is None else 1
-        state.num_at_once += 1
+        state.num_concurrent += 1
         try:
             yield
         finally:
-            state.num_at_once -= 1
+            state.num_concurrent -= 1
 
     def _state(self, client: str) -> _Client:
-        """What this client has left now."""
+        """The client's bucket, refilled up to now, and its counter."""
         now_s, most = self._clock(), self._rate or 0
         state = self._clients.get(client)
         if state is None:
-            self._forget_quiet(now_s)
-            state = self._clients[client] = _Client(tokens=most, seen_s=now_s)
-        state.tokens = min(most, state.tokens + (now_s - state.seen_s) * most / 60)
-        state.seen_s = now_s
+            self._forget_idle(now_s)
+            state = self._clients[client] = _Client(tokens=most, refilled_s=now_s)
+        state.tokens = min(most, state.tokens + (now_s - state.refilled_s) * most / 60)
+        state.refilled_s = now_s
         return state
 
-    def _forget_quiet(self, now_s: float) -> None:
-        """A client without requests for a minute is as good as a new one."""
-        if len(self._clients) < MAX_QUIET_CLIENTS:
+    def _forget_idle(self, now_s: float) -> None:
+        """Forget clients without requests for a minute: their buckets are full, as a new client's."""
+        if len(self._clients) < MAX_IDLE_CLIENTS:
             return
         for client, state in list(self._clients.items()):
-            if state.num_at_once == 0 and now_s - state.seen_s >= 60:
+            if state.num_concurrent == 0 and now_s - state.refilled_s >= 60:
                 del self._clients[client]
 
 
 class _Client:
-    __slots__ = ("num_at_once", "seen_s", "tokens")
+    """One client's bucket and counter."""
 
-    def __init__(self, *, tokens: float, seen_s: float) -> None:
+    __slots__ = ("num_concurrent", "refilled_s", "tokens")
+
+    def __init__(self, *, tokens: float, refilled_s: float) -> None:
         self.tokens = tokens
-        self.seen_s = seen_s
-        self.num_at_once = 0
+        self.refilled_s = refilled_s
+        self.num_concurrent = 0

@@ -1,6 +1,7 @@
-"""With which statuses requests at each endpoint may end: what the API's document says, and what stands before every route.
+"""Lists the status codes that requests at each endpoint may end with.
 
-Their counts are on the page of metrics from the start, so that `rate` and `increase` see the first error of a kind.
+They are the statuses in the OpenAPI document, and those that the middleware sends before a request reaches its route. The metrics
+page shows a count of 0 for each of them from the start, so that Prometheus' `rate` and `increase` see the first error of a kind.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from transom_cluster.http.api_keys import shows_all_clients
 from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
 from transom_worker.config import ServerConfig
 
-OTHER = "other"  # the endpoint of paths that do not exist
-_EVERYWHERE = (
+OTHER = "other"  # the endpoint under which paths that do not exist are counted
+_AT_EVERY_ROUTE = (
     200,
     401,
     405,
@@ -23,9 +24,9 @@ _EVERYWHERE = (
     431,
     CLIENT_DISCONNECTED_STATUS,
     500,
-)  # 413: whoever looks (GET) may send a body, too
-_OF_OTHERS = (401, 404, 413, 429, 431, 500)
-_HIDDEN: Mapping[str, tuple[int, ...]] = {  # routes that the document leaves out
+)  # 413: a GET may have a body, too
+_AT_OTHER_PATHS = (401, 404, 413, 429, 431, 500)
+_UNDOCUMENTED: Mapping[str, tuple[int, ...]] = {  # statuses of routes that the OpenAPI document leaves out
     "/blocks": (304, 404),
     "/blocks/assets/{name}": (304, 404),
     "/blocks/demo.bin": (304, 404),
@@ -37,22 +38,22 @@ _HIDDEN: Mapping[str, tuple[int, ...]] = {  # routes that the document leaves ou
 def declared_statuses(
     routes: Iterable[BaseRoute], document: Mapping[str, Any], config: ServerConfig
 ) -> dict[str, list[int]]:
-    """Statuses by the route's path, those that these settings rule out left away."""
-    never = _never(config)
-    known = {OTHER: set(_OF_OTHERS)}
+    """The statuses by the route's path, without those that cannot occur with these settings."""
+    impossible = _impossible_statuses(config)
+    declared = {OTHER: set(_AT_OTHER_PATHS)}
     for route in routes:
-        path, written = getattr(route, "path", OTHER), getattr(route, "path_format", "")
+        path, documented_path = getattr(route, "path", OTHER), getattr(route, "path_format", "")
         documented = [
             int(status)
-            for operation in document["paths"].get(written, {}).values()
+            for operation in document["paths"].get(documented_path, {}).values()
             for status in operation["responses"]
         ]
         for_admins = (403,) if config.admin_api_key_file and shows_all_clients(path) else ()
-        known.setdefault(path, set()).update(_EVERYWHERE, documented, _HIDDEN.get(path, ()), for_admins)
-    return {path: sorted(statuses - never) for path, statuses in known.items()}
+        declared.setdefault(path, set()).update(_AT_EVERY_ROUTE, documented, _UNDOCUMENTED.get(path, ()), for_admins)
+    return {path: sorted(statuses - impossible) for path, statuses in declared.items()}
 
 
-def _never(config: ServerConfig) -> set[int]:
+def _impossible_statuses(config: ServerConfig) -> set[int]:
     limits = config.limits
     possible = {
         401: bool(config.api_keys or config.api_key_file or config.admin_api_key_file),

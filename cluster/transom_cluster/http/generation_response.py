@@ -1,4 +1,7 @@
-"""The HTTP response of one answer: JSON or server-sent events, abandoned as soon as the client leaves."""
+"""The HTTP response of one generation: one JSON body, or a stream of server-sent events.
+
+The response runs its engine requests while it is sent, and aborts them as soon as the client disconnects.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Runs the requests when it is sent, so that no path from admission to the last byte can leak one.
+    """Runs the engine requests when it is sent, so that no code path between admission and the last byte can leak one.
 
-    A stream's headers wait for its first event: an error before that still gets its own status.
+    A stream's headers wait for its first output event: an error before that event still gets its own status code.
     """
 
     def __init__(
@@ -50,17 +53,17 @@ class GenerationResponse(Response):
         self._requests = requests
         self._writer = writer
         self._stream = stream
-        self._meter = ResponseMetrics(router.metrics, requests)
+        self._metrics = ResponseMetrics(router.metrics, requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the client leaves first."""
+        """Generate and send; abort if the client disconnects first."""
         await run_until_disconnect(
-            self._run(scope, receive, send), receive, left=lambda: self._events.report(ClientLeft())
+            self._run(scope, receive, send), receive, on_disconnect=lambda: self._events.report(ClientLeft())
         )
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._router.generate(self._requests, self._events) as output:
-            self._meter.begun()
+            self._metrics.requests_submitted()
             if self._stream:
                 await self._send_stream(output, scope, send)
             else:
@@ -68,13 +71,13 @@ class GenerationResponse(Response):
                 await JSONResponse(body)(scope, receive, send)
 
     async def _collect(self, output: OutputStream) -> ChatCompletion | Completion:
-        """All events as one body; raises a choice's error."""
+        """Wait for all events and return the whole body. Raises the error of a choice that fails."""
         events: list[list[OutputEvent]] = [[] for _ in self._requests]
         while True:
             for index, event in await output.next():
                 if event.error is not None:
                     raise event.error.error()
-                events[index].append(self._shown(index, event))
+                events[index].append(self._shown_event(index, event))
             if output.num_unfinished == 0:
                 return self._writer.body(events)
 
@@ -93,11 +96,11 @@ class GenerationResponse(Response):
     async def _send_chunks(
         self, output: OutputStream, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
     ) -> None:
-        """Everything that has come since the last send goes out as one message."""
+        """Send chunks to the end. Events that arrived during the last send go out together as one message."""
         while True:
             text, error = self._chunks(events)
             ended = error is not None or output.num_unfinished == 0
-            if error is not None:  # the status is long sent: it is said in the stream
+            if error is not None:  # status 200 was sent already, so the stream itself carries the error
                 text += data_line(error.body)
                 request_state(scope).outcome.break_with(error)
             elif ended:
@@ -109,30 +112,31 @@ class GenerationResponse(Response):
             events = await output.next()
 
     def _chunks(self, events: list[tuple[int, OutputEvent]]) -> tuple[str, WireError | None]:
-        """Server-sent events, and the error that ends them."""
+        """The server-sent events for these output events, and the error that ends the stream, if there is one."""
         parts: list[str] = []
         for index, event in events:
             if event.error is not None:
                 error = wire_error_from_info(event.error)
                 if error.code in STREAM_CODES:
-                    self._log(f"{event.error.kind}, {error.code}")
+                    self._log_break(f"{event.error.kind}, {error.code}")
                 return "".join(parts), error
             try:
-                parts.append(self._writer.chunk(index, self._shown(index, event)))
+                parts.append(self._writer.chunk(index, self._shown_event(index, event)))
             except Exception as bug:
                 details = traceback_lines(bug, with_messages=self._router.config.log_prompts)
-                self._log("".join(details))
+                self._log_break("".join(details))
                 return "".join(parts), wire_error(bug)
         return "".join(parts), None
 
-    def _log(self, reason: str) -> None:
-        """What is not the request's own fault; no access line tells, since the status was 200."""
+    def _log_break(self, reason: str) -> None:
+        """Log an error that is not the request's own fault. The access log does not show it, since the status was 200."""
         request_id = self._requests[0].request_id
         logger.error("The stream of %s broke off: %s", request_id, reason, extra={"request_id": request_id})
 
-    def _shown(self, index: int, event: OutputEvent) -> OutputEvent:
-        self._meter.came(index, event)
+    def _shown_event(self, index: int, event: OutputEvent) -> OutputEvent:
+        """The part of an event that the client gets, counted in metrics and usage."""
+        self._metrics.event_received(index, event)
         event = self._writer.shown_event(event)
-        self._meter.shown(event)
+        self._metrics.event_sent(event)
         self._writer.usage.add(index, event)
         return event

@@ -1,6 +1,6 @@
-"""Prometheus' HTTP service discovery: each process as a target of its own, all behind the address that was asked.
+"""Prometheus' HTTP service discovery: each process becomes a scrape target behind the API's own address.
 
-So no process needs a port that Prometheus can reach, and API keys hold for all of them.
+No process therefore needs a port that Prometheus can reach, and API keys hold for all targets.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ PROCESS_PATH = "/metrics/process"
 
 
 def discovery(names: Iterable[str], *, at: PublicAddress, model: str) -> list[dict[str, Any]]:
-    """The document for processes by their names (`router/ID`, `worker/ID`).
+    """Build the discovery document for processes by their names (`router/ID`, `worker/ID`).
 
-    Pages have labels `model`, `router` and `worker` themselves, so targets carry none of these. Labels that begin with `__meta_`
-    are for relabelling. `__scheme__` is told only where it is certain: the job's own `scheme` holds elsewhere.
+    The metrics pages have the labels `model`, `router` and `worker` themselves, so targets carry none of these. Labels that begin
+    with `__meta_` are for relabelling. A target has `__scheme__` only if TLS is certain; else the scrape job's own `scheme` holds.
     """
     shared = {"__metrics_path__": at.prefix + PROCESS_PATH, "__meta_transom_model": model}
     if at.is_https:

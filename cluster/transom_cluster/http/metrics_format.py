@@ -1,4 +1,4 @@
-"""In which of Prometheus' formats a page goes out: text or OpenMetrics, plain or compressed."""
+"""Chooses the format of a metrics page from the request's headers: text or OpenMetrics, plain or compressed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONT
 from starlette.requests import Request
 from starlette.responses import Response
 
-GZIP_LEVEL = 1  # pages are much the same line after line: higher levels cost more than they save
+GZIP_LEVEL = 1  # lines resemble each other, so higher levels cost more than they save
 MIN_GZIP_BYTES = 1024
 
 
 def wants_openmetrics(request: Request) -> bool:
-    """Whether the client would rather have OpenMetrics than plain text; text where it does not say."""
-    wishes = _weights(request.headers.get("accept", ""))
-    weight = wishes.get("application/openmetrics-text", 0.0)
-    return weight > 0 and weight >= wishes.get("text/plain", 0.0)
+    """Whether the client prefers OpenMetrics to plain text; a client that states no preference gets text."""
+    weights = _weights(request.headers.get("accept", ""))
+    weight = weights.get("application/openmetrics-text", 0.0)
+    return weight > 0 and weight >= weights.get("text/plain", 0.0)
 
 
 async def page_response(request: Request, page: str, *, openmetrics: bool) -> Response:
-    """The page, compressed where the client takes that; on another thread, so that no stream waits for it."""
+    """The page, compressed if the client accepts gzip. A thread compresses it, so that no stream waits."""
     headers = {
         "content-type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_PLAIN_0_0_4,
         "vary": "Accept, Accept-Encoding",
@@ -35,7 +35,7 @@ async def page_response(request: Request, page: str, *, openmetrics: bool) -> Re
 
 
 def _weights(header: str) -> dict[str, float]:
-    """Each name of an Accept header with the greatest weight that it is given; 1 where none is."""
+    """The weight of each name in an Accept header: the greatest `q` that it has, or 1 without one."""
     weights: dict[str, float] = {}
     for part in header.split(","):
         name, *parameters = (text.strip().lower() for text in part.split(";"))

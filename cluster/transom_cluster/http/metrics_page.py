@@ -1,4 +1,4 @@
-"""Pages of metrics of more than this router: the union of all processes, and that of one by its name."""
+"""Collects metrics pages of several processes: the merged page of all routers and workers, and the page of one process by name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transom_cluster.telemetry.merge_metrics import merge_pages
 
 logger = logging.getLogger("transom.router")
 
-SCRAPE_TIMEOUT_S = 2.0  # for each process, all at once; Prometheus itself waits 4 s in our configuration
+SCRAPE_TIMEOUT_S = 2.0  # all processes are asked at once; our Prometheus configuration waits 4 s
 
 
 async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
-    """The metrics of all routers and workers that answer in time; the others are left out and counted."""
+    """The merged metrics of all routers and workers that answer in time. The others are left out and counted."""
     query = MetricsQuery(openmetrics)
     workers, routers = await asyncio.gather(
         asyncio.gather(*(_page_of(one.client, openmetrics) for one in router.connections.values())),
@@ -28,21 +28,21 @@ async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
     router.metrics.dropped_scrapes("router", sum(not isinstance(page, str) for page in routers))
     pages = [query.answer(router), *routers, *workers]
     texts = [page for page in pages if isinstance(page, str)]
-    return await asyncio.to_thread(merge_pages, texts, openmetrics=openmetrics)  # so that no stream waits for it
+    return await asyncio.to_thread(merge_pages, texts, openmetrics=openmetrics)  # on a thread, so that no stream waits
 
 
 async def process_names(router: Router) -> Sequence[str]:
-    """This router, the others that answer, and all workers: `router/ID`, `worker/ID`."""
+    """The names `router/ID` and `worker/ID`: this router, the other routers that answer, and all workers."""
     others = await router.peers.ask_others(ProcessNameQuery(), timeout_s=SCRAPE_TIMEOUT_S)
     routers = [ProcessNameQuery().answer(router), *sorted(name for name in others if isinstance(name, str))]
     return [*routers, *(f"worker/{worker_id}" for worker_id in router.connections)]
 
 
 async def process_page(router: Router, name: str, *, openmetrics: bool = False) -> str:
-    """One process's metrics alone.
+    """The metrics of one process alone.
 
     Raises:
-        HttpError: 404, there is no such process.  504: it does not answer.
+        HttpError: 404 if there is no such process, 504 if it does not answer.
     """
     kind, _, process_id = name.partition("/")
     query = ProcessMetricsQuery(name, openmetrics)

@@ -1,4 +1,4 @@
-"""Metrics over HTTP: of all processes on one page, of one process, and the list of processes for Prometheus."""
+"""The routes of metrics: all processes on one page, one process, and the list of processes for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transom_cluster.http.metrics_page import collect_page, process_names, proce
 from transom_cluster.http.public_address import public_address
 from transom_cluster.router.router import Router
 
-_OF_ONE: dict[int | str, dict[str, Any]] = {
+_PROCESS_ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "No name was given."},
     404: {"description": "There is no such process."},
     504: {"description": "The process does not answer."},
@@ -21,7 +21,7 @@ _OF_ONE: dict[int | str, dict[str, Any]] = {
 
 
 def add_routes(api: FastAPI, router: Router) -> None:
-    """Add the routes."""
+    """Add the routes of metrics to the app."""
 
     @api.get("/metrics", summary="Prometheus metrics of all routers and workers")
     async def metrics(request: Request) -> Response:
@@ -35,7 +35,9 @@ def add_routes(api: FastAPI, router: Router) -> None:
         names = await process_names(router)
         return discovery(names, at=public_address(request), model=router.config.served_model_name)
 
-    @api.get(PROCESS_PATH, summary="Prometheus metrics of one process that /metrics/sd names", responses=_OF_ONE)
+    @api.get(
+        PROCESS_PATH, summary="Prometheus metrics of one process that /metrics/sd names", responses=_PROCESS_ERRORS
+    )
     async def process(request: Request, name: str) -> Response:
         openmetrics = wants_openmetrics(request)
         page = await process_page(router, name, openmetrics=openmetrics)

@@ -1,4 +1,10 @@
-"""Plain ASGI layers around the API, outermost first: counting, bugs, header limit, API keys, clients' limits, body limit."""
+"""The middleware around the API: metrics, unexpected errors, header limit, API keys, limits of clients, body limit.
+
+Each class is plain ASGI middleware. `http.api` puts them around the app, with `RequestIdMiddleware` outermost, in this order:
+
+    RequestIdMiddleware > MetricsMiddleware > ErrorMiddleware > HeaderLimitMiddleware > ApiKeyMiddleware
+        > ClientLimitMiddleware > BodyLimitMiddleware > routes
+"""
 
 from __future__ import annotations
 
@@ -30,13 +36,15 @@ from transom_worker.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
 
-OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})  # kubelets send no keys; the page holds no data
-OPEN_FOLDER = "/blocks/assets/"  # the page's own files
+OPEN_PATHS = frozenset(
+    {"/health", "/blocks", "/blocks/demo.bin"}
+)  # open without a key: kubelets send none, and the page holds no data
+OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
 
 class MetricsMiddleware:
-    """Counts and times every request by the route's path, so that labels stay few."""
+    """Counts and times every request under its route's path, so that metrics have few labels."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
         self._app = app
@@ -51,13 +59,13 @@ class MetricsMiddleware:
         state = request_state(scope)
         outcome = state.outcome
 
-        async def counted_send(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             outcome.message_sending(message)
             await send(message)
             outcome.message_sent(message)
 
         try:
-            await self._app(scope, receive, counted_send)
+            await self._app(scope, receive, send_and_note)
         finally:
             endpoint, elapsed_s = _endpoint(scope), time.perf_counter() - start_s
             self._metrics.finished(endpoint, outcome.status, elapsed_s, request_id=state.engine_request_id)
@@ -66,19 +74,19 @@ class MetricsMiddleware:
 
 
 def _endpoint(scope: Scope) -> str:
-    """The path of the request's route; of one that was refused before it came to a route, the path if there is such a route."""
+    """The path of the request's route. A request that was refused before routing has its own path, if that is a route's."""
     route = scope.get("route")
     if route is not None:
         path: str = getattr(route, "path", OTHER)
         return path
-    known, path = (getattr(one, "path", None) for one in scope["app"].routes), routed_path(scope)
-    return path if path in known else OTHER
+    route_paths, path = (getattr(one, "path", None) for one in scope["app"].routes), routed_path(scope)
+    return path if path in route_paths else OTHER
 
 
 class ErrorMiddleware:
-    """Answers 500 for what nobody expected, and logs where it happened.
+    """Sends status 500 for an unexpected error, and logs where it was raised.
 
-    Caught here, since a web server logs what reaches it with its message, and a message may quote a prompt.
+    It catches the error since the web server would log its message, which may quote a prompt.
     """
 
     def __init__(self, app: ASGIApp, show_messages: bool) -> None:
@@ -86,18 +94,18 @@ class ErrorMiddleware:
         self._show_messages = show_messages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on. A response that has begun is left incomplete, so that the client sees it broken off."""
+        """Pass the request on. A response that has begun stays incomplete, so that the client notices the error."""
         has_begun = False
 
-        async def watched_send(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
 
         try:
-            await self._app(scope, receive, watched_send)
+            await self._app(scope, receive, send_and_note)
         except ClientDisconnect:
-            pass  # left while sending its body
+            pass  # the client disconnected while it sent its body
         except Exception as error:
             if scope["type"] != "http":
                 raise
@@ -110,7 +118,7 @@ class ErrorMiddleware:
 
 
 class HeaderLimitMiddleware:
-    """Answers 431 for a request line and headers over the limit."""
+    """Sends status 431 for a request line and headers over the limit."""
 
     def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
         self._app = app
@@ -125,9 +133,9 @@ class HeaderLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Refuses requests without one of the keys, and names the client of the others.
+    """Refuses requests without a valid key, and sets the client of the others in the request's state.
 
-    Where there are keys of admins, these open everything, and nothing else opens what shows all clients together.
+    If there are admin keys, they open every route, and only they open routes that show all clients together.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, admins: ApiKeys) -> None:
@@ -136,17 +144,17 @@ class ApiKeyMiddleware:
         self._admins = admins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 or 403."""
+        """Pass the request on, or send status 401 or 403."""
         if scope["type"] == "http":
             given, path = _bearer_token(Headers(scope=scope).get("authorization", "")), routed_path(scope)
-            admin = self._admins.client(given) if given and self._admins.are_required else None
-            client = self._keys.client(given) if given and self._keys.are_required else None
-            is_for_admins = self._admins.are_required and shows_all_clients(path)
-            if is_for_admins and admin is None and client is not None:
+            admin = self._admins.client_of(given) if given and self._admins.are_required else None
+            client = self._keys.client_of(given) if given and self._keys.are_required else None
+            needs_admin = self._admins.are_required and shows_all_clients(path)
+            if needs_admin and admin is None and client is not None:
                 await send_error(not_an_admin(), send)
                 return
-            wants_key = is_for_admins or (self._keys.are_required and not _is_open(path))
-            if wants_key and admin is None and client is None:
+            needs_key = needs_admin or (self._keys.are_required and not _is_open(path))
+            if needs_key and admin is None and client is None:
                 await send_error(wrong_api_key(missing=not given), send)
                 return
             request_state(scope).client = client or admin or ONLY_CLIENT
@@ -154,14 +162,14 @@ class ApiKeyMiddleware:
 
 
 class ClientLimitMiddleware:
-    """Answers 429 for a client's requests beyond its own limits. A request counts until the last byte of its answer."""
+    """Sends status 429 for a client's requests beyond its limits. A request counts until the last byte of its response."""
 
     def __init__(self, app: ASGIApp, limits: ClientLimits) -> None:
         self._app = app
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it. What only looks (GET) is not counted."""
+        """Pass the request on, or refuse it. Only POST requests count."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -175,7 +183,7 @@ class ClientLimitMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Answers 413 for a body over the limit, by its Content-Length or while it is read."""
+    """Sends status 413 for a body over the limit, as soon as its Content-Length or the bytes read so far show it."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -211,24 +219,24 @@ class BodyLimitMiddleware:
 
 
 def _is_open(path: str) -> bool:
-    """Whether a path needs no key: nothing there tells of requests, or of what the server does."""
+    """Whether a path needs no key: it shows nothing of requests or of what the server does."""
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDER) and "/" not in path.removeprefix(OPEN_FOLDER))
 
 
 def _bearer_token(authorization: str) -> bytes:
-    """The token's own bytes; empty for any other scheme."""
+    """The bytes of the bearer token; empty for any other authorization scheme."""
     scheme, _, token = authorization.partition(" ")
     return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _header_bytes(scope: Scope) -> int:
-    """About what the request line and the headers took on the wire."""
+    """About how many bytes the request line and the headers had on the wire."""
     num_bytes = len(scope.get("raw_path") or scope["path"].encode()) + len(scope.get("query_string", b""))
     return num_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
 
 
 async def send_error(error: WireError, send: Send) -> None:
-    """OpenAI's error object as a whole response."""
+    """Send a whole response with OpenAI's error object."""
     headers = {"content-type": "application/json", **error.headers}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

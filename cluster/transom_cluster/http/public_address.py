@@ -1,4 +1,4 @@
-"""How the one that asked reaches this app: through proxies that may change scheme, host and path on the way."""
+"""Finds the address at which a client reaches this API, through proxies that may change scheme, host and path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
 class PublicAddress(NamedTuple):
-    """Host (with its port where that is not the scheme's), the path in front of all of the app's, whether TLS is certain."""
+    """The API's address from outside.
+
+    `host` includes the port unless it is the scheme's default; `prefix` is the path in front of all of the app's paths.
+    """
 
     host: str
     prefix: str
@@ -20,16 +23,17 @@ class PublicAddress(NamedTuple):
 
 
 def public_address(request: Request) -> PublicAddress:
-    """As the request has it, unless a reverse proxy says otherwise.
+    """The address in the request itself, unless a reverse proxy's headers give another.
 
-    `X-Forwarded-Host`, `-Prefix` (what it took off the path) and `-Proto` are a proxy's usual way; of several values the first is
-    the outermost proxy's. What is not shaped like a host or a path counts for nothing. Who forges them misleads only themselves.
+    The headers are `X-Forwarded-Host`, `X-Forwarded-Prefix` (the prefix that the proxy removed from the path) and
+    `X-Forwarded-Proto`. Of several values the first counts, which is the outermost proxy's. Values without the form of a host or a
+    path are ignored. A client that forges these headers misleads only itself.
     """
     host = _forwarded(request, "host", _HOST) or request.url.netloc
-    taken_off = _forwarded(request, "prefix", _PREFIX)
+    removed = _forwarded(request, "prefix", _PREFIX)
     mounted_at = request.scope.get("root_path", "").rstrip("/")
-    # Serve's own `root_path` setting says the same as the header does: once is enough.
-    prefix = mounted_at if f"{mounted_at}/".startswith(f"{taken_off}/") else taken_off + mounted_at
+    # Serve's `root_path` setting may repeat what the header says; the prefix must appear once.
+    prefix = mounted_at if f"{mounted_at}/".startswith(f"{removed}/") else removed + mounted_at
     is_https = request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower().startswith("https")
     return PublicAddress(host, prefix, is_https)
 

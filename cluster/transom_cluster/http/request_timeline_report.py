@@ -1,4 +1,8 @@
-"""A request's whole timeline, put together from the router that served it and the workers that it was at."""
+"""Builds the report of one request for `/debug/requests`, from the router that served it and the workers that ran it.
+
+Line: a request's summary as one JSON object.  Step: one event of its timeline, at the router or at a worker.
+Attempt: one engine request at one worker; a migrated choice has several, with ids such as `chatcmpl-1-0-0` and `chatcmpl-1-0-0+1`.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,25 @@ Steps = list[dict[str, Any]]
 
 
 async def request_report(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
-    """All steps in order of time, and sums; None where no router knows the request, or it is another client's."""
-    own = await _router_part(router, request_id, client)
+    """All steps in order of time, and sums of times. None if no router knows the request, or if it is another client's."""
+    own = await _ask_routers(router, request_id, client)
     if own is None:
         return None
     line = own["line"]
-    asked = await asyncio.gather(*(_worker_part(router, worker, line["id"]) for worker in line["workers"]))
-    parts = dict(zip(line["workers"], asked, strict=True))
-    told = [step for part in parts.values() if isinstance(part, list) for step in part]
-    steps = sorted((*own["steps"], *(_with_choice(step, line) for step in told)), key=lambda step: step["at_s"])
+    answers = await asyncio.gather(*(_ask_worker(router, worker, line["id"]) for worker in line["workers"]))
+    parts = dict(zip(line["workers"], answers, strict=True))
+    worker_steps = [step for part in parts.values() if isinstance(part, list) for step in part]
+    steps = sorted((*own["steps"], *(_with_choice(step, line) for step in worker_steps)), key=lambda step: step["at_s"])
     return {
         **line,
-        "times": phase_times(told),
+        "times": phase_times(worker_steps),
         "worker_parts": {worker: part if isinstance(part, str) else "told" for worker, part in parts.items()},
-        "steps": [_shown(step, line["arrival_s"]) for step in steps],
+        "steps": [_shown_step(step, line["arrival_s"]) for step in steps],
     }
 
 
 async def recent_requests(router: Router, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
-    """A client's last requests at all routers, the newest first."""
+    """The lines of a client's last requests at all routers, the newest first."""
     query = RecentRequestsQuery(client, state, limit)
     others = await router.peers.ask_others(query, timeout_s=ASK_TIMEOUT_S)
     known = [query.answer(router), *(lines for lines in others if isinstance(lines, list))]
@@ -44,7 +48,10 @@ async def recent_requests(router: Router, client: str, state: str | None, limit:
 
 
 def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Seconds in queue, prefill and decode at workers: summed over a choice's attempts, of the choice that took longest in each."""
+    """Seconds in queue, prefill and decode at workers.
+
+    Each is summed over a choice's attempts; the result has the largest sum among the choices.
+    """
     by_attempt: dict[str, Steps] = {}
     for step in steps:
         by_attempt.setdefault(step["request_id"], []).append(step)
@@ -62,8 +69,8 @@ def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: max(times[name] for times in by_choice.values()) for name in ("queue_s", "prefill_s", "decode_s")}
 
 
-async def _router_part(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
-    """An answer has one router, which may not be this one."""
+async def _ask_routers(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
+    """The router's part of the report. One router served the request; it may be another one than this."""
     query = TimelineQuery(request_id, client)
     own = query.answer(router)
     if own is not None:
@@ -72,29 +79,29 @@ async def _router_part(router: Router, request_id: str, client: str) -> dict[str
     return next((part for part in others if isinstance(part, dict)), None)
 
 
-async def _worker_part(router: Router, worker: str, answer_id: str) -> Steps | str:
-    """A worker's steps, or why there are none."""
+async def _ask_worker(router: Router, worker: str, response_id: str) -> Steps | str:
+    """A worker's steps, or the reason why there are none."""
     connection = router.connections.get(worker)
     if connection is None:
         return "gone"
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
-            steps = await connection.client.request_timeline(answer_id)
-    except Exception:  # whatever a call to a worker that is ill or gone raises
+            steps = await connection.client.request_timeline(response_id)
+    except Exception:  # a call to a failing or lost worker may raise anything
         return "no answer"
     return steps or "forgotten"
 
 
 def _with_choice(step: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    """A worker's step with the number that the router gives its choice: workers do not know how many a prompt has."""
-    place = prompt_and_choice_of(step["request_id"])
-    if line["choices"] == 1 or place is None:
+    """A worker's step with the router's number for its choice: workers do not know how many choices a prompt has."""
+    prompt_and_choice = prompt_and_choice_of(step["request_id"])
+    if line["choices"] == 1 or prompt_and_choice is None:
         return step
-    prompt, choice = place
+    prompt, choice = prompt_and_choice
     return {**step, "choice": prompt * (line["choices"] // line["prompts"]) + choice}
 
 
-def _shown(step: dict[str, Any], arrival_s: float) -> dict[str, Any]:
+def _shown_step(step: dict[str, Any], arrival_s: float) -> dict[str, Any]:
     at = datetime.fromtimestamp(step["at_s"], UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     facts = {name: round(value, 6) if isinstance(value, float) else value for name, value in step.items()}
     facts.pop("at_s")

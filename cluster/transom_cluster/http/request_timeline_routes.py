@@ -1,4 +1,7 @@
-"""What happened to requests, over HTTP. Each client sees its own: a life tells what of its prompt was cached."""
+"""The routes that show what happened to requests.
+
+Each client sees its own requests only, since a timeline shows how much of a prompt was cached.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from transom_cluster.router.router import Router
 from transom_worker.telemetry.request_timelines import MAX_TIMELINES
 
 _ERRORS: dict[int | str, dict[str, Any]] = {400: {"description": "A parameter is wrong."}}
-_State = Annotated[Literal["running", "finished"] | None, Query(description="Only these; finished: however it ended.")]
-_Limit = Annotated[int, Query(ge=1, le=MAX_TIMELINES, description="The newest ones.")]
+_State = Annotated[Literal["running", "finished"] | None, Query(description="Only requests in this state.")]
+_Limit = Annotated[int, Query(ge=1, le=MAX_TIMELINES, description="At most so many, the newest.")]
 
 
 def add_routes(api: FastAPI, router: Router) -> None:
-    """Add the routes."""
+    """Add the routes to the app."""
 
     @api.get("/debug/requests", summary="This client's last requests, a line each", responses=_ERRORS)
     async def requests(request: Request, state: _State = None, limit: _Limit = 100) -> dict[str, Any]:
@@ -28,13 +31,13 @@ def add_routes(api: FastAPI, router: Router) -> None:
     async def timeline(request: Request, request_id: str) -> dict[str, Any]:
         found = await request_report(router, request_id, request_state(request.scope).client)
         if found is None:
-            raise _unknown(request_id)
+            raise _unknown_request(request_id)
         return found
 
 
-def _unknown(request_id: str) -> HttpError:
+def _unknown_request(request_id: str) -> HttpError:
     message = (
-        f"No request {request_id!r} of yours is known; routers remember the last {MAX_TIMELINES:,} each, and none "
-        "that was refused before its prompt was read: its answer says why."
+        f"This client has no request {request_id!r}; each router remembers its last {MAX_TIMELINES:,} requests, without "
+        "those that were refused before their prompt was read."
     )
     return not_found(message, param="request_id", code="request_not_found")

@@ -1,4 +1,4 @@
-"""The path by which a request finds its route. Whoever decides by a path has to see the same one."""
+"""Gives the path by which a request finds its route. Code that decides by path (keys, metrics, spans) must use this path, too."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from starlette.types import Scope
 
 
 def routed_path(scope: Scope) -> str:
-    """A request's path as its route's pattern sees it.
+    """A request's path as the patterns of routes see it.
 
-    The prefix that the app is mounted at (`route_prefix` of Ray Serve) is no part of it, nor is a line feed at its end: patterns
-    end in `$`, which matches in front of one, too.
+    It excludes the prefix at which the app is mounted (Ray Serve's `route_prefix`), and a line feed at the end: patterns end in
+    `$`, which also matches in front of a final line feed.
     """
     path: str = scope["path"]
     inside = path.removeprefix(scope.get("root_path", ""))

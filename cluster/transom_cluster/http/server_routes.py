@@ -1,4 +1,4 @@
-"""What a server tells of itself: what is here, health, version, models."""
+"""The routes that describe the server: the index, health, version, and the served model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transom_cluster.router.worker_pool import describe_connection
 
 
 def add_routes(api: FastAPI, router: Router) -> None:
-    """Add the routes."""
-    _add_state(api, router)
-    _add_models(api, router)
+    """Add the routes to the app."""
+    _add_status_routes(api, router)
+    _add_model_routes(api, router)
 
 
-def _add_state(api: FastAPI, router: Router) -> None:
+def _add_status_routes(api: FastAPI, router: Router) -> None:
     @api.get("/", summary="What is here")
     async def index() -> dict[str, Any]:
         paths = sorted(path for path in api.openapi()["paths"] if path != "/")
@@ -45,7 +45,7 @@ def _add_state(api: FastAPI, router: Router) -> None:
         return {"version": __version__}
 
 
-def _add_models(api: FastAPI, router: Router) -> None:
+def _add_model_routes(api: FastAPI, router: Router) -> None:
     started_s = int(time.time())
     name = router.config.served_model_name
 
