@@ -45,7 +45,7 @@ def take(counted: ClientLimits, client: str = "a") -> float | None:
         return error.retry_after_s
 
 
-def test_a_minutes_requests_at_once_and_then_as_they_come_back():
+def test_a_client_may_send_a_minutes_requests_at_once_and_then_at_its_rate():
     counted, clock = limits(requests_per_minute=6)
     assert [take(counted) for _ in range(6)] == [None] * 6
     assert take(counted) == pytest.approx(10)
@@ -63,7 +63,7 @@ def test_clients_do_not_share_their_limits():
     assert [take(counted, client) is None for client in "aabb"] == [True, False, True, False]
 
 
-def test_requests_at_once_are_counted_until_they_end_however_that_is():
+def test_concurrent_requests_count_until_they_end_also_with_an_error():
     counted, _ = limits(concurrent_requests=2)
     with counted.request("a"):
         with contextlib.suppress(ZeroDivisionError), counted.request("a"):
@@ -74,15 +74,15 @@ def test_requests_at_once_are_counted_until_they_end_however_that_is():
     assert [take(counted) for _ in range(50)] == [None] * 50
 
 
-def test_what_is_remembered_is_bounded_by_the_clients_of_a_minute():
-    counted, clock = limits(requests_per_minute=10, concurrent_requests=10)
+def test_idle_clients_are_forgotten_after_a_minute():
+    counted, clock = limits(requests_per_minute=10, concurrent_requests=1)
     with counted.request("busy"):
         for minute in range(5):
             clock.now_s = 61.0 * minute
             for client in range(MAX_IDLE_CLIENTS):
                 take(counted, f"{minute}-{client}")
-        assert len(counted._clients) <= MAX_IDLE_CLIENTS + 1
-        assert counted._clients["busy"].num_at_once == 1
+        assert counted.num_clients <= MAX_IDLE_CLIENTS + 1
+        assert take(counted, "busy") == 1  # its first request still counts
 
 
 async def test_a_client_over_its_rate_is_told_when_to_come_back():

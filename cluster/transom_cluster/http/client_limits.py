@@ -28,6 +28,11 @@ class ClientLimits:
         self._clock = clock
         self._clients: dict[str, _Client] = {}
 
+    @property
+    def num_clients(self) -> int:
+        """How many clients are remembered."""
+        return len(self._clients)
+
     @contextlib.contextmanager
     def request(self, client: str) -> Iterator[None]:
         """Count one request of `client` until its response has ended. A refused request does not count.
