@@ -1,8 +1,9 @@
-"""Settings as users give them: one flat table of names.
+"""`Settings`: every setting that a user can give, in one flat table of names.
 
-`transom serve` flags, the Serve YAML and `LLM(...)` keywords fill it: the same names everywhere, those that `vllm serve` users
-know. It is checked once and resolved into `config.EngineConfig` and `config.ServerConfig`. A name or value that is known but not
-supported yet is refused with a message, never ignored.
+Three sources fill it, with equal names: the flags of `transom serve`, the arguments in a Ray Serve YAML file, and the keywords
+of `LLM(...)`. The names are those of `vllm serve` where it has one. `Settings.parse` checks them once; `engine_config`,
+`server_config` and `autoscaling_config` resolve them into the frozen configs that the parts of the system receive. A name or
+value that is known but not supported yet is refused with a message, and never ignored.
 """
 
 from __future__ import annotations
@@ -40,77 +41,131 @@ NOT_YET: dict[str, tuple[object, str]] = {
 
 
 class Settings(BaseModel):
-    """Every setting of Transom, flat. See the module's docstring."""
+    """Every setting of Transom, with its default, its limits and its description; docs/flags.md is made from these."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str = Field(description="Folder of safetensors, a .gguf file, a Hugging Face id, or smollm2 (the demo).")
-    served_model_name: str | None = Field(None, description="Name in the API; the model's own name if unset.")
+    served_model_name: str | None = Field(None, description="The model's name in the API; the value of MODEL if unset.")
     dtype: Dtype = Field(
         "auto",
-        description="Weights and activations; auto: bfloat16 (float32 for a float32 checkpoint).",
+        description="Number format of weights and activations; auto: float32 for a float32 checkpoint, else bfloat16.",
     )
-    device: Device = Field("auto", description="auto takes CUDA where there is one.")
+    device: Device = Field("auto", description="auto takes CUDA where torch finds a GPU, else the CPU.")
     quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: weights and activations of linear layers, on CPUs."
+        "none", description="int8: the weights and activations of linear layers have 8 bits, on CPUs."
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt + answer; the model's own limit if unset."
+        None,
+        ge=2,
+        description="Longest prompt and output together, in tokens; the model's own limit if unset, or less where the "
+        "KV pool is smaller.",
     )
-    block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block and per unit of prefix hashing.")
-    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="Bytes of the KV pool, or such as 512MiB, 4GiB.")
+    block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block and per hash block of the prefix cache.")
+    kv_cache_memory_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Size of each rank's KV pool, such as 512MiB or 4GiB. If unset: on GPUs what "
+        "--gpu-memory-utilization leaves, on CPUs a quarter of the free memory, and no more than "
+        "--max-num-seqs sequences can use.",
+    )
     gpu_memory_utilization: float = Field(
-        0.92, gt=0, le=1, description="Share of GPU memory for weights, activations and KV."
+        0.92, gt=0, le=1, description="Share of GPU memory for weights, activations and the KV pool."
     )
-    enable_prefix_caching: bool = Field(True, description="Reuse KV of shared prefixes.")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of shared prefixes.")
     window_repair: bool = Field(
-        True, description="Where windows are evicted and full layers are not, compute only the tail that restores them."
+        True,
+        description="Where a prefix's window blocks are evicted and its full-attention blocks are not, compute only the "
+        "tokens that restore the window.",
     )
-    hybrid_kv_cache: bool = Field(True, description="Off: every layer keeps full length; same results, more memory.")
-    enforce_eager: bool = Field(False, description="On CUDA: launch every kernel, replay no CUDA graphs.")
+    hybrid_kv_cache: bool = Field(
+        True, description="Off: every layer keeps the KV of all tokens; the results are equal and take more memory."
+    )
+    enforce_eager: bool = Field(False, description="On CUDA: launch every kernel, without CUDA graphs.")
     window: int | None = Field(
         None,
         ge=1,
-        description="Makes layers sliding-window layers of this many tokens, the query included.",
+        description="Turns layers into sliding-window layers of this many tokens, the query included.",
     )
-    sinks: int = Field(0, ge=0, description="First tokens that window layers keep as well.")
+    sinks: int = Field(
+        0, ge=0, description="Sink tokens: the first tokens of a sequence, which layers with a window keep as well."
+    )
     chunk: int | None = Field(
         None,
         ge=1,
-        description="Makes layers chunked-local layers, which see the tokens since the last multiple of this many.",
+        description="Turns layers into chunked-attention layers, whose queries see the tokens since the last multiple "
+        "of this many.",
     )
     window_pattern: str = Field(
-        "S", description="Repeated over the layers: S window (needs --window), C chunked (needs --chunk), F full."
+        "S",
+        description="Repeated over the layers: S sliding window (needs --window), C chunked attention (needs --chunk), "
+        "F full attention.",
     )
-    max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
+    max_num_seqs: int = Field(64, ge=1, description="Most sequences that one worker runs at once.")
     max_num_batched_tokens: int = Field(
-        1024, ge=1, description="Tokens computed per step; longer prompts go in chunks."
+        1024,
+        ge=1,
+        description="Most tokens that one step computes; longer prompts take several steps (chunked prefill).",
     )
-    max_waiting: int = Field(1024, ge=0, description="Waiting requests; more are refused with 503.")
+    max_waiting: int = Field(
+        1024,
+        ge=0,
+        description="Most requests that wait at one worker; it refuses more, and the client gets 503 where every worker "
+        "does.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
-        "fcfs", description="priority: lower numbers first; each step of priority counts as much as 30 s of waiting."
+        "fcfs",
+        description="priority: requests with lower numbers run first; a priority of 1 more counts as much as having "
+        "arrived 30 s later.",
     )
     steps_in_flight: int | None = Field(
-        None, ge=1, le=2, description="Plans ahead of results; if unset 2 with --device cuda or several ranks, else 1."
+        None,
+        ge=1,
+        le=2,
+        description="Steps that are planned ahead of their results; if unset 2 with --device cuda or several ranks, "
+        "else 1.",
     )
-    seed: int | None = Field(None, description="Makes unseeded requests repeatable.")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of a worker; all cores if unset.")
-    tensor_parallel_size: int = Field(1, ge=1, description="Ranks of each worker, a GPU each; even or uneven.")
+    seed: int | None = Field(None, description="Makes requests without a seed of their own repeatable.")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each rank. If unset: on GPUs all cores of the machine, on CPUs an equal share of "
+        "them for each rank of each worker there.",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks of each worker: processes that split every layer, with one GPU each where there are GPUs; "
+        "heads need not divide evenly.",
+    )
     step_timeout_s: float = Field(
-        300.0, gt=0, description="A step that takes longer counts as a rank that hangs: all ranks are started again."
+        300.0, gt=0, description="A rank whose step takes longer counts as hung: the worker starts all its ranks again."
     )
-    replicas: int = Field(1, ge=1, description="Workers; with --max-replicas those to start with.")
-    min_replicas: int | None = Field(None, ge=0, description="Workers that stay when nothing is asked; 1 if unset.")
-    max_replicas: int | None = Field(None, ge=1, description="Makes the number of workers follow the load, up to this.")
-    first_token_objective_s: float = Field(2.0, gt=0, description="Workers are added while first tokens take longer.")
-    upscale_delay_s: float = Field(10.0, ge=0, description="How long more workers must be wanted.")
-    downscale_delay_s: float = Field(300.0, ge=0, description="How long fewer workers must be wanted.")
-    router_replicas: int = Field(1, ge=1, description="Routers; each knows all workers.")
+    replicas: int = Field(1, ge=1, description="Number of workers; with --max-replicas the number at start.")
+    min_replicas: int | None = Field(
+        None, ge=0, description="Least number of workers while the cluster is idle, with --max-replicas; 1 if unset."
+    )
+    max_replicas: int | None = Field(
+        None, ge=1, description="Most workers: the autoscaler changes their number with the load."
+    )
+    first_token_objective_s: float = Field(
+        2.0, gt=0, description="The autoscaler adds workers while requests would wait longer for their first token."
+    )
+    upscale_delay_s: float = Field(
+        10.0, ge=0, description="How long the autoscaler must want more workers before it adds them."
+    )
+    downscale_delay_s: float = Field(
+        300.0, ge=0, description="How long the autoscaler must want fewer workers before it removes any."
+    )
+    router_replicas: int = Field(1, ge=1, description="Number of routers; each one knows all workers.")
     routing_policy: RoutingPolicy = Field(
         "kv",
-        description="kv: least expected cost, cached prefixes counted; or least_tokens, round_robin, power_of_two.",
+        description="kv: the worker with the least expected cost, cached prefixes counted; or least_tokens, "
+        "round_robin, power_of_two.",
     )
-    max_resumes: int = Field(4, ge=0, description="How often an answer goes on elsewhere when its worker is lost.")
+    max_resumes: int = Field(
+        4, ge=0, description="How often a request may migrate to another worker when its worker is lost."
+    )
     worker_wait_s: float = Field(
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
     )
@@ -121,28 +176,41 @@ class Settings(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
     api_key_file: str | None = Field(
-        None, description="A file with one such key a line; lines with # in front do not count."
+        None, description="A file with one such key per line; lines that begin with # are comments."
     )
     admin_api_key_file: str | None = Field(
-        None, description="A file of keys that alone open what shows all clients together: the block map and /metrics."
+        None,
+        description="A file of admin keys. Where it is given, only they open the routes that show all clients together: "
+        "the block map and /metrics.",
     )
     salt_by_key: bool = Field(
-        False, description="Clients with different API keys share no cached prefixes, so that none can time another's."
+        False,
+        description="Clients with different API keys share no cached prefixes, so that no client can time another's.",
     )
-    requests_per_minute: int | None = Field(None, ge=1, description="Of each API key; more are answered 429.")
-    concurrent_requests: int | None = Field(None, ge=1, description="Of each API key at once; more are answered 429.")
-    request_timeout_s: float | None = Field(None, gt=0, description="Requests that take longer end with an error.")
+    requests_per_minute: int | None = Field(
+        None, ge=1, description="Requests of each API key per minute; more are answered with 429."
+    )
+    concurrent_requests: int | None = Field(
+        None, ge=1, description="Requests of each API key at once; more are answered with 429."
+    )
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="Requests that take longer, from arrival to the last token, end with an error."
+    )
     max_header_bytes: int = Field(64 * 2**10, ge=1024, description="Larger request headers are refused with 431.")
-    log_prompts: bool = Field(False, description="Prompts and answers may show in logs.")
-    log_format: LogFormat = Field("text", description="json: an object a line, and a line for each finished request.")
+    log_prompts: bool = Field(
+        False, description="Log every prompt, and the messages of internal errors, which may quote prompts and outputs."
+    )
+    log_format: LogFormat = Field(
+        "text", description="json: one JSON object per line, and one line for each request that has ended."
+    )
     otlp_traces_endpoint: str | None = Field(
-        None, description="Sends OpenTelemetry spans there, such as http://127.0.0.1:4318/v1/traces."
+        None, description="Send OpenTelemetry spans there, such as http://127.0.0.1:4318/v1/traces."
     )
     trace_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="Share of requests to trace where the client's traceparent does not say."
+        1.0, ge=0, le=1, description="Share of requests to trace where the client's traceparent header does not say."
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Larger request bodies are refused with 413.")
-    haproxy: bool = Field(False, description="Production token path: HAProxy and Serve's throughput settings.")
+    haproxy: bool = Field(False, description="Serve over HAProxy, with Ray Serve's settings for throughput.")
 
     @classmethod
     def parse(cls, **values: Any) -> Settings:
@@ -208,7 +276,7 @@ class Settings(BaseModel):
             raise ConfigError("--sinks and --window-pattern need --window; give a window in tokens.")
 
     def engine_config(self) -> EngineConfig:
-        """The worker's part. `steps_in_flight` unset becomes 2 on an explicit cuda device and with several ranks, else 1."""
+        """The settings of one worker. An unset `steps_in_flight` becomes 2 with `device="cuda"` and with several ranks, else 1."""
         return EngineConfig(
             model=ModelConfig(
                 model=self.model,
@@ -250,7 +318,7 @@ class Settings(BaseModel):
         return TracingConfig(endpoint=self.otlp_traces_endpoint, sample_ratio=self.trace_sample_ratio)
 
     def autoscaling_config(self) -> AutoscalingConfig | None:
-        """The autoscaler's part; None where the number of workers is fixed."""
+        """The settings of the autoscaler; None where the number of workers is fixed."""
         if self.max_replicas is None:
             return None
         return AutoscalingConfig(
@@ -262,7 +330,7 @@ class Settings(BaseModel):
         )
 
     def server_config(self) -> ServerConfig:
-        """The router's part."""
+        """The settings of a router."""
         return ServerConfig(
             host=self.host,
             port=self.port,
