@@ -1,8 +1,10 @@
-"""What crosses between router and worker: requests in, output events out. Whoever speaks either side imports from here.
+"""The messages between routers and workers: requests go to a worker, output events come back.
 
-Everything is plain data (ints, floats, strings, tuples), versioned by `CONTRACT_VERSION`. Every stateful stage of a
-request's life (penalties, stops, detokeniser, grammar) can be rebuilt from a `Request`, so that a stream can be resumed on
-any worker: `resumed_output_ids` are the tokens that the client side already has, and events go on from there.
+All messages are plain data (ints, floats, strings, tuples), and `CONTRACT_VERSION` numbers their format.
+
+Every stateful stage of a request (penalties, stop strings, detokeniser) can be rebuilt from its `Request`, so that a request
+can **migrate** to another worker. Example: a worker is lost after 40 tokens of an output. The router sends the request to
+another worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
 """
 
 from transom_worker.contract.output import ErrorInfo, FinishReason, Logprob, OutputEvent, TokenLogprobs, Usage

@@ -1,4 +1,4 @@
-"""Output events: what comes back from a worker for each request, step by step."""
+"""Output events: what a worker sends back for each request, once per step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the chosen token first, then the most likely ones, best first."""
+    """Log-probabilities at one position: of the chosen token, and of the most likely tokens, the most likely first."""
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
@@ -31,8 +31,8 @@ class TokenLogprobs:
 class Usage:
     """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache.
 
-    `index_version` is that of the worker's prefix index when its scheduler searched it: a mirror at that version predicts
-    `num_cached_tokens` exactly.
+    `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index
+    at that version predicts `num_cached_tokens` exactly.
     """
 
     num_prompt_tokens: int
@@ -43,7 +43,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorInfo:
-    """An error on the wire between worker and router: the class name in `errors`, its message and details."""
+    """An error in a message between worker and router: the name of its class in `errors`, its text and its details."""
 
     kind: str
     message: str
@@ -52,7 +52,7 @@ class ErrorInfo:
 
     @classmethod
     def of(cls, error: Exception) -> ErrorInfo:
-        """Describe an error; whatever is not in Transom's tree becomes StepFailed."""
+        """Describe `error`; a class that is not in Transom's tree of errors becomes StepFailed."""
         return cls(
             kind=type(error).__name__ if isinstance(error, errors.TransomError) else "StepFailed",
             message=str(error) or type(error).__name__,
@@ -61,7 +61,7 @@ class ErrorInfo:
         )
 
     def error(self) -> errors.TransomError:
-        """The error again, on the other side."""
+        """Build the error again, in the process that has received the message."""
         kind: type[errors.TransomError] = getattr(errors, self.kind, errors.StepFailed)
         if issubclass(kind, errors.RequestError):
             return kind(self.message, param=self.param)
@@ -74,9 +74,9 @@ class ErrorInfo:
 class OutputEvent:
     """What one step added to one request.
 
-    `position` is the output index of the first of `token_ids` (resumed tokens counted), and `text_offset` the number of
-    characters sent before `text`; so a router drops duplicates after a resume. `finish_reason` is set on the last event,
-    which may carry no token; `error` only with finish reason "error".
+    `position` is the output index of the first of `token_ids` (resumed tokens counted), and `text_offset` the number of characters
+    before `text`; with these a router recognises the repeated events of a migrated request, and drops them. The last event has a
+    `finish_reason` and may have no token; `error` is set only with the finish reason "error".
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Requests: what goes from a router to a worker."""
+"""Requests: what a router sends to a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTRACT_VERSION = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPolicy:
-    """A per-request KV policy on full-attention layers (design section 3); no worker supports one yet."""
+    """A request's own policy for which KV its full-attention layers keep. Reserved: workers refuse it so far."""
 
     type: Literal["window", "adaptive", "heavy"]
     sinks: int = 0
@@ -22,16 +22,18 @@ class KvPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to continue: all that a worker needs, from any router, at any output position.
+    """One sequence to continue, with all that a worker needs, whichever router sends it and at whatever output position it begins.
 
-    `turn_boundaries` are prompt positions where chat turns end (ascending), hints for checkpoints.
-    `arrival_s` and `deadline_s` are seconds since the epoch. Lower `priority` runs first.
+    `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are
+    prompt positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. `arrival_s`
+    and `deadline_s` are seconds since the epoch. A lower `priority` runs first. Requests with different `cache_salt` share no
+    cached prefix.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int  # resolved: an unseeded request gets one at the router
+    seed: int  # always set: the router draws one for a request without
     choice_index: int = 0
     resumed_output_ids: tuple[int, ...] = ()
     arrival_s: float = 0.0
@@ -40,11 +42,11 @@ class Request:
     cache_salt: str | None = None
     turn_boundaries: tuple[int, ...] = ()
     kv_policy: KvPolicy | None = None
-    grammar: str | None = None  # reserved; no worker supports one yet
-    trace_parent: str | None = None  # the router's span, as W3C's traceparent header has it, if the request is traced
+    grammar: str | None = None  # reserved: workers refuse it so far
+    trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced
     version: int = CONTRACT_VERSION
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens, without resumed output."""
+        """Prompt tokens, without the resumed output tokens."""
         return len(self.prompt_token_ids)

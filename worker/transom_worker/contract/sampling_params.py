@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and when its answer ends, with what each field may be."""
+"""`SamplingParams`: how a request's tokens are sampled and when its output ends, with the allowed values of each field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 LEAST_TEMPERATURE = 1e-5
 
-# Fields of SamplingParams and what they may be; None: unbounded.
+# Fields of SamplingParams with their least and greatest values; None: unbounded.
 _INTEGERS: dict[str, tuple[int | None, int | None]] = {
     "n": (1, 128),
     "max_tokens": (1, None),
@@ -36,10 +36,11 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen and when an answer ends.
+    """How the next token is sampled and when an output ends.
 
-    Filters apply in this order: logit bias, penalties, temperature, top_k, top_p, min_p. `temperature` 0 (or under 1e-5) is greedy.
-    `n` is expanded into `n` requests before the engine sees them. `max_tokens` None means up to the model's length.
+    Filters apply in this order: logit bias, penalties, temperature, top_k, top_p, min_p. A `temperature` of 0 (or under 1e-5)
+    is greedy. `n` outputs become `n` requests before the engine sees them. With `max_tokens` None an output may reach the
+    model's length.
 
     Raises:
         RequestError: a value is out of range; `param` names the field.
@@ -83,11 +84,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without noise: at 0, and where dividing by the temperature overflows."""
+        """Whether the most likely token is taken: at temperature 0, and where dividing by the temperature would overflow."""
         return self.temperature < LEAST_TEMPERATURE
 
     def single(self) -> SamplingParams:
-        """The same parameters for one choice."""
+        """These parameters with `n` = 1, for one choice of several."""
         return self if self.n == 1 else replace(self, n=1)
 
 
@@ -125,7 +126,7 @@ def _read_bias(given: Mapping[int, float] | None) -> dict[int, float]:
 
 
 def _check_range(name: str, value: float, low: float | None, high: float | None) -> None:
-    """Raise RequestError unless low <= value <= high (None: unbounded)."""
+    """Raises RequestError unless low <= value <= high (None: unbounded)."""
     if not isinstance(value, Real) or not (isinstance(value, Integral) or math.isfinite(value)):
         raise RequestError(f"{name} is {value!r}; it must be a finite number.", param=name)
     if (low is not None and value < low) or (high is not None and value > high):

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: who it is, what it has to do, and its messages to routers."""
+"""What a worker reports about itself: its identity, its load, and its messages to routers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import TYPE_CHECKING
 
 from transom_worker.contract.output import OutputEvent
 
-if TYPE_CHECKING:  # a type alone: what crosses here needs no cache
+if TYPE_CHECKING:  # types alone: the messages need no cache
     from transom_worker.kvcache.events import CacheShape, KvUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What a worker has to do, for whoever chooses among workers and for autoscaling.
+    """How much a worker has to do, for the routing policies and the autoscaler.
 
-    `waiting_tokens` are tokens to compute before every request in the worker has its next token: prompts in the queue (hits not
-    known yet) and what is left of those that run. Rates are smoothed, 0 while nothing was measured.
+    `waiting_tokens` are the tokens to compute before every request in the worker has its next token: the prompts in the queue
+    (their cache hits are not known yet) and the remainders of the running prompts. Rates are smoothed, and 0 until something
+    was measured.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     max_num_seqs: int = 1
     waiting_tokens: int = 0
-    used_share: float = 0.0  # of the KV pool, by blocks that sequences hold
+    used_share: float = 0.0  # of the KV pool's bytes, in blocks that sequences hold
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
-    first_token_s: float = 0.0  # of recent requests, from arrival
+    first_token_s: float = 0.0  # from arrival to the first token, of recent requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Who a worker is and what it can do; constant while it lives. Another start of it has another `worker` id."""
+    """A worker's identity and limits, constant while it runs. A worker that is started again has another `worker` id."""
 
     worker: str
     max_model_len: int
@@ -47,10 +48,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMessage:
-    """One message on a router's stream: a step's events of this router's requests, and what changed for everybody.
+    """One message on a router's stream: a step's events of this router's requests, and the changes that every router receives.
 
-    The first message after opening has the whole index, and so has one after a `resync`. `kv` is None where nothing changed,
-    `load` where it was told not long ago.
+    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None
+    where the index has not changed, and `load` is None where the last load was sent a moment ago.
     """
 
     events: tuple[OutputEvent, ...] = ()
