@@ -1,4 +1,5 @@
-"""Every kernel: correct against a reference in float64, the same bits twice, then its time against what the device can do.
+"""Benchmarks every kernel: correctness against a float64 reference, equal bits in two runs, and time relative to the device's
+limits.
 
     python benchmarks/kernels.py [--quick] [--only WORDS] [--check] [--budget-s 420] [--out FOLDER]
     python benchmarks/kernels.py --device cpu --tiny       the harness itself, through Triton's interpreter

@@ -1,1 +1,1 @@
-"""What `benchmarks/kernels.py` measures, an operator or two a file; each file gives `cases(scale)`."""
+"""The cases that `benchmarks/kernels.py` measures, one or two operators per file; each file has `cases(scale)`."""

@@ -1,4 +1,4 @@
-"""What writes into the cache: projections prepared and written in one pass, and copies of whole blocks.
+"""`prepare_qkv` (norms, RoPE and cache write in one pass) and `block_copy`.
 
 Legend: T tokens, H query heads, KVH KV heads, D head width, P block size.
 """

@@ -1,4 +1,4 @@
-"""One thing to measure: how to run it, what it must give, what it has to move and compute, and what it is held against."""
+"""A benchmark case: how to run it, the expected result, the bytes and operations it needs, and the rivals it is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moe`: bf16 experts and MXFP4 ones as stored, for a prompt's tokens and for a few.
+"""`moe`: bf16 experts and MXFP4 experts, for a prompt's tokens and for a few (decoding).
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
 """

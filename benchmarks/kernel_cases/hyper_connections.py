@@ -1,6 +1,6 @@
-"""A residual of several streams: its norm, a sublayer's input out of it, and the way back, in DeepSeek V4's sizes.
+"""Hyper-connections: `hc_norm`, `hc_pre` and `hc_post` in DeepSeek V4's sizes.
 
-Legend: T tokens, S streams, N hidden width, M coefficients of a token.
+Legend: T tokens, S residual streams, N hidden width, M coefficients of a token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Latent attention: the softmax over gathered rows, the indexer's choice, and the pooling of entries, in DeepSeek V4's sizes.
+"""DeepSeek V4's `latent_attention`, `select_entries` (indexer) and `pool_rows` (compressor), in its published sizes.
 
 Legend: T queries, H heads, D latent width, W window rows, K chosen entries, N entries.
 """

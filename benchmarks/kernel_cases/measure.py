@@ -1,4 +1,4 @@
-"""A case's result: correct first, then bits, then time; a wrong kernel gets no time."""
+"""Measures a case: correctness first, then equal bits in two runs, then time; a wrong kernel is not timed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """New tensors are full of NaN, or of the largest integer, so that what nobody writes is seen."""
+    """New tensors are full of NaN, or of the largest integer, so that elements that no kernel writes are detected."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:

@@ -1,4 +1,4 @@
-"""Paged batches of any size, made on the device: random keys and values, blocks handed out in random order.
+"""Paged batches of any size, made on the device: random keys and values, blocks in random order.
 
 Legend: B sequences, T query tokens, H query heads, KVH KV heads, D key width, E value width, P block size, L keys.
 """

@@ -1,6 +1,7 @@
-"""Other implementations on the same shapes. None of them is needed: one that cannot be imported says so, and that is all.
+"""Other implementations (*rivals*) of a case on equal shapes. All are optional: a rival that cannot be imported is reported as
+absent.
 
-Those that know no pages get contiguous keys and values, which is an advantage: gathering is left out of their time.
+Rivals without paged caches get contiguous keys and values; their time does not include a gather, which favours them.
 """
 
 from __future__ import annotations

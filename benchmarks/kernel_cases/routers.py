@@ -1,4 +1,4 @@
-"""`route`: from rows to experts and weights, beside the operators of torch that it replaces.
+"""`route`: experts and weights of tokens, compared with the torch operators that it replaces.
 
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """

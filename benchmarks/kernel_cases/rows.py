@@ -1,4 +1,4 @@
-"""Operators that read rows and write rows: norms, rotation, gated activations, rounding to 8 bits.
+"""Row-wise operators: norms, RoPE, gated activations, conversion to 8 bits.
 
 Legend: T rows, N width, H heads, D head width.
 """

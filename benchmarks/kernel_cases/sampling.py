@@ -1,4 +1,4 @@
-"""`sample`: logits to tokens, with and without filters.
+"""`sample`: logits to token ids, with and without filters.
 
 Legend: S rows, V vocabulary.
 """

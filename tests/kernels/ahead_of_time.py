@@ -1,4 +1,4 @@
-"""Compiles every kernel in every configuration for GPUs that need not be there; prints a JSON line each.
+"""Compiles every kernel in every configuration for GPUs that need not be installed; prints one JSON line per configuration.
 
 A process of its own: triton decides when a kernel is defined whether it is interpreted, and these must not be.
 

@@ -1,4 +1,4 @@
-"""The interpreter's tests on a GPU: launchers that are given tensors in host memory run on copies on the device."""
+"""Runs the interpreter's tests on a GPU: launchers that get tensors in host memory run on copies on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kernels compile for GPUs that are not there, and fit: one configuration of each kernel, all of them with `make test-compile`."""
+"""Kernels compile for GPUs that are not installed, within their shared memory: one configuration each; all with `make test-
+compile`.
+"""
 
 from __future__ import annotations
 

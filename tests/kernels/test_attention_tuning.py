@@ -1,4 +1,4 @@
-"""How deep attention's pipelines are, by device."""
+"""The pipeline stages of the attention kernel, by device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes: the switch, the environment, and operators that go by it."""
+"""The choice between torch and Triton: TRANSOM_KERNELS, `launch.prefer`, and operators that obey them."""
 
 from __future__ import annotations
 

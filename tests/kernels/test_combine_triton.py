@@ -1,4 +1,4 @@
-"""Joining splits by itself: fewer than a round of them, several rounds, and splits that saw no key."""
+"""The kernel `combine` alone: fewer splits than an iteration reads, several iterations, and splits that saw no key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that lie more than 2**31 elements behind a cache's first: kernels must find them as they find near ones.
+"""Kernels address blocks that lie more than 2**31 elements behind the first block of a cache.
 
 A pool is as large as a device's memory, and 32 bits reach 4 GiB of 16-bit elements. The far caches here are address space alone:
 only pages that hold a block are ever touched.

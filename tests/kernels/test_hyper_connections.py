@@ -1,4 +1,4 @@
-"""Streams on CPUs: what is balanced, and what is refused."""
+"""Hyper-connections on CPUs: the mixing matrix is balanced, and wrong arguments raise errors."""
 
 from __future__ import annotations
 

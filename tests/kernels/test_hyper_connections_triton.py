@@ -1,4 +1,4 @@
-"""The streams' kernels against their reference, in the interpreter (or on a GPU where there is one)."""
+"""The hyper-connection kernels against their reference, in the interpreter (or on a GPU where there is one)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention, pooling and the indexer against their references, over strided caches that are NaN where nothing lies."""
+"""Latent attention, pooling and the indexer against their references, over strided caches that hold NaN in unused slots."""
 
 from __future__ import annotations
 

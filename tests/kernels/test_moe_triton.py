@@ -1,4 +1,4 @@
-"""The grouped products against the reference, in the interpreter (or on a GPU where there is one)."""
+"""The grouped matmuls of MoE layers against the reference, in the interpreter (or on a GPU where there is one)."""
 
 from __future__ import annotations
 

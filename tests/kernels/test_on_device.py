@@ -1,4 +1,4 @@
-"""What carries the interpreter's tests to a GPU, tried on host memory."""
+"""`on_device` copies tensors to the device and results back, tested in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fast path against reference, reference against attention written out key by key."""
+"""Paged attention on CPUs: torch against the reference, and the reference against attention key by key."""
 
 import math
 

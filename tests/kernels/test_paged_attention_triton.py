@@ -1,4 +1,4 @@
-"""The Triton path against the reference, in the interpreter (or on a GPU where there is one)."""
+"""Paged attention in Triton against the reference, in the interpreter (or on a GPU where there is one)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's reference against obvious code in float64, and what is refused."""
+"""The router's reference against obvious code in float64, and errors for wrong arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kv_write, rotary, rms_norm, gated_silu and block_copy against their references and what they mean."""
+"""kv_write, rotary, rms_norm, gated_silu and block_copy against their references and small examples."""
 
 from unittest.mock import patch
 

@@ -1,4 +1,4 @@
-"""Cutting a batch into tiles: every row once, no more padding than allowed, blocks that hold what the rows see."""
+"""The tile plan of the CPU path: every row is in one tile, padding has a bound, blocks hold the keys that rows see."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

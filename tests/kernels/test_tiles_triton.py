@@ -1,4 +1,4 @@
-"""Every tile that is chosen at run time is one that is compiled ahead of time: what fits there fits here."""
+"""Every tile that can be chosen at run time is also compiled ahead of time, where its memory is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch cut into programs, against the same written as loops."""
+"""`plan_work` against an equal plan that is written as loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same questions to every family: does the engine compute what transformers computes, however it gets there?
+"""The tests that every family runs: the engine computes what transformers computes, by every path through scheduler and cache.
 
 A test module makes checkpoints, gives them as the fixture `family`, and inherits `FamilyTests`.
 """

@@ -1,4 +1,4 @@
-"""Engines that replay decode steps, as a CPU can: recorded instead of captured, beside the same engines without."""
+"""Engines that replay decode steps on CPUs (recorded instead of captured), and equal engines without replay."""
 
 from __future__ import annotations
 

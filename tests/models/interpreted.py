@@ -1,4 +1,4 @@
-"""Whole small models through Triton's kernels, in its interpreter: what they compute, beside what torch's operators do."""
+"""Runs small models on Triton's kernels in the interpreter, and on torch's operators, to compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many kernels a model's forward pass launches where Triton computes: its own by the interpreter, torch's by dispatch."""
+"""Counts the launches of a forward pass where Triton computes: Triton's in the interpreter, torch's by dispatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as they are published, in few bits, and the same numbers put back by transformers' own routines."""
+"""Quantised checkpoints in their published formats, and their numbers as transformers dequantises them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention layers from configs of many families, and what is refused."""
+"""Attention layers from configs of many families, and errors for configs that are not supported."""
 
 from __future__ import annotations
 

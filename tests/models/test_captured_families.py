@@ -1,4 +1,4 @@
-"""No family's decode step needs the host, and none keeps a number of it: what a graph may hold, and replays over other inputs."""
+"""Every family's decode step can be captured in a CUDA graph: it does not need the host, and replays over other inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek V4 through the engine against transformers: the questions that are put to every family."""
+"""DeepSeek V4 through the engine against transformers: the tests that every family runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestDeepseekV4InSmallPools(SmallPoolTests):
     """All of `SmallPoolTests`."""
 
     def test_preempted(self, family: Family) -> None:
-        """Entries take little: the pool must be smaller than other families' for anybody to be sent back."""
+        """Entries take little: the pool must be smaller than other families' before the scheduler preempts a sequence."""
         few = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
         plan = family.engine(**few).info.plan
         engine = family.engine(kv_cache_memory_bytes=2 * plan.request_bytes, **few)

@@ -1,4 +1,4 @@
-"""Where a V4 step reads, worked out from block tables by hand."""
+"""The cache slots that a DeepSeek V4 step reads, against slots computed by hand."""
 
 from __future__ import annotations
 

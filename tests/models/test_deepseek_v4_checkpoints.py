@@ -1,4 +1,4 @@
-"""DeepSeek V4 checkpoints as they are published, the published ratios, and what is refused."""
+"""DeepSeek V4 checkpoints in their published form, the published compression ratios, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek V4 in the numbers of the published files: fp8 matrices, experts in 4 bits, scales that are powers of two."""
+"""DeepSeek V4 in the number formats of the published files: fp8 matrices, experts in 4 bits, scales that are powers of two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that replay their decode steps write what they write without, in Triton's interpreter."""
+"""Engines that replay their decode steps generate the tokens of engines that do not, in Triton's interpreter."""
 
 from __future__ import annotations
 

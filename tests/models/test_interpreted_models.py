@@ -1,4 +1,4 @@
-"""Engines whose every operator is a Triton kernel, in its interpreter, against the same engines on torch's operators.
+"""Engines on Triton's kernels, in the interpreter, against equal engines on torch's operators.
 
 Two small models in `make test`, more in `make test-all`; every family and several ranks in `make test-interpreter`.
 """

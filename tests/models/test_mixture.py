@@ -1,4 +1,4 @@
-"""Experts as configs describe them, and what is refused."""
+"""MoE sizes from configs, and errors for configs that are not supported."""
 
 from __future__ import annotations
 

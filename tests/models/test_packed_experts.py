@@ -1,4 +1,4 @@
-"""Experts that are stored in MXFP4 stay so where grouped products take them, whole or by rank, and are the same numbers."""
+"""MXFP4 experts stay packed where grouped matmuls compute with them, whole or by rank, with equal results."""
 
 from __future__ import annotations
 

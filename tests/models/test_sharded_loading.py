@@ -1,4 +1,4 @@
-"""Each rank reads and keeps its own part of a checkpoint, and weights of fewer bits are cut like others."""
+"""Each rank reads and keeps its own part of a checkpoint, quantised weights included."""
 
 from __future__ import annotations
 

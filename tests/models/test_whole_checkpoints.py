@@ -1,4 +1,4 @@
-"""Checkpoints that hold more than a text decoder, or more than the config speaks of."""
+"""Checkpoints that hold more than a text decoder, or tensors that the config does not mention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_model_that_also_sees_runs_as_its_text_decoder(
     assert "not used" not in caplog.text
 
 
-def test_a_text_decoder_says_what_ends_a_text_if_nobody_else_does(tmp_path: Path) -> None:
+def test_the_text_decoders_config_gives_the_end_token_if_no_other_file_does(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     for config, ids in (({}, (7, 8)), ({"eos_token_id": 9}, (9,))):
@@ -64,7 +64,7 @@ def test_a_text_decoder_says_what_ends_a_text_if_nobody_else_does(tmp_path: Path
         assert eos_token_ids(resolve_model(str(tmp_path))) == ids
 
 
-def test_tensors_of_layers_that_nobody_asks_for_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_no_layer_reads_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_checkpoint(tmp_path, "llama")
     bias, frequencies = "model.layers.1.self_attn.q_proj.bias", "model.layers.1.self_attn.rotary_emb.inv_freq"
     rewrite(tmp_path, str, {bias: torch.ones(64), frequencies: torch.ones(8)})

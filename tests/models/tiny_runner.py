@@ -1,4 +1,4 @@
-"""Just enough execution to drive a model: one group, head-major caches full of NaN, blocks handed out in random order."""
+"""A minimal runner for one model: one KV cache group, head-major caches full of NaN, blocks in random order."""
 
 from __future__ import annotations
 
