@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from transom_worker.bench import Bench
+from transom_worker.bench import OfflineBench
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
@@ -71,7 +71,7 @@ def main() -> None:
     benches = {}
     for quantization in ("none", "int8"):
         settings = Settings.parse(model=options.model, dtype="bfloat16", quantization=quantization)
-        benches[quantization] = Bench(build_engine(settings.engine_config()), prompt_tokens=context)
+        benches[quantization] = OfflineBench(build_engine(settings.engine_config()), prompt_tokens=context)
         benches[quantization].decode(1, 4)
     rows = []
     for batch in [0, *map(int, options.batches.split(","))]:

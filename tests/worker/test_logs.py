@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from transom_worker.logs import JsonLines, TextLines, about_request, following_requests, trace_id_of
+from transom_worker.logs import JsonLines, TextLines, about_request, request_log_scope, trace_id_of
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_thread_that_ends_itself_is_no_error() -> None:
 
 def test_lines_name_the_request_that_they_are_about() -> None:
     as_json, as_text = JsonLines(""), TextLines()
-    with following_requests():
+    with request_log_scope():
         about_request("chatcmpl-1", "a1b2")
         assert (
             json.loads(as_json.format(record("x"))).items() >= {"request_id": "chatcmpl-1", "trace_id": "a1b2"}.items()
@@ -96,7 +96,7 @@ def test_lines_name_the_request_that_they_are_about() -> None:
 
 def test_each_task_has_its_own_request() -> None:
     async def work(name: str) -> str:
-        with following_requests():
+        with request_log_scope():
             about_request(name)
             await asyncio.sleep(0)
             return json.loads(JsonLines("").format(record("x")))["request_id"]

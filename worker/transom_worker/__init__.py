@@ -1,4 +1,7 @@
-"""One worker: scheduler, KV cache, execution, engine. `LLM` and `SamplingParams` are for offline use."""
+"""One worker of Transom: settings, model files, KV cache, scheduler, execution and engine.
+
+`LLM` and `SamplingParams` are the public names, for offline use.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["LLM", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the two public names on first use, so that the router can import submodules without torch."""
+    """Import the two public names at their first use, so that a router can import submodules without torch."""
     if name == "SamplingParams":
         from transom_worker.contract import SamplingParams
 

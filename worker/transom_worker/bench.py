@@ -1,7 +1,8 @@
-"""`transom bench offline`: prefill and decode speed of one worker without HTTP, in the shape of the usual tables.
+"""Measures the prefill and decode speed of one worker without HTTP, for `transom bench offline`.
 
-Prompts are random token ids, so nothing hits the prefix cache. Prefill: one prompt of `prompt_tokens`, to its first token.
-Decode at batch B: B such prompts run together; counted from the moment when all of them have their first token.
+The prompts are random token ids, so that nothing hits the prefix cache. Prefill is the time from the admission of one prompt of
+`prompt_tokens` to its first token. Decode at batch size B is measured with B such prompts together, from the moment when all of
+them have their first token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transom_worker.errors import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
-    """One batch size: tokens per second over the whole batch, and milliseconds per step."""
+    """The decode speed at one batch size: tokens per second of the whole batch, and milliseconds per step."""
 
     batch: int
     context_tokens: int
@@ -28,7 +29,7 @@ class DecodeFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineFigures:
-    """All figures of one run; each is the best of its repeats."""
+    """All figures of one measurement; each is the best of its repeats."""
 
     prompt_tokens: int
     output_tokens: int
@@ -36,22 +37,22 @@ class OfflineFigures:
     decode: tuple[DecodeFigure, ...]
 
     def as_json(self) -> dict[str, object]:
-        """Plain values."""
+        """The figures as JSON values."""
         return asdict(self)
 
 
 def run_offline(
     engine: Engine, *, batches: tuple[int, ...], prompt_tokens: int, output_tokens: int, repeats: int
 ) -> OfflineFigures:
-    """Measure an idle engine. Raises RequestError when a prompt and its answer do not fit it."""
+    """Measure an idle engine. Raises RequestError when a prompt and its output are longer than the engine's length."""
     longest = engine.info.max_model_len
     if prompt_tokens + output_tokens >= longest:
         raise RequestError(
             f"{prompt_tokens} prompt and {output_tokens} output tokens are measured, and the engine's length is {longest}; "
             "measure fewer."
         )
-    bench = Bench(engine, prompt_tokens=prompt_tokens)
-    bench.decode(1, 4)  # warm
+    bench = OfflineBench(engine, prompt_tokens=prompt_tokens)
+    bench.decode(1, 4)  # warm up
     prefill_s = min(bench.prefill() for _ in range(repeats))
     decode = tuple(
         min((bench.decode(batch, output_tokens) for _ in range(repeats)), key=lambda figure: figure.step_ms)
@@ -65,8 +66,8 @@ def run_offline(
     )
 
 
-class Bench:
-    """One idle engine, measured again and again."""
+class OfflineBench:
+    """Measures one idle engine."""
 
     def __init__(self, engine: Engine, *, prompt_tokens: int) -> None:
         self._engine = engine
@@ -83,9 +84,9 @@ class Bench:
         return time.perf_counter() - begin_s
 
     def decode(self, batch: int, output_tokens: int) -> DecodeFigure:
-        """Run `batch` prompts together and time the steps after the last first token."""
+        """Run `batch` prompts together, and measure the steps after the last prompt's first token."""
         for _ in range(batch):
-            self._add(None)  # none may end: early ones decode while the last are in prefill
+            self._add(None)  # no limit: the first requests must not end while the last ones are in prefill
         started: set[str] = set()
         while len(started) < batch:
             started.update(event.request_id for event in self._engine.step())

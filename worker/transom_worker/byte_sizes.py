@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Parses sizes in bytes as people write them, such as 512MiB."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transom_worker.errors import ConfigError
 
 
 def parse_bytes(text: str, *, name: str) -> int:
-    """Bytes from a number with an optional unit: 4096, 512MiB, 1.5GiB, 2GB.
+    """Parse a number with an optional unit: 4096, 512MiB, 1.5GiB, 2GB (1000 ** 3). `name` is the setting, for the error message.
 
     Raises:
-        ConfigError: not such a size.
+        ConfigError: the text is no such size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if not match:

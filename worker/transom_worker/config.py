@@ -1,4 +1,5 @@
-"""The frozen configs that parts of the system receive, each only its section; `settings.Settings` is resolved into them once."""
+"""The frozen configs of the parts of the system: each part receives only its own. `settings.Settings` is resolved into them
+once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, on what, in which number format, and window overrides for its attention layers."""
+    """The model: its files, device and number format, and overrides that make its layers window or chunked-attention layers."""
 
     model: str
     dtype: Dtype = "auto"
@@ -31,7 +32,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV pool: its block, its size, whether finished requests' blocks stay findable, and whether lost windows are repaired."""
+    """The KV pool: tokens per block, size, whether blocks of ended requests can be hit, and whether evicted windows are
+    repaired."""
 
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
@@ -42,7 +44,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How a step is filled. `max_waiting` bounds the queue; beyond it requests are refused as overload."""
+    """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
@@ -53,9 +55,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksConfig:
-    """The ranks of one worker. `launcher` is who starts them where there are several: local processes, or Ray as actors.
+    """The ranks of one worker: the processes that split every layer of its model.
 
-    A step that takes longer than `step_timeout_s` counts as a rank that hangs.
+    Where there are several, `launcher` starts them as local processes or as Ray actors. A rank whose step takes longer than
+    `step_timeout_s` counts as hung.
     """
 
     size: int = 1
@@ -65,7 +68,7 @@ class RanksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """Where spans go (OTLP over HTTP), and which share of the requests whose clients do not say is traced."""
+    """Where spans are sent (OTLP over HTTP), and the share of requests to trace where the client's traceparent does not say."""
 
     endpoint: str
     sample_ratio: float = 1.0
@@ -73,7 +76,7 @@ class TracingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that one worker needs. `num_threads` is each rank's."""
+    """All settings of one worker. `num_threads` is the number of each rank's CPU threads."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -89,7 +92,7 @@ RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """What one client may ask for; None: no limit. Clients are told apart by API key, without keys they are one."""
+    """Limits of one client; None: no limit. A client is one API key; without keys all clients are one."""
 
     requests_per_minute: int | None = None  # of each client
     concurrent_requests: int | None = None  # of each client
@@ -99,8 +102,11 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverConfig:
-    """How often a request goes on elsewhere when its worker is lost, how many lost workers make it a suspect, and how long it
-    waits for a worker that can take it."""
+    """What a router does with the requests of a lost worker.
+
+    A request migrates `max_resumes` times at most. A request that ran at `max_lost_workers` workers when they were lost is
+    suspected of ending them. It waits `wait_s` seconds for a worker that can take it.
+    """
 
     max_resumes: int = 4
     max_lost_workers: int = 2
@@ -109,7 +115,7 @@ class FailoverConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """All that the router needs besides the model's name and files."""
+    """All settings of a router."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -130,7 +136,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalingConfig:
-    """Between how many workers the cluster moves, and what it aims at."""
+    """The limits of the number of workers, and the objective of the autoscaler."""
 
     min_replicas: int
     max_replicas: int

@@ -1,4 +1,4 @@
-"""Every error that Transom raises on purpose.
+"""Every error that Transom raises on purpose, in one tree; the last column is the HTTP status code.
 
     TransomError
     ├── ConfigError            a setting is wrong or not supported yet      (start-up)
@@ -7,23 +7,23 @@
     │   ├── PromptTooLong      longer than the model's length               400
     │   └── RequestTooLarge    could never fit the KV pool                  400
     ├── Overloaded             queue full; try again after `retry_after_s`  503
-    ├── RateLimited            this client's own limit; likewise            429
+    ├── RateLimited            the client is over its own limit             429
     ├── RequestTimeout         the request's deadline passed                408
-    ├── WorkerLost             this worker cannot go on; another one can    503
+    ├── WorkerLost             the worker is lost; another can take over    503
     │   └── EngineDead         its step loop has ended for good             503
     ├── PoisonRequest          workers are lost wherever it runs            500
-    └── StepFailed             a step raised; its requests cannot go on     500
+    └── StepFailed             a step raised; its requests end              500
         └── RankLost           a rank died or hung (within a worker)        500
 
-Messages say what was given, what is allowed, and what to change. HTTP statuses are mapped once, by class, in
-`transom_cluster.openai.errors`. Errors cross process boundaries as `contract.ErrorInfo`.
+A message says what was given, what is allowed, and what to change. `transom_cluster.openai.errors` maps each class to its HTTP
+status code. Between processes an error travels as `contract.ErrorInfo`.
 """
 
 from __future__ import annotations
 
 
 class TransomError(Exception):
-    """Root of the tree."""
+    """The base class of every error that Transom raises on purpose."""
 
 
 class ConfigError(TransomError):
@@ -31,11 +31,11 @@ class ConfigError(TransomError):
 
 
 class ModelError(TransomError):
-    """A checkpoint or tokenizer is missing, broken or of an unknown family; names file and tensor."""
+    """A checkpoint or tokenizer is missing, broken or of an unknown family; the message names the file and the tensor."""
 
 
 class RequestError(TransomError):
-    """The request is wrong. `param` names the offending field, as on the wire, or is None."""
+    """The request is wrong. `param` is the name of the wrong field in the request's JSON body, or None."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -46,15 +46,15 @@ class RequestError(TransomError):
 
 
 class PromptTooLong(RequestError):
-    """Prompt (or prompt + max_tokens) is longer than the model's length; the message has both."""
+    """The prompt, or prompt and max_tokens together, is longer than the model's length; the message has both numbers."""
 
 
 class RequestTooLarge(RequestError):
-    """The request could never fit the KV pool, even alone; the message has the numbers."""
+    """The request would not fit the KV pool even if it ran alone; the message has the numbers."""
 
 
 class Overloaded(TransomError):
-    """The waiting queue is full. `retry_after_s` is a hint for the client."""
+    """The request queue is full. `retry_after_s` is a hint for the client."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -69,27 +69,28 @@ class RequestTimeout(TransomError):
 
 
 class RateLimited(Overloaded):
-    """A client is over its own rate or number of requests at once. `retry_after_s` is when to come back."""
+    """The client is over its own limit of requests per minute or at once. `retry_after_s` is when it may try again."""
 
 
 class WorkerLost(TransomError):
-    """The worker died, is starting again or is being replaced. Its requests can be resumed by any worker, itself included."""
+    """The worker died, starts again or is being replaced. Its requests can migrate to any worker, and to itself once it runs
+    again."""
 
 
 class EngineDead(WorkerLost):
-    """The engine's step loop has ended; no request can be served by this worker any more."""
+    """The engine's step loop has ended; this worker serves no more requests."""
 
 
 class PoisonRequest(TransomError):
-    """One worker after the other was lost while it computed this request; it is not sent to another."""
+    """Several workers were lost while each computed this request; the router sends it to no other worker."""
 
 
 class StepFailed(TransomError):
-    """A step raised inside the executor; the requests it computed cannot go on."""
+    """A step raised an error inside the executor; the requests that it computed end."""
 
 
 class RankLost(StepFailed):
-    """A rank died, hung or lost its peers; the executor has to start all ranks again."""
+    """A rank died, hung or lost the connection to other ranks; the executor has to start all ranks again."""
 
 
 def _rebuild_request_error(kind: type[RequestError], message: str, param: str | None) -> RequestError:

@@ -1,4 +1,4 @@
-"""Offline use: prompts in, answers out, in the shape that vLLM's users know. Never imports ray or fastapi."""
+"""`LLM`: offline use in one process, with the interface that vLLM's users know. Never imports ray or fastapi."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transom_worker.text.tokenizer import Tokenizer
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-MAX_RESUMES = 2  # of one answer, when ranks are lost; it may be what they are lost by
+MAX_RESUMES = 2  # of one output after lost ranks: the output itself may be what ends them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Logprob:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer. `logprobs[step][token_id]` holds the chosen token and the alternatives asked for."""
+    """One output of a prompt. `logprobs[step][token_id]` holds the chosen token and the requested alternatives."""
 
     index: int
     text: str = ""
@@ -50,7 +50,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """All answers to one prompt. `num_cached_tokens` are prompt tokens found in the prefix cache (first answer)."""
+    """All outputs of one prompt. `num_cached_tokens` are prompt tokens that the first output found in the prefix cache."""
 
     request_id: str
     prompt: str | None
@@ -76,7 +76,9 @@ class LLM:
         parsed = Settings.parse(model=model, dtype=dtype, **settings)
         show_logs(parsed.log_format)
         self.engine: Engine = build_engine(parsed.engine_config())
-        self._end = weakref.finalize(self, self.engine.shutdown)  # ranks would outlive whoever forgets it
+        self._end = weakref.finalize(
+            self, self.engine.shutdown
+        )  # a program that forgets `shutdown` must leave no ranks behind
         self._seed = parsed.seed
         self._ids = itertools.count()
 
@@ -97,12 +99,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one prompt or many, all in one batch; results in the order of the prompts.
+        """Generate the outputs of one prompt or many, all in one batch; results are in the order of the prompts.
 
         A prompt is a string or {"prompt_token_ids": [...]}. Parameters are one for all, or one per prompt.
 
         Raises:
-            RequestError: a prompt or parameter is wrong; no prompt is answered then.
+            RequestError: a prompt or parameter is wrong; then no output is returned for any prompt.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         params = self._params_per_prompt(sampling_params, len(batch))
@@ -120,7 +122,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or many, through the model's chat template."""
+        """Generate the outputs of one conversation (a list of {"role", "content"}) or many, through the model's chat template."""
         single = not messages or isinstance(messages[0], Mapping)
         many = cast("Sequence[Messages]", [messages] if single else messages)
         rendered = [self.engine.tokenizer.apply_chat_template([dict(m) for m in one]) for one in many]
@@ -128,7 +130,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
-        """Free the model and the KV pool; idempotent. The end of the object, or of the program, does it too."""
+        """Free the model and the KV pool; idempotent. The end of the object, or of the program, has the same effect."""
         self._end()
 
     def _params_per_prompt(
@@ -180,7 +182,7 @@ class LLM:
         return secrets.randbits(63) if self._seed is None else self._seed + int(output.request_id)
 
     def _run(self, requests: list[Request], outputs: list[RequestOutput], *, use_tqdm: bool) -> None:
-        """Feed the engine as it takes them and run to the end; a wrong request ends all of them."""
+        """Add the requests as the engine's queue has space, and run to the end; a wrong request ends all of them."""
         targets = {f"{out.request_id}-{choice.index}": (out, choice) for out in outputs for choice in out.outputs}
         scheduler = self.engine.config.scheduler
         limit = scheduler.max_num_seqs + scheduler.max_waiting
@@ -198,7 +200,7 @@ class LLM:
                         out, choice = targets[event.request_id]
                         if event.finish_reason is not None:
                             request = running.pop(event.request_id)
-                            if _lost_its_ranks(event) and resumes[event.request_id] < MAX_RESUMES:
+                            if _can_resume(event) and resumes[event.request_id] < MAX_RESUMES:
                                 resumes[event.request_id] += 1
                                 waiting.append(replace(request, resumed_output_ids=tuple(choice.token_ids)))
                                 continue
@@ -228,8 +230,8 @@ class LLM:
         return {e.token_id: Logprob(e.logprob, e.rank, token(e.token_id)) for e in (*entry.top, entry.chosen)}
 
 
-def _lost_its_ranks(event: OutputEvent) -> bool:
-    """Whether the answer can go on from where it is once all ranks run again."""
+def _can_resume(event: OutputEvent) -> bool:
+    """Whether the output can continue where it stopped, once all ranks run again."""
     return event.error is not None and event.error.kind == WorkerLost.__name__
 
 

@@ -1,6 +1,7 @@
-"""Transom's log lines, for people or as JSON, on standard error unless the program has its own way of logging.
+"""Formats Transom's log lines as text or as JSON, and writes them to standard error unless the program has log handlers of its own.
 
-A line that is about one request names it: by `about_request` for all lines below a call, or by `extra={"request_id": ...}` for one.
+A line about one request has that request's id: `about_request` sets it for all later lines of a task or thread, and
+`extra={"request_id": ...}` sets it for one line.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 _process_name = ""
-_request: ContextVar[tuple[str, str]] = ContextVar("transom_request", default=("", ""))  # its id, and its trace's
+_request: ContextVar[tuple[str, str]] = ContextVar("transom_request", default=("", ""))  # request id, trace id
 
 
 class TextLines(logging.Formatter):
-    """A line for people: with `[request id]` where it is about one."""
+    """Formats a line as text, with `[request id]` in front of the message where the line is about a request."""
 
     def __init__(self) -> None:
         super().__init__(_FORMAT)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        request_id = _about(record)[0]
+        """Format one record."""
+        request_id = _request_and_trace(record)[0]
         record.about = f"[{request_id}] " if request_id else ""
         return super().format(record)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, whatever is in the message.
+    """Formats each line as one JSON object, whatever its message contains.
 
-    `about` are fields that all lines of this process have; `extra={"facts": {...}}` adds fields of a line's own.
+    `about` are fields that every line of this process has; `extra={"facts": {...}}` adds fields to one line.
     """
 
     def __init__(self, process: str, about: Mapping[str, object] = NOTHING) -> None:
@@ -49,8 +50,8 @@ class JsonLines(logging.Formatter):
         self._process, self._process_facts = process, about
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        request_id, trace_id = _about(record)
+        """Format one record."""
+        request_id, trace_id = _request_and_trace(record)
         line = {
             "time": datetime.fromtimestamp(record.created, UTC)
             .isoformat(timespec="milliseconds")
@@ -74,36 +75,37 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Ours, and not the program's."""
+class _TransomHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """The handler that Transom adds, told apart from those of the program by its class."""
 
 
 def show_logs(log_format: LogFormat = "text", process: str = "", about: Mapping[str, object] = NOTHING) -> None:
-    """Show Transom's lines from INFO on; idempotent. In JSON each has the process's name, and the fields of `about`.
+    """Show Transom's lines from the level INFO on; idempotent. Each JSON line has the process's name and the fields of `about`.
 
-    Levels that somebody has set stay as they are, and so do handlers, through which lines for people then go. Lines in JSON go
-    to standard error in any case, and nowhere else.
+    A level that the program has set stays as it is. Where the program has handlers, text lines go through these; JSON lines
+    always go to standard error, and nowhere else.
     """
     global _process_name
     _process_name = process
     logger = logging.getLogger("transom")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    own = _own_handler()
+    own = _transom_handler()
     if own is None and (log_format == "json" or not logger.hasHandlers()):
-        own = _OwnHandler()
+        own = _TransomHandler()
         logger.addHandler(own)
     if own is not None:
         own.setFormatter(JsonLines(process, about) if log_format == "json" else TextLines())
     if own is not None and log_format == "json":
         logger.propagate = False
-        own.setStream(sys.__stderr__ or sys.stderr)  # Ray Serve's own stands in for the other, and adds to each line
+        own.setStream(sys.__stderr__ or sys.stderr)  # Ray Serve replaces sys.stderr by a stream that adds to each line
 
 
 def show_all_logs(log_format: LogFormat, process: str, about: Mapping[str, object] = NOTHING) -> None:
-    """The same for a process that is ours alone: in JSON are also what libraries log and warn of, and what nobody has caught."""
+    """Show the lines of a process that runs nothing but Transom: with JSON, libraries' lines, warnings and uncaught errors as
+    well."""
     show_logs(log_format, process, about)
-    own = _own_handler()
+    own = _transom_handler()
     if log_format != "json" or own is None:
         return
     root = logging.getLogger()
@@ -115,13 +117,13 @@ def show_all_logs(log_format: LogFormat, process: str, about: Mapping[str, objec
 
 
 def process_name() -> str:
-    """What this process calls itself in its lines; empty for a program that is not ours."""
+    """The name of this process in its lines; empty for a program that Transom does not own."""
     return _process_name
 
 
 @contextlib.contextmanager
-def following_requests() -> Iterator[None]:
-    """What `about_request` names inside is forgotten afterwards."""
+def request_log_scope() -> Iterator[None]:
+    """A context at whose end lines are about no request again, whatever `about_request` has set inside."""
     token = _request.set(("", ""))
     try:
         yield
@@ -130,17 +132,17 @@ def following_requests() -> Iterator[None]:
 
 
 def about_request(request_id: str, trace_id: str = "") -> None:
-    """Lines from here on are about this request, in this task or thread and in tasks that it starts."""
+    """Set the request of all later lines of this task or thread, and of the tasks that it starts."""
     _request.set((request_id, trace_id))
 
 
 def trace_id_of(trace_parent: str | None) -> str:
-    """The trace's id in W3C's traceparent header; empty without one."""
+    """The trace id in a W3C traceparent header; empty for None."""
     return trace_parent.split("-")[1] if trace_parent else ""
 
 
-def _own_handler() -> _OwnHandler | None:
-    return next((one for one in logging.getLogger("transom").handlers if isinstance(one, _OwnHandler)), None)
+def _transom_handler() -> _TransomHandler | None:
+    return next((one for one in logging.getLogger("transom").handlers if isinstance(one, _TransomHandler)), None)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -153,6 +155,6 @@ def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
         _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
 
 
-def _about(record: logging.LogRecord) -> tuple[str, str]:
+def _request_and_trace(record: logging.LogRecord) -> tuple[str, str]:
     known_id, known_trace = _request.get()
     return getattr(record, "request_id", known_id), getattr(record, "trace_id", known_trace)

@@ -1,7 +1,8 @@
-"""One worker as a Ray Serve replica: an engine on its thread, one event stream per router.
+"""One worker as a Ray Serve replica: an engine on its thread, and one message stream per router.
 
-The token path is one message per engine step and router: the engine's thread groups a step's events by router and hands
-each group to that router's queue with a single wake-up of the event loop.
+Each engine step becomes one message per router: the engine's thread hands the step's events over with a single wake-up of the event
+loop, which groups them by router and puts each group into that router's queue. The stream also carries the changes of the worker's
+prefix index, of which every router keeps a mirror, and the worker's load.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ logger = logging.getLogger("transom.worker")
 
 
 class WorkerReplica:
-    """Methods are what `transom_cluster.router.worker_client` calls; all but the constructor run on Serve's event loop."""
+    """One worker. `transom_cluster.router.worker_client` calls its methods; all but the constructor run on Serve's event loop."""
 
     def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
         show_logs(config.log_format, f"worker/{worker}")
         begin_s = time.perf_counter()
         self.engine = build_engine(config, model_name=model_name, worker=worker)
         gc.collect()
-        gc.freeze()  # what loading made stays for good; collecting it again would cost a step tens of milliseconds
+        gc.freeze()  # the objects of loading stay for good; a collection over them would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = worker
         self._load = WorkerLoad(max_num_seqs=config.scheduler.max_num_seqs)
         self._queues: dict[str, asyncio.Queue[WorkerMessage | None]] = {}
-        self._routers: dict[str, str] = {}  # request id -> router id
+        self._routers: dict[str, str] = {}  # router id by request id
         self._thread = EngineThread(self.engine, self._deliver)
         self._blocks = BlockMap(
             Identity(worker, model_name or config.model.model),
@@ -53,21 +54,21 @@ class WorkerReplica:
         logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
 
     async def open_stream(self, router_id: str) -> AsyncIterator[WorkerMessage]:
-        """All events of this router's requests, one message per engine step, and how prefix index and load change.
+        """Stream the events of this router's requests, one message per engine step, with the changes of prefix index and load.
 
-        The first message has the whole index. A newer stream of the same router ends the older. When the router goes away its
-        requests are aborted.
+        The first message has the whole index. A newer stream of a router ends its older one. When the router closes the stream, the
+        worker aborts the router's requests.
         """
         self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue()
         older = self._queues.get(router_id)
         if older is not None:
-            older.put_nowait(None)  # its end
+            older.put_nowait(None)  # ends it
         self._queues[router_id] = queue
         self._send_index(queue)
         try:
             while (first := await queue.get()) is not None and (first.kv is None or not first.kv.whole):
-                pass  # of no use without the index, and no request of this stream can have events yet
+                pass  # changes are of no use before the index, and no request of this stream can have events yet
             message = first
             while message is not None:
                 yield message
@@ -78,27 +79,28 @@ class WorkerReplica:
                 await self.abort(router_id, [r for r, owner in self._routers.items() if owner == router_id])
 
     async def resync(self, router_id: str) -> None:
-        """Send this router the whole index again."""
+        """Send the whole prefix index to this router again."""
         if (queue := self._queues.get(router_id)) is not None:
             self._send_index(queue)
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
-        """Admit all requests or none; one entry each, None where nothing was wrong with it.
+        """Admit all requests or none; returns one entry each, None where admission found nothing wrong.
 
-        Their events come on the router's stream, which must be open.
+        The requests' events come on the router's stream, which must be open.
         """
         if router_id not in self._queues:
             return [ErrorInfo.of(EngineDead("The router's event stream is not open; open it and try again."))] * len(
                 requests
             )
         request_ids = [request.request_id for request in requests]
+        # Checked here, and not by the scheduler alone: `_routers` must not lose the router of the request with that id.
         if taken := {one for one, count in Counter(request_ids).items() if count > 1 or one in self._routers}:
             return [_in_use(one) if one in taken else None for one in request_ids]
         for request_id in request_ids:
-            self._routers[request_id] = router_id  # before admission: events may come before its answer
+            self._routers[request_id] = router_id  # before admission: the first events may come before its result
         try:
             results = await asyncio.wrap_future(self._thread.submit(requests))
-        except asyncio.CancelledError:  # whoever asked has left
+        except asyncio.CancelledError:  # the router no longer waits
             await self.abort(router_id, request_ids)
             raise
         if any(results):
@@ -109,7 +111,7 @@ class WorkerReplica:
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
-        """Drop requests of this router and free their blocks before the next step."""
+        """Drop requests of this router, and free their blocks before the next step."""
         mine = [request_id for request_id in request_ids if self._routers.get(request_id) == router_id]
         for request_id in mine:
             del self._routers[request_id]
@@ -117,7 +119,7 @@ class WorkerReplica:
             self._thread.abort(mine)
 
     async def info(self) -> WorkerInfo:
-        """What routers and people ask about this worker; raises when the step loop has ended, since it is lost then."""
+        """This worker's identity and limits; raises when the step loop has ended, since the worker is lost then."""
         self.check_health()
         info = self.engine.info
         return WorkerInfo(
@@ -134,29 +136,30 @@ class WorkerReplica:
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's name for it: what the autoscaler looks at, by the fields of `WorkerLoad`."""
+        """The worker's load for Ray Serve's autoscaler, by the fields of `WorkerLoad`; Serve calls the method by this name."""
         return asdict(self._load)
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
-        """This worker's page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
+        """This worker's metrics in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
         return self.engine.metrics.text(openmetrics=openmetrics).decode()
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
-        """What happened to a request here, step by step, as JSON values; empty if it is not known (any more)."""
+        """The timeline events of a response's requests at this worker, as JSON values; empty if it does not know them (any
+        more)."""
         return self.engine.timelines.events_of(request_id)
 
     async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
-        """Frames of the live block map, the first one whole; see docs/block_map.md."""
+        """Stream frames of the live block map; the first one has all blocks. docs/block_map.md has the format."""
         async with contextlib.aclosing(self._blocks.watch(period_s)) as frames:
             async for frame in frames:
                 yield frame
 
     async def describe_block(self, group: int, block: int) -> dict[str, Any]:
-        """One block now, as JSON values; only `error` where there is no such block."""
+        """Describe one block as it is now, as JSON values; only `error` is set where there is no such block."""
         return await self._blocks.describe(group, block)
 
     def check_health(self) -> None:
-        """Raise when the step loop has ended, so that Serve replaces this replica."""
+        """Raises when the step loop has ended, so that Serve replaces this replica."""
         if self._thread.dead is not None:
             raise self._thread.dead
 
@@ -169,7 +172,7 @@ class WorkerReplica:
         self._thread.send_index(lambda message: _call_on(loop, queue.put_nowait, message))
 
     def _deliver(self, message: WorkerMessage) -> None:
-        """Runs on the engine's thread: one wake-up of the event loop per step."""
+        """Hand a message to the event loop. Runs on the engine's thread; one wake-up of the loop per step."""
         self._load = message.load or self._load
         if self._loop is not None:
             _call_on(self._loop, self._dispatch, message)
@@ -179,7 +182,7 @@ class WorkerReplica:
         for event in message.events:
             router_id = self._routers.get(event.request_id)
             if router_id is None:
-                continue  # aborted since
+                continue  # it was aborted meanwhile
             by_router.setdefault(router_id, []).append(event)
             if event.finish_reason is not None:
                 del self._routers[event.request_id]
@@ -192,7 +195,7 @@ class WorkerReplica:
 def _call_on(
     loop: asyncio.AbstractEventLoop, function: Callable[[WorkerMessage], None], message: WorkerMessage
 ) -> None:
-    """Run on the event loop, in order with the calls before; a loop that is gone needs to know nothing."""
+    """Call a function on the event loop, in order with earlier calls; does nothing where the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, message)
 

@@ -1,4 +1,4 @@
-"""From settings to a running engine: model files, ranks, metrics, tracing, and what is said when all is ready."""
+"""Builds a running engine from its config: model files, ranks, metrics, tracing, and the start-up report in the log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger("transom.worker")
 
 
 def build_engine(config: EngineConfig, *, model_name: str | None = None, worker: str = "0") -> Engine:
-    """Load a model and start its engine: the one way for replica, offline use and benchmarks.
+    """Load a model and start its engine, for a replica, for offline use and for benchmarks.
 
     Raises:
-        ConfigError, ModelError: settings or checkpoint are wrong; nothing is left running.
+        ConfigError, ModelError: a setting or the checkpoint is wrong; no rank is left running.
     """
     tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
     begin_s = time.perf_counter()

@@ -1,4 +1,8 @@
-"""What a worker says when it is ready: where the memory went, and the cache's plan as `transom plan` has it."""
+"""The report that a worker logs at start: its memory by purpose, and the plan of its KV cache as `transom plan` shows it.
+
+- **group**: the layers that keep the KV of the same tokens; each group has blocks of its own size.
+- **page**: a piece of the KV pool that one group leases at a time and divides into its blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ _COLUMNS = ("group", "layers", "keep", "block", "bytes per block", "per page", "
 
 
 def startup_report(info: ExecutorInfo, *, model: str) -> str:
-    """A few lines for the log: memory by purpose, a table of the groups, how many sequences fit."""
+    """The report's lines: memory by purpose, a table of the cache groups, and how many sequences fit the pool at once."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
     each = " on each rank" if info.ranks else ""
@@ -20,7 +24,7 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
         f"KV pool {_mib(pool_bytes)}{each} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
         *_rank_lines(info),
         *_group_table(plan),
-        f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_ladder(plan)}",
+        f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_concurrency(plan)}",
     ]
     if memory.device.startswith("cuda"):
         lines.append(
@@ -37,7 +41,7 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
 
 
 def _rank_lines(info: ExecutorInfo) -> list[str]:
-    """What each of several ranks holds, and which process it is."""
+    """One line per rank: its shard of the model, its memory and its process; no lines where there is one rank."""
     if not info.ranks:
         return []
     lines = [
@@ -77,7 +81,7 @@ def _kept(spec: GroupSpec) -> str:
     return f"{spec.window or spec.chunk:,} tokens{sinks}"
 
 
-def _ladder(plan: CachePlan) -> str:
+def _concurrency(plan: CachePlan) -> str:
     return ", ".join(f"{point.requests:,} of {point.length:,}" for point in plan.concurrency)
 
 

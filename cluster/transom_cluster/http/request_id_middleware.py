@@ -18,7 +18,7 @@ from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
 from transom_cluster.telemetry.span_attributes import response_attributes
 from transom_cluster.telemetry.tracing import RequestTrace, RouterTracing
-from transom_worker.logs import about_request, following_requests
+from transom_worker.logs import about_request, request_log_scope
 
 logger = logging.getLogger("transom.access")
 
@@ -58,7 +58,7 @@ class RequestIdMiddleware:
                     MutableHeaders(scope=message)[ID_HEADER] = state.response_id
             await send(message)
 
-        with following_requests():
+        with request_log_scope():
             if trace is not None:
                 about_request("", trace.trace_id)
             try:
