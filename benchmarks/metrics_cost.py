@@ -174,7 +174,7 @@ def _router(num_workers: int, name: str = "r0") -> RouterMetrics:
     metrics.watch(lambda: RouterState(num_waiting=0, workers_by_state=states, in_flight_by_worker=in_flight))
     for worker in names:
         metrics.routing.joined("kv", worker)
-        metrics.routing.mirrored(worker, num_blocks=1000, version=7)
+        metrics.routing.mirror_changed(worker, num_blocks=1000, version=7)
     return metrics
 
 

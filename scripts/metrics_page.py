@@ -98,7 +98,7 @@ def router_families() -> list[Metric]:
     )
     metrics.may_end("/v1/completions", (200,))
     metrics.routing.joined("kv", "w")
-    metrics.routing.mirrored("w", num_blocks=0, version=0)
+    metrics.routing.mirror_changed("w", num_blocks=0, version=0)
     return list(metrics.registry.collect())
 
 

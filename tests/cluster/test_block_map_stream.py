@@ -189,7 +189,7 @@ async def test_an_outbox_keeps_nothing_of_those_who_have_nothing_in_it():
     assert not box.is_full("b")
     box.put(b"told")
     assert [await box.next(1.0) for _ in range(3)] == [b"0", b"1", b"told"]
-    await box.emptied("a")
+    await box.wait_until_empty("a")
     assert not box._unsent
 
 

@@ -27,7 +27,7 @@ def _router() -> list[Metric]:
     metrics.watch(lambda: state)
     metrics.finished("/v1/completions", 200, 0.1)
     metrics.routing.joined("kv", "w")
-    metrics.routing.mirrored("w", num_blocks=0, version=0)
+    metrics.routing.mirror_changed("w", num_blocks=0, version=0)
     return list(metrics.registry.collect())
 
 

@@ -52,7 +52,7 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
             assert set(differences(worker, mirror)) == {0}
             assert mirror._groups == tuple(map(set, worker.cache.index.groups))
         for router in fleet.routers:
-            mirror = router.placer._workers[name].mirror
+            mirror = router.placer.workers[name].mirror
             assert mirror.version == worker.cache.index_version
             assert mirror._groups == mirrors[0]._groups
         num_compared += len(worker.searches)

@@ -77,7 +77,7 @@ def test_resumed_tokens_are_tokens_but_not_the_prompts() -> None:
     made = placer(cached={"b": whole(PROMPT + resumed)})
     placed = made.place(request("r", resumed_output_ids=resumed), WORKERS)
     assert (placed.worker_id, placed.predicted_tokens) == ("b", len(PROMPT))
-    assert made._placements["r"].num_to_compute == 4
+    assert made.workers["b"].requests["r"].num_to_compute == 4
 
 
 def test_log_probabilities_of_the_prompt_read_no_cache_and_salts_have_their_own() -> None:
@@ -167,7 +167,7 @@ def test_a_hot_prefix_spreads_to_a_second_worker_when_the_first_is_swamped() -> 
 
 def test_what_other_routers_sent_counts_and_what_this_one_sent_is_not_counted_twice() -> None:
     made = placer()
-    worker = made._workers["a"]
+    worker = made.workers["a"]
     for i in range(2):
         assert made.place(request(f"r{i}"), ("a",)).worker_id == "a"
     assert worker.candidate(0).queue_tokens == 4000
@@ -189,9 +189,9 @@ def test_a_report_that_was_written_before_a_request_arrived_does_not_hide_it() -
     made = placer()
     made.place(request("r"), ("a",))
     made.update("a", WorkerMessage(load=load()))
-    assert made._workers["a"].candidate(0).queue_tokens == len(PROMPT)
+    assert made.workers["a"].candidate(0).queue_tokens == len(PROMPT)
     made.update("a", WorkerMessage(load=load()))  # it was served, and its first event is on its way
-    assert made._workers["a"].candidate(0).queue_tokens == 0
+    assert made.workers["a"].candidate(0).queue_tokens == 0
 
 
 def test_requests_end_move_and_go_with_their_worker() -> None:
@@ -202,9 +202,9 @@ def test_requests_end_move_and_go_with_their_worker() -> None:
     assert made.update("a", WorkerMessage(load=load()))
     assert made.place(request("r"), ("b",)).worker_id == "b"
     assert made.place(request("r"), ("c",)).worker_id == "c"
-    assert [len(made._workers[name].placements) for name in "bc"] == [0, 1]
+    assert [len(made.workers[name].requests) for name in "bc"] == [0, 1]
     made.add_worker("c", info("c"))
-    assert not made._placements
+    assert not any(view.requests for view in made.workers.values())
     made.ended("r")
     made.ended("unknown")
 

@@ -16,7 +16,7 @@ from transom_cluster.routing.policy import (
     POLICIES,
     REASONS,
     Candidate,
-    Chance,
+    TieBreak,
     choose,
     expected_cost_s,
     kv,
@@ -34,14 +34,14 @@ def candidate(worker_id: str, **changes: object) -> Candidate:
     return Candidate(worker_id=worker_id, **fields)  # type: ignore[arg-type]
 
 
-def chances(count: int, seed: int = 0) -> list[Chance]:
+def tie_breaks(count: int, seed: int = 0) -> list[TieBreak]:
     rng = random.Random(seed)
-    return [Chance(turn=turn, draw=rng.random()) for turn in range(count)]
+    return [TieBreak(turn=turn, draw=rng.random()) for turn in range(count)]
 
 
 def chosen(candidates: list[Candidate]) -> str:
-    """What kv chooses, whatever the lot."""
-    names = {kv(candidates, chance).candidate.worker_id for chance in chances(50)}
+    """What kv chooses, whatever the random draw."""
+    names = {kv(candidates, tie_break).candidate.worker_id for tie_break in tie_breaks(50)}
     assert len(names) == 1
     return names.pop()
 
@@ -65,23 +65,23 @@ def test_kv_goes_elsewhere_when_there_is_no_seat_or_no_room() -> None:
 
 
 def test_pressure_grows_smoothly() -> None:
-    by_seat = [pressure(candidate("a", num_requests=n)) for n in range(64)]
-    by_room = [pressure(candidate("a", used_share=n / 100)) for n in range(101)]
-    for values in (by_seat, by_room):
+    by_slot = [pressure(candidate("a", num_requests=n)) for n in range(64)]
+    by_pool = [pressure(candidate("a", used_share=n / 100)) for n in range(101)]
+    for values in (by_slot, by_pool):
         steps = [after - before for before, after in pairwise(values)]
         assert all(0 < step < 0.1 for step in steps)
         assert steps == sorted(steps)
-    assert by_seat[0] < 0.01
-    assert by_seat[15] < 0.1
-    assert by_room[50] < 0.02
-    assert by_room[100] >= 1
+    assert by_slot[0] < 0.01
+    assert by_slot[15] < 0.1
+    assert by_pool[50] < 0.02
+    assert by_pool[100] >= 1
 
 
 def test_kv_prefers_a_machine_that_is_faster_by_far_but_not_by_a_little() -> None:
     fast = candidate("b", prefill_tokens_per_s=50_000, num_to_compute=4_000)
     assert chosen([candidate("a", prefill_tokens_per_s=5_000), fast]) == "b"
     similar = [candidate(name, prefill_tokens_per_s=rate) for name, rate in (("a", 900), ("b", 1000), ("c", 1200))]
-    counts = Counter(kv(similar, chance).candidate.worker_id for chance in chances(300))
+    counts = Counter(kv(similar, tie_break).candidate.worker_id for tie_break in tie_breaks(300))
     assert set(counts) == {"a", "b", "c"}
     assert chosen([replace(similar[0], num_to_compute=100), *similar[1:]]) == "a"
 
@@ -93,29 +93,29 @@ def test_a_worker_without_a_measured_rate_counts_as_the_typical_one() -> None:
 
 
 def test_a_choice_says_why() -> None:
-    chance = Chance(turn=1, draw=0.5)
+    tie_break = TieBreak(turn=1, draw=0.5)
     hot, cold, busy = (
         candidate("a", num_to_compute=100),
         candidate("b"),
         candidate("c", queue_tokens=9_000, num_requests=9),
     )
-    at_home = replace(chance, home=b"x" * 32)
-    assert choose("kv", [busy], chance) == (busy, "only_one")
+    at_home = replace(tie_break, home=b"x" * 32)
+    assert choose("kv", [busy], tie_break) == (busy, "only_one")
     assert choose("kv", [hot, cold, busy], at_home) == (hot, "longest_hit")
     assert choose("kv", [replace(hot, queue_tokens=9_000), cold], at_home) == (cold, "least_loaded")
     assert choose("kv", [cold, busy], at_home) == (cold, "least_loaded")
     assert choose("kv", [cold, replace(cold, worker_id="d"), busy], at_home).reason == "home"
-    assert choose("kv", [cold, replace(cold, worker_id="d"), busy], chance).reason == "random"
+    assert choose("kv", [cold, replace(cold, worker_id="d"), busy], tie_break).reason == "random"
     for policy in ("least_tokens", "power_of_two"):
-        assert choose(policy, [cold, busy], chance) == (cold, "least_loaded")
-        assert choose(policy, [hot, cold], chance).reason == "random"
-    assert choose("round_robin", [hot, cold], chance) == (cold, "turn")
+        assert choose(policy, [cold, busy], tie_break) == (cold, "least_loaded")
+        assert choose(policy, [hot, cold], tie_break).reason == "random"
+    assert choose("round_robin", [hot, cold], tie_break) == (cold, "turn")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_idle_workers_share_requests_without_hits(policy: str) -> None:
     candidates = [candidate(name) for name in "abcd"]
-    counts = Counter(POLICIES[policy](candidates, chance).candidate.worker_id for chance in chances(400))  # type: ignore[index]
+    counts = Counter(POLICIES[policy](candidates, tie_break).candidate.worker_id for tie_break in tie_breaks(400))  # type: ignore[index]
     assert all(70 <= counts[name] <= 130 for name in "abcd")
 
 
@@ -125,17 +125,17 @@ def test_least_tokens_looks_at_queues_alone() -> None:
         candidate("b", queue_tokens=100),
         candidate("c", queue_tokens=100, num_requests=3),
     ]
-    assert {least_tokens(candidates, chance).candidate.worker_id for chance in chances(50)} == {"b"}
+    assert {least_tokens(candidates, tie_break).candidate.worker_id for tie_break in tie_breaks(50)} == {"b"}
 
 
 def test_round_robin_takes_turns() -> None:
     candidates = [candidate(name, queue_tokens=ord(name)) for name in "abc"]
-    assert [round_robin(candidates, chance).candidate.worker_id for chance in chances(7)] == list("abcabca")
+    assert [round_robin(candidates, tie_break).candidate.worker_id for tie_break in tie_breaks(7)] == list("abcabca")
 
 
 def test_power_of_two_never_takes_the_busiest_and_compares_every_pair() -> None:
     candidates = [candidate(name, num_requests=count) for name, count in (("a", 1), ("b", 2), ("c", 3), ("d", 4))]
-    counts = Counter(power_of_two(candidates, chance).candidate.worker_id for chance in chances(600))
+    counts = Counter(power_of_two(candidates, tie_break).candidate.worker_id for tie_break in tie_breaks(600))
     assert counts["d"] == 0
     assert 250 <= counts["a"] <= 350  # in half of the pairs
     assert 150 <= counts["b"] <= 250
@@ -158,13 +158,13 @@ CANDIDATES = st.lists(
     max_size=8,
 ).map(lambda found: [replace(one, worker_id=str(at)) for at, one in enumerate(found)])
 CHANCES = st.builds(
-    Chance, turn=st.integers(0, 10**9), draw=st.floats(0, 1, exclude_max=True), home=st.sampled_from([b"", b"x" * 32])
+    TieBreak, turn=st.integers(0, 10**9), draw=st.floats(0, 1, exclude_max=True), home=st.sampled_from([b"", b"x" * 32])
 )
 
 
 @given(CANDIDATES, CHANCES, st.sampled_from(sorted(POLICIES)))
-def test_the_chosen_worker_is_among_those_given(candidates: list[Candidate], chance: Chance, policy: str) -> None:
-    found = choose(policy, candidates, chance)  # type: ignore[arg-type]
+def test_the_chosen_worker_is_among_those_given(candidates: list[Candidate], tie_break: TieBreak, policy: str) -> None:
+    found = choose(policy, candidates, tie_break)  # type: ignore[arg-type]
     assert found.candidate in candidates
     assert found.reason in REASONS[policy]  # type: ignore[index]
     assert (found.reason == "only_one") == (len(candidates) == 1)
@@ -188,19 +188,21 @@ def test_a_cost_never_falls_when_tokens_or_queue_grow(
 
 
 @given(CANDIDATES, CHANCES)
-def test_kv_never_takes_what_costs_much_more_than_the_best(candidates: list[Candidate], chance: Chance) -> None:
+def test_kv_never_takes_what_costs_much_more_than_the_best(candidates: list[Candidate], tie_break: TieBreak) -> None:
     alike = [replace(one, prefill_tokens_per_s=1000.0, decode_step_s=0.02) for one in candidates]
     costs = {one.worker_id: expected_cost_s(one, 1000.0, 0.02) for one in alike}
-    assert costs[kv(alike, chance).candidate.worker_id] <= min(costs.values()) * (1 + NEARLY)
+    assert costs[kv(alike, tie_break).candidate.worker_id] <= min(costs.values()) * (1 + NEARLY)
 
 
 def test_among_nearly_equals_a_prompt_has_a_home_and_prompts_spread_over_all() -> None:
     candidates = [candidate(name, queue_tokens=at * 10) for at, name in enumerate("abc")]
     homes = [bytes([at]) * 32 for at in range(150)]
-    by_home = {home: {kv(candidates, replace(c, home=home)).candidate.worker_id for c in chances(5)} for home in homes}
+    by_home = {
+        home: {kv(candidates, replace(c, home=home)).candidate.worker_id for c in tie_breaks(5)} for home in homes
+    }
     assert all(len(chosen) == 1 for chosen in by_home.values())
     counts = Counter(next(iter(chosen)) for chosen in by_home.values())
     assert all(30 <= counts[name] <= 70 for name in "abc")
     without = [one for one in candidates if one.worker_id != "b"]  # gone: only its own prompts move
     for home, chosen in by_home.items():
-        assert chosen in ({"b"}, {kv(without, Chance(turn=0, draw=0.5, home=home)).candidate.worker_id})
+        assert chosen in ({"b"}, {kv(without, TieBreak(turn=0, draw=0.5, home=home)).candidate.worker_id})

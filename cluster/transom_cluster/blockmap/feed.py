@@ -1,4 +1,9 @@
-"""One worker's frames for one client: read as they come, begun anew where the client is too slow or the stream breaks."""
+"""One worker's block map frames for one client.
+
+- **frame**: a binary message with blocks: a **whole frame** has all blocks of the worker, later frames the changes.
+- **feed**: reads the frames of one worker and puts them into the client's outbox as server-sent events. Where the client reads
+  too slowly or the worker's stream breaks, the feed opens the stream again and begins with a whole frame.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +23,17 @@ MAX_MESSAGE_CHARS = 300
 
 
 def sse(event: str, data: bytes) -> bytes:
-    """One server-sent event; `data` without line breaks."""
+    """One server-sent event; `data` has no line breaks."""
     return b"event: %s\ndata: %s\n\n" % (event.encode(), data)
 
 
 def sse_json(event: str, value: Any) -> bytes:
-    """The same with JSON."""
+    """One server-sent event with a value as JSON."""
     return sse(event, json.dumps(value).encode())
 
 
 class Feed:
-    """Follows one worker until it is cancelled."""
+    """Reads the frames of one worker until its task is cancelled."""
 
     def __init__(self, worker: str, client: WorkerClient, outbox: Outbox, *, period_s: float) -> None:
         self._worker = worker
@@ -36,27 +41,28 @@ class Feed:
         self._outbox = outbox
         self._period_s = period_s
         self._pause_s = FIRST_PAUSE_S
-        self._problem = ""  # that the client knows of
+        self._problem = ""  # the last problem that the client was sent
 
     async def run(self) -> None:
-        """Read the worker's stream, again and again.
+        """Read the worker's stream, and open it again whenever it ends.
 
-        A worker never waits for a client: one that has too much to read loses the stream, and gets a whole frame once it is there.
+        A worker never waits for a client: the feed of a slow client closes the stream, and opens it again once the client has
+        read its outbox.
         """
         while True:
             try:
                 await self._read()
-                await self._outbox.emptied(self._worker)
-            except Exception as error:  # whatever it is: this worker's cells stand still, the others' do not
-                self._tell(error)
+                await self._outbox.wait_until_empty(self._worker)
+            except Exception as error:  # other workers' feeds continue
+                self._report(error)
                 await asyncio.sleep(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def _read(self) -> None:
-        """Until the client is behind.
+        """Read frames until the client's outbox is full.
 
         Raises:
-            ConnectionError: the stream ended; or whatever broke it.
+            ConnectionError: the stream ended. Other errors that broke the stream pass through.
         """
         async with contextlib.aclosing(self._client.watch_blocks(self._period_s)) as frames:
             async for frame in frames:
@@ -66,7 +72,7 @@ class Feed:
                 self._pause_s, self._problem = FIRST_PAUSE_S, ""
         raise ConnectionError("the stream ended")
 
-    def _tell(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         message = describe_error(error)
         if message != self._problem:
             self._problem = message
@@ -74,8 +80,9 @@ class Feed:
 
 
 def describe_error(error: Exception) -> str:
-    """For people; what is not in Transom's tree only by its kind, since nobody knows what its message has."""
+    """An error as text for the page; an error that is not Transom's own is named by its class only, since its message may hold
+    anything."""
     cause = getattr(error, "cause", None) or error  # Ray wraps what a worker raised
     if isinstance(cause, TransomError):
         return str(cause)[:MAX_MESSAGE_CHARS]
-    return f"The worker's block map is not to be had just now ({type(cause).__name__}); trying again."
+    return f"The worker's block map is not available now ({type(cause).__name__}); trying again."

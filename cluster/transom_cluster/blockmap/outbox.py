@@ -1,4 +1,4 @@
-"""What waits to be sent to one client of the block map: its frames are counted by worker, so that nobody queues without bound."""
+"""The server-sent events that wait to be sent to one client of the block map, with a bound on the frames of each worker."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 
-MAX_UNSENT = 2  # frames of one worker
+MAX_UNSENT = 2  # frames of one worker that may wait
 
 
 class Outbox:
-    """Filled by the feeds of workers, emptied by the one who sends. On one event loop."""
+    """A queue of events: the workers' feeds fill it, and the response's task empties it. Runs on one event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[bytes, str | None]] = deque()
-        self._unsent: Counter[str] = Counter()  # of workers of which something waits: those that are gone are not kept
+        self._unsent: Counter[str] = Counter()  # frames by worker; workers without a waiting frame have no entry
         self._changed = asyncio.Event()
         self._sent = asyncio.Event()
 
     def is_full(self, worker: str) -> bool:
-        """Whether the client is behind with this worker's frames."""
+        """Whether as many of this worker's frames wait as may."""
         return self._unsent[worker] >= MAX_UNSENT
 
     def put(self, event: bytes, worker: str | None = None) -> None:
-        """One server-sent event; `worker` where it is a frame of one."""
+        """Add a server-sent event; `worker` is given for a frame of that worker."""
         self._waiting.append((event, worker))
         if worker is not None:
             self._unsent[worker] += 1
         self._changed.set()
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """The next event, None if there is none in time."""
+        """Take the next event; None where none came within `timeout_s`."""
         if not self._waiting:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -40,17 +40,17 @@ class Outbox:
             return None
         event, worker = self._waiting.popleft()
         if worker is not None:
-            self._take_off(worker)
+            self._uncount(worker)
             self._sent.set()
         return event
 
-    def _take_off(self, worker: str) -> None:
+    def _uncount(self, worker: str) -> None:
         self._unsent[worker] -= 1
         if not self._unsent[worker]:
             del self._unsent[worker]
 
-    async def emptied(self, worker: str) -> None:
-        """Until none of this worker's frames waits."""
+    async def wait_until_empty(self, worker: str) -> None:
+        """Wait until none of this worker's frames waits any more."""
         while self._unsent[worker]:
             self._sent.clear()
             await self._sent.wait()

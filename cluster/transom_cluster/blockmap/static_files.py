@@ -1,4 +1,5 @@
-"""The page's own files, out of this package's `static` folder: they hold no data, and need no key."""
+"""The files of the block map's page, from this package's `static` folder. They hold no data of the cluster, so they need no API
+key."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CONTENT_TYPES = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HEADERS = {
-    "cache-control": "no-cache",  # kept, but asked about each time: a new version must not mix with an old one
+    "cache-control": "no-cache",  # browsers keep the file and ask for changes each time, so that versions never mix
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
@@ -35,7 +36,7 @@ _PAGE_HEADERS = {
 
 
 def file_response(name: str, request: Request) -> Response | None:
-    """One file, 304 if the client has it; None if there is no such file, or it is not one of the page's kinds."""
+    """The response with one file, or 304 where the client has it; None where there is no such file of a known kind."""
     kind = CONTENT_TYPES.get(Path(name).suffix)
     if kind is None or not _NAME.fullmatch(name):
         return None

@@ -1,8 +1,13 @@
-"""How many workers the load needs: pure, from what the workers say of themselves.
+"""The autoscaling policy: how many workers the load needs, as a pure function of what the workers report.
 
-Each signal says how many workers would carry the present work, and the most demanding one decides. Fewer workers are wanted only
-where the work would fill at most `FIT_SHARE` of them, so that one request more or less moves nothing. How long more or fewer must
-be wanted before something happens is Serve's business (`upscale_delay_s`, `downscale_delay_s`).
+- **signal**: a reason for more workers: running slots, blocks of the KV pool, tokens that wait to be computed, or first-token
+  time. Each signal gives the number of workers that would carry the present load, and the largest of these numbers decides.
+- **objective**: the first-token time that requests should have (`first_token_objective_s`).
+
+Fewer workers are wanted only where the load would fill at most `FIT_SHARE` of them, so that one request more or less changes
+nothing. For example, a load that fills 2.0 of 4 workers needs 2 / 0.7 = 2.9, so 3 workers stay.
+
+Ray Serve decides how long more or fewer workers must be wanted before it acts (`upscale_delay_s`, `downscale_delay_s`).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from collections.abc import Sequence
 from transom_worker.config import AutoscalingConfig
 from transom_worker.contract import WorkerLoad
 
-FULL_BLOCKS_SHARE = 0.85  # of the KV pool; above it requests are preempted and prefixes forgotten
+FULL_BLOCKS_SHARE = 0.85  # of the KV pool; above it requests are preempted and cached prefixes evicted
 FULL_SEQS_SHARE = 0.9  # of max_num_seqs
 FIT_SHARE = 0.7
 
@@ -21,10 +26,10 @@ FIT_SHARE = 0.7
 def wanted_replicas(
     loads: Sequence[WorkerLoad], *, num_unplaced: int, num_target: int, config: AutoscalingConfig
 ) -> int:
-    """The number of workers for this load, within the config's limits.
+    """The number of workers that the load needs, within the config's limits.
 
-    `loads` are those of the workers that run, `num_unplaced` the requests that wait in routers because there is no worker, and
-    `num_target` the workers that are to be there at present (some may still be starting).
+    `loads` are the reports of the workers that run. `num_unplaced` is the number of requests that wait in routers because no
+    worker runs. `num_target` is the number of workers that Ray Serve aims at now; some of them may still be starting.
     """
     objective_s = config.first_token_objective_s
     needed = max(_carrying(loads, objective_s, share=1.0), min(num_unplaced, 1))
@@ -39,7 +44,7 @@ def wanted_replicas(
 
 
 def _carrying(loads: Sequence[WorkerLoad], objective_s: float, *, share: float) -> int:
-    """Workers that carry this load so that none does more than `share` of what it may."""
+    """The number of workers that carry this load with at most `share` of their capacity."""
     full = max(
         _by_sequences(loads),
         sum(load.used_share for load in loads) / FULL_BLOCKS_SHARE,
@@ -57,7 +62,7 @@ def _by_sequences(loads: Sequence[WorkerLoad]) -> float:
 
 
 def _by_backlog(loads: Sequence[WorkerLoad], objective_s: float) -> float:
-    """Workers that compute all waiting tokens within the objective; 0 while no rate is known."""
+    """The number of workers that compute all waiting tokens within the objective; 0 while no worker has measured its rate."""
     rates = [load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0]
     if not rates:
         return 0.0
@@ -65,5 +70,6 @@ def _by_backlog(loads: Sequence[WorkerLoad], objective_s: float) -> float:
 
 
 def _slowest_s(loads: Sequence[WorkerLoad]) -> float:
-    """The longest first-token time where requests queue for theirs; where none does, what was measured is of the past."""
+    """The longest first-token time of workers that have a queue; without a queue the measured time says nothing about the
+    present."""
     return max((load.first_token_s for load in loads if load.num_waiting), default=0.0)

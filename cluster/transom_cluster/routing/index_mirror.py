@@ -1,4 +1,12 @@
-"""A worker's prefix index as a router knows it: fed by the worker's updates, searched by the worker's own hit search."""
+"""A router's copy of a worker's prefix index: the worker's updates feed it, and the worker's own hit search reads it.
+
+- **prefix index**: which blocks of the worker's prefix cache can be found, as one set of digests for each cache group.
+- **digest**: the hash of a hash block's tokens and of all tokens before it. A prompt is a list of digests, one for each hash block.
+- **version**: a counter that the worker increments with each change of its index. An update says after which version it applies.
+
+For example, at version 7 an update `after=7, version=9` applies and makes it version 9. An update `after=8` shows a gap: the
+mirror forgets everything and the router asks the worker for its whole index (`resync`).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +20,16 @@ from transom_worker.kvcache.retention import Retention
 
 
 class PrefixIndexMirror:
-    """Which blocks a worker can find, at one version of its index: at equal versions `find` answers what the worker would.
+    """A worker's prefix index at one version. At equal versions `find` returns what the worker itself would find.
 
-    Empty, and at version 0, until a whole index has come. Not thread-safe.
+    The mirror is empty, and at version 0, until a whole index has come. It is not thread-safe.
     """
 
     def __init__(self, shape: CacheShape, *, max_model_len: int = 0) -> None:
         self.shape = shape
         self.version = 0
         self._retentions = _retentions(shape.groups)
-        for retention in self._retentions:  # now, that the first long prompt need not wait for the tables
+        for retention in self._retentions:  # build the tables now, so that the first long prompt does not wait for them
             if not retention.keeps_everything:
                 retention.first_live_at(max_model_len // shape.block_size)
         self._groups: tuple[set[bytes], ...] = ()
@@ -29,13 +37,14 @@ class PrefixIndexMirror:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that can be found, of all groups."""
+        """The number of blocks that can be found, in all groups."""
         return sum(map(len, self._groups))
 
     def apply(self, update: KvUpdate) -> bool:
-        """Follow the index; False on a gap, once: everything is forgotten, and the worker must be asked for the whole index.
+        """Apply an update; False where it shows a gap: the mirror has forgotten everything, and the worker must send its whole
+        index.
 
-        Until that comes (and before the first one) other updates say nothing, and are ignored.
+        Until a whole index comes, other updates are ignored and return True. So each gap is reported once.
         """
         if update.whole:
             self._forget()
@@ -54,10 +63,11 @@ class PrefixIndexMirror:
         self.version = update.version
         return True
 
-    def find(self, chain: Sequence[bytes], num_tokens: int) -> PrefixHit:
-        """The longest reusable prefix of `num_tokens` tokens with that chain of digests, one per `shape.block_size` tokens."""
+    def find(self, digests: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """The longest prefix of `num_tokens` tokens that the worker has cached; `digests` has one entry per `shape.block_size`
+        tokens."""
         limit = hit_limit(num_tokens, self.shape.block_size)
-        return find_hit(self._retentions, self._groups, chain, limit, window_repair=self.shape.window_repair)
+        return find_hit(self._retentions, self._groups, digests, limit, window_repair=self.shape.window_repair)
 
     def _forget(self) -> None:
         self._groups = tuple(set() for _ in self.shape.groups)
@@ -67,5 +77,5 @@ class PrefixIndexMirror:
 
 @lru_cache(maxsize=16)
 def _retentions(groups: tuple[GroupSpec, ...]) -> tuple[Retention, ...]:
-    """Their tables are long, and the same for all workers of a kind."""
+    """The retention rules of cache groups. Their tables are long, and workers with equal groups share them."""
     return tuple(map(Retention, groups))

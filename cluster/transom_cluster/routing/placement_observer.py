@@ -1,6 +1,6 @@
-"""What the placer reports: `PlacementObserver` ignores every report, and subclasses count what they need.
+"""What a placer reports of its decisions: `PlacementObserver` ignores every report, and subclasses count what they need.
 
-The placer itself stays free of metrics libraries, so that benchmarks and simulations run it alone.
+The placer itself imports no metrics library, so that benchmarks and simulations can run it alone.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from transom_worker.config import RoutingPolicy
 
 
 class PlacementObserver:
-    """Receives the reports of one placer. Every method does nothing here."""
+    """Receives the reports of one placer. Every method of this class does nothing."""
 
     def joined(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker takes requests: its counts begin, or go on."""
+        """A worker takes requests from now on; its counts begin, or continue where it was connected before."""
 
     def placed(self, policy: RoutingPolicy, worker: str, reason: Reason, *, cost_s: float) -> None:
-        """A request was sent to a worker; choosing the worker took the router `cost_s`."""
+        """The policy chose a worker for a request; the choice took the router `cost_s`."""
 
-    def compared(self, *, predicted: int, actual: int) -> None:
-        """The first output of a request came: the prompt tokens that were predicted to be cached, and those that were."""
+    def hit_measured(self, *, predicted: int, actual: int) -> None:
+        """The first output of a request has come, with the prompt tokens that the worker found in its prefix cache."""
 
-    def mirrored(self, worker: str, *, num_blocks: int, version: int) -> None:
+    def mirror_changed(self, worker: str, *, num_blocks: int, version: int) -> None:
         """The mirror of a worker's prefix index changed."""
 
-    def resync(self, worker: str) -> None:
-        """A mirror missed an update, and the router asks the worker for its whole index."""
+    def mirror_reset(self, worker: str) -> None:
+        """A mirror missed an update; the router asks the worker for its whole index."""
 
     def forget(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker is gone: the series that describe it alone end."""
+        """A worker has left or was lost: the metric series with its label end."""

@@ -1,4 +1,9 @@
-"""Prompts hashed as workers hash them, once for all workers of one block size and for all choices of one prompt."""
+"""Digests of prompts, computed as the workers compute them: once for all workers of one block size and for all choices of one
+prompt.
+
+- **hash block**: `--block-size` tokens that are hashed together.
+- **digest**: the hash of a hash block's tokens and of all tokens before it, with the cache salt.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from transom_worker.kvcache.hashing import chain_root, extend_chain
 
 
 class PromptHashes:
-    """Remembers the last prompt: other choices of it, and the same request on its way to another worker, follow at once."""
+    """Computes digests and remembers those of the last prompt, since its other choices come next."""
 
     def __init__(self) -> None:
         self._token_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -15,14 +20,14 @@ class PromptHashes:
         self._by_block_size: dict[int, list[bytes]] = {}
 
     def of(self, request: Request, block_size: int) -> list[bytes]:
-        """The digests of a request's whole units, resumed tokens with them."""
+        """The digests of a request's full hash blocks; the output of earlier attempts counts as part of the prompt."""
         token_ids = (request.prompt_token_ids, request.resumed_output_ids)
         salt = request.cache_salt
         if salt != self._salt or any(a is not b for a, b in zip(token_ids, self._token_ids, strict=True)):
             self._token_ids, self._salt, self._by_block_size = token_ids, salt, {}
-        chain = self._by_block_size.get(block_size)
-        if chain is None:
-            chain = self._by_block_size[block_size] = []
+        digests = self._by_block_size.get(block_size)
+        if digests is None:
+            digests = self._by_block_size[block_size] = []
             root = chain_root(block_size, cache_salt=salt)
-            extend_chain(chain, root, request.prompt_token_ids + request.resumed_output_ids, block_size)
-        return chain
+            extend_chain(digests, root, request.prompt_token_ids + request.resumed_output_ids, block_size)
+        return digests

@@ -1,4 +1,8 @@
-"""What a router knows of one worker: its index, its last load report, and what the router itself has sent there."""
+"""What a router knows of one worker: its prefix index, its last load report, and the requests that this router has placed there.
+
+A load report tells the state of a moment ago, so the router adds what it has placed since. For example, a worker reports 1,000
+waiting tokens, and after that report this router placed a request with 300 tokens to compute: the router counts 1,300.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +12,45 @@ from transom_cluster.routing.index_mirror import PrefixIndexMirror
 from transom_cluster.routing.policy import Candidate
 from transom_worker.contract import WorkerInfo, WorkerLoad
 
-# A report that comes right after a request was sent may have been written before it arrived; the second one has it.
+# A report that comes right after a request was placed may have been written before the request arrived; the second report has it.
 SETTLED_REPORTS = 2
 
 
 @dataclass(slots=True, kw_only=True)
 class PlacedRequest:
-    """One request on its worker."""
+    """One request at its worker."""
 
     worker_id: str
     num_tokens: int
-    num_to_compute: int
-    predicted_tokens: int  # of the prompt, from the cache
-    report: int  # how many load reports the worker had given when it was sent
-    has_begun: bool = False  # its answer
+    num_to_compute: int  # without the predicted hit
+    predicted_tokens: int  # of the prompt, predicted to be in the worker's prefix cache
+    report: int  # the number of load reports that the worker had sent when the request was placed
+    has_begun: bool = False  # its first output has come
 
 
-class KnownWorker:
-    """One worker."""
+class WorkerView:
+    """One worker as the router sees it."""
 
     def __init__(self, worker_id: str, info: WorkerInfo) -> None:
         self.worker_id = worker_id
         self.mirror = PrefixIndexMirror(info.cache, max_model_len=info.max_model_len)
-        self.placements: dict[str, PlacedRequest] = {}  # by request id, until they end
+        self.requests: dict[str, PlacedRequest] = {}  # by request id, until they end
         self.num_reports = 0
         self._load = WorkerLoad()
 
     def report(self, load: WorkerLoad) -> None:
-        """The worker told its load."""
+        """Take in a load report of the worker."""
         self._load = load
         self.num_reports += 1
 
     def candidate(self, num_to_compute: int) -> Candidate:
-        """A snapshot for a request of which so many tokens would be computed here."""
+        """The worker as a candidate for a request of which it would compute `num_to_compute` tokens."""
         load = self._load
         return Candidate(
             worker_id=self.worker_id,
             num_to_compute=num_to_compute,
             queue_tokens=self._queue_tokens(),
-            num_requests=max(load.num_running + load.num_waiting, len(self.placements)),
+            num_requests=max(load.num_running + load.num_waiting, len(self.requests)),
             max_num_seqs=load.max_num_seqs,
             used_share=load.used_share,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
@@ -54,18 +58,19 @@ class KnownWorker:
         )
 
     def _queue_tokens(self) -> int:
-        """Tokens to compute before a new request's.
+        """The tokens that the worker computes before those of a new request.
 
-        Of this router's requests the hits are known, so they count by what they compute: the recent ones whole, the others at most
-        what the worker reports. Whatever it reports beyond their lengths is there for other routers.
+        The hits of this router's own requests are known, so these count by the tokens that remain to compute: requests placed
+        since the last reports with all of them, settled requests together with at most what the worker reports as waiting. What
+        the worker reports beyond the whole lengths of this router's requests belongs to other routers.
         """
         reported, settled, recent, whole = self._load.waiting_tokens, 0, 0, 0
-        for placement in self.placements.values():
-            if placement.has_begun:
+        for request in self.requests.values():
+            if request.has_begun:
                 continue
-            whole += placement.num_tokens
-            if self.num_reports - placement.report >= SETTLED_REPORTS:
-                settled += placement.num_to_compute
+            whole += request.num_tokens
+            if self.num_reports - request.report >= SETTLED_REPORTS:
+                settled += request.num_to_compute
             else:
-                recent += placement.num_to_compute
+                recent += request.num_to_compute
         return min(settled, reported) + recent + max(0, reported - whole)

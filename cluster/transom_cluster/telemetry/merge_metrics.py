@@ -1,7 +1,16 @@
-"""Several Prometheus pages as one: each family once, with the samples of every page.
+"""Merges the Prometheus pages of several processes to one page: each metric family once, with the samples of every page.
 
-A page is cut at its families and each family is checked as a whole, by one regular expression: a page of thousands of lines
-costs little more than its bytes. What is not right is left out by family, so that the union is valid whatever a worker sent.
+- **family**: a metric with all its series. Its **head** are the comment lines `# HELP`, `# TYPE` and, in OpenMetrics, `# UNIT`.
+
+A page is cut at its families, and one regular expression checks a whole family at once, so that a page of thousands of lines
+costs little more time than copying its bytes. A family that is not valid is left out, so that the merged page is valid whatever a
+worker sent. For example, the pages of two workers
+
+    # HELP x_total X.            # HELP x_total X.
+    # TYPE x_total counter       # TYPE x_total counter
+    x_total{worker="0"} 1        x_total{worker="1"} 2
+
+become one family with two samples.
 """
 
 from __future__ import annotations
@@ -16,9 +25,9 @@ _HEAD = re.compile(r"# HELP ([a-zA-Z_:][\w:]*) [^\n]*\n# TYPE \1 ([a-z]+)\n(?:# 
 _VALUE = r"(?:[-+]?\d[\d.eE+-]*|NaN|[-+]Inf)"
 _LABEL = r'[a-zA-Z_]\w*+="[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+"'
 _LABELS = rf"\{{(?:{_LABEL}(?:,{_LABEL})*+)?\}}"
-_REST = rf"(?: {_VALUE})?(?: # {_LABELS} {_VALUE}(?: {_VALUE})?)?"  # a time, an exemplar
-_ENDS = {  # of the samples' names, by the family's type
-    "counter": "_(?:total|created)",  # the name of the family itself in plain text
+_REST = rf"(?: {_VALUE})?(?: # {_LABELS} {_VALUE}(?: {_VALUE})?)?"  # an optional timestamp and an optional exemplar
+_ENDS = {  # what a sample's name has after the family's name, by the family's type
+    "counter": "_(?:total|created)",  # in the text format the family's name itself has it
     "gauge": "",
     "untyped": "",
     "unknown": "",
@@ -29,7 +38,7 @@ _ENDS = {  # of the samples' names, by the family's type
 
 
 def merge_pages(pages: Iterable[str], *, openmetrics: bool = False) -> str:
-    """Pages of one format as one valid page of it. A family's head is that of the first page that has it."""
+    """Merge pages of one format to one valid page. A family's head is taken from the first page that has the family."""
     merged: dict[str, list[str]] = {}  # name -> head, samples of each page
     for page in pages:
         for head, samples in _families(page, openmetrics=openmetrics):
@@ -45,7 +54,7 @@ def merge_pages(pages: Iterable[str], *, openmetrics: bool = False) -> str:
 
 
 def _families(page: str, *, openmetrics: bool) -> Iterator[tuple[str, str]]:
-    """A page's families as comment lines and samples. The last one of a page that was cut is not whole, and is left out."""
+    """Yield a page's families as heads and samples, without the last family of a page that was cut off in transfer."""
     whole = page.removesuffix(OPENMETRICS_END)
     families = ("\n" + whole.removesuffix("\n")).split(_HELP)[1:]
     is_cut = whole == page if openmetrics else not page.endswith("\n")
@@ -59,12 +68,12 @@ def _families(page: str, *, openmetrics: bool) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _name_and_type(head: str) -> tuple[str, str]:
-    """Both empty where the comment lines are not a family's."""
+    """A family's name and type; both empty where the head is not valid."""
     match = _HEAD.fullmatch(head)
     return (match[1], match[2]) if match else ("", "")
 
 
 @functools.lru_cache(maxsize=1024)
 def _lines_of(name: str) -> re.Pattern[str]:
-    """Any number of samples whose names match the pattern `name`."""
+    """A pattern for any number of samples whose names match the pattern `name`."""
     return re.compile(rf"(?:{name}(?:{_LABELS})? {_VALUE}{_REST}\n)*+")

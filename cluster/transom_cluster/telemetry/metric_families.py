@@ -1,4 +1,7 @@
-"""How the router's metrics are made: one registry, and the labels `model` and `router` on every series."""
+"""How a router's metrics are created: in one registry, with the labels `model` and `router` on every series.
+
+- **family**: a metric with all its label values, in Prometheus' sense; a **series** is one combination of label values.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,42 @@ from prometheus_client.metrics import MetricWrapperBase
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of times beside each counter and histogram would make pages half as long again
+disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` series would make pages half as long again
 
 
 class Family(Generic[M]):
-    """A metric whose first labels are the router's own; `of` takes the values of the others."""
+    """A metric whose first labels are `model` and `router`; its methods take the values of the other labels."""
 
     def __init__(self, metric: M, own_values: Sequence[str]) -> None:
         self._metric = metric
         self._own_values = own_values
 
     def of(self, *values: str) -> M:
-        """One series; from now on it is on the page."""
+        """One series, which is on the page of metrics from now on."""
         return self._metric.labels(*self._own_values, *values)
 
     def forget(self, *values: str) -> None:
-        """Take a series off the page; an unknown one is ignored."""
+        """Take a series off the page of metrics; an unknown series is ignored."""
         self._metric.remove(*self._own_values, *values)
 
 
 class RouterFamilies:
-    """Makes metrics of one router."""
+    """Creates the metrics of one router."""
 
     def __init__(self, *, model: str = "", router: str = "") -> None:
         self.registry = CollectorRegistry()
         self.own_labels = {"model": model, "router": router}
 
     def counter(self, name: str, text: str, *labels: str) -> Family[Counter]:
-        """Counters by `labels`; `name` is without `_total`."""
+        """Create a counter with further labels; `name` is without `_total`."""
         return self._own(Counter(name, text, (*self.own_labels, *labels), registry=self.registry))
 
     def gauge(self, name: str, text: str, *labels: str) -> Family[Gauge]:
-        """Gauges by `labels`."""
+        """Create a gauge with further labels."""
         return self._own(Gauge(name, text, (*self.own_labels, *labels), registry=self.registry))
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Family[Histogram]:
-        """Histograms by `labels`."""
+        """Create a histogram with further labels."""
         return self._own(Histogram(name, text, (*self.own_labels, *labels), buckets=buckets, registry=self.registry))
 
     def _own(self, metric: M) -> Family[M]:

@@ -1,4 +1,4 @@
-"""The router's own Prometheus metrics, with labels `model` and `router` and buckets that suit language models."""
+"""The router's own Prometheus metrics, with the labels `model` and `router` and with buckets that suit language models."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ REQUEST_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),
     *(30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
 )
-FIRST_TOKEN_BUCKETS_S = (  # 2 s is the objective: a bound there makes the alert exact
+FIRST_TOKEN_BUCKETS_S = (  # the objective of the alert rules is 2 s: with a bucket bound there they are exact
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
     *(20.0, 30.0, 60.0, 120.0, 300.0),
 )
 INTER_TOKEN_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
-    *(5.0, 10.0, 30.0),  # an answer goes on elsewhere, or waits for room
+    *(5.0, 10.0, 30.0),  # a request migrated, or was preempted
 )
 MAIN_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; what is longer is left out
+MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; an exemplar with a longer id is left out
 
 WorkerChange = Literal["joined", "lost", "drained"]
 
 
 class RouterMetrics:
-    """One router's metrics, in a registry of its own. Series with fixed label values are there from the start."""
+    """One router's metrics, in a registry of its own; a sink of request events.
+
+    Series with fixed label values are on the page from the start, so that the first increment shows in a rate.
+    """
 
     def __init__(self, router: str, *, model: str = "") -> None:
         families = RouterFamilies(model=model, router=router)
@@ -52,20 +55,20 @@ class RouterMetrics:
     def _add_requests(self, families: RouterFamilies) -> None:
         self._requests = families.counter(
             "transom_router_requests",
-            "HTTP requests by endpoint and by how they ended: the status that was sent, the error's own where an answer broke off "
-            "after it had begun with 200, or 499 where the client left before the last byte.",
+            "HTTP requests by endpoint and by how they ended: the status that was sent, the error's status where a response "
+            "broke off after it had begun with 200, or 499 where the client left before the last byte.",
             "endpoint",
             "status",
         )
         self._request_s = families.histogram(
             "transom_router_request_seconds",
-            "From a request's arrival to the end of its answer.",
+            "From a request's arrival to the end of its response.",
             REQUEST_BUCKETS_S,
             "endpoint",
         )
         self._broken_answers = families.counter(
             "transom_router_broken_answers",
-            "Answers that ended after their first byte and before their last, by endpoint and reason: the code of the error that "
+            "Responses that ended after their first byte and before their last, by endpoint and reason: the code of the error that "
             "the stream ended with, or client_left.",
             "endpoint",
             "reason",
@@ -74,10 +77,12 @@ class RouterMetrics:
             self._request_s.of(endpoint)
             for reason in BREAK_REASONS:
                 self._broken_answers.of(endpoint, reason)
-        self.open_streams = families.gauge("transom_router_open_streams", "Streamed answers that are being sent.").of()
+        self.open_streams = families.gauge(
+            "transom_router_open_streams", "Streamed responses that are being sent."
+        ).of()
         self._dropped_scrapes = families.counter(
             "transom_router_dropped_scrapes",
-            "Processes left out of a page of metrics because they did not answer in time, by what they are.",
+            "Processes left out of a page of metrics because they did not answer in time, by kind: worker or router.",
             "target",
         )
         for target in ("worker", "router"):
@@ -93,7 +98,7 @@ class RouterMetrics:
             "transom_router_inter_token_seconds", "Between two events of one choice.", INTER_TOKEN_BUCKETS_S
         ).of()
         self.prompt_tokens = families.counter(
-            "transom_router_prompt_tokens", "Tokens of prompts whose answers have begun, as in `usage`."
+            "transom_router_prompt_tokens", "Tokens of prompts whose requests were accepted, as in `usage`."
         ).of()
         self.output_tokens = families.counter(
             "transom_router_output_tokens", "Tokens sent to clients, as in `usage`."
@@ -102,18 +107,19 @@ class RouterMetrics:
     def _add_workers(self, families: RouterFamilies) -> None:
         self._failovers = families.counter(
             "transom_router_failovers",
-            "Requests whose worker was lost, by outcome: resumed elsewhere, gave_up, or stopped as poison.",
+            "Requests whose worker was lost, by outcome: resumed at another worker, gave_up, or stopped as poison.",
             "outcome",
         )
         self._drains = families.counter(
             "transom_router_drains",
-            "Workers that drained, by outcome: finished what ran there, or moved what had not ended in time.",
+            "Workers that drained, by outcome: finished (all requests ended there) or moved (some migrated because "
+            "they did not end in time).",
             "outcome",
         )
         self._worker_changes = families.counter(
             "transom_router_worker_changes",
-            "Workers that joined (their stream opened), were lost (it broke, or they were gone without a word) or drained (they "
-            "still answered when nothing ran there any more).",
+            "Workers that joined (their stream opened), were lost (it broke, or they did not answer any more) or drained "
+            "(they still answered when nothing ran there any more).",
             "change",
         )
         for family, values in (
@@ -133,33 +139,33 @@ class RouterMetrics:
                 self._failovers.of(outcome).inc()
 
     def drained(self, *, num_moved: int) -> None:
-        """A worker that leaves has nothing to do any more."""
+        """A worker that leaves has no requests any more; `num_moved` of them migrated."""
         self._drains.of("moved" if num_moved else "finished").inc()
 
     def worker_changed(self, change: WorkerChange) -> None:
-        """A worker takes requests from now on, or no longer does."""
+        """A worker takes requests from now on, or takes none any more."""
         self._worker_changes.of(change).inc()
 
     def dropped_scrapes(self, target: Literal["worker", "router"], count: int) -> None:
-        """So many processes did not answer in time for a page of metrics."""
+        """`count` processes did not answer in time for a page of metrics."""
         self._dropped_scrapes.of(target).inc(count)
 
     def watch(self, state: Callable[[], RouterState]) -> None:
-        """Where to look at every scrape."""
+        """Have `state` called at every scrape."""
         self._state.read = state
 
     def finished(self, endpoint: str, status: int, elapsed_s: float, *, request_id: str = "") -> None:
-        """An HTTP request has ended; `request_id` is that of its first choice, where it has one."""
+        """An HTTP request has ended; `request_id` is that of its first choice, for the exemplar."""
         self._requests.of(endpoint, str(status)).inc()
         _observe(self._request_s.of(endpoint), elapsed_s, request_id)
 
     def may_end(self, endpoint: str, statuses: Iterable[int]) -> None:
-        """Requests at an endpoint may end so: the counts are there from now on, that the first one shows in rates."""
+        """Requests at an endpoint may end with these statuses: their series are on the page from now on, with 0."""
         for status in statuses:
             self._requests.of(endpoint, str(status))
 
     def broke_off(self, endpoint: str, reason: str) -> None:
-        """An answer that had begun is not whole; `reason`: one of `BREAK_REASONS`."""
+        """A response broke off after it had begun; `reason`: one of `BREAK_REASONS`."""
         self._broken_answers.of(endpoint, reason).inc()
 
     def first_token(self, elapsed_s: float, request_id: str) -> None:

@@ -1,4 +1,5 @@
-"""What a scrape reads of a router at that moment: requests, workers, and the versions that it runs on."""
+"""Gauges that are read from the router at each scrape: requests, workers, and the versions of the software that the process
+runs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from transom_worker.telemetry.metrics.own_labels import OwnLabels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """A router as it is now. `desired_workers` is None where their number does not follow the load."""
+    """The numbers of a router at one moment. `desired_workers` is None without autoscaling.
+
+    `num_waiting` counts the requests that no worker has.
+    """
 
     num_waiting: int
     workers_by_state: Mapping[str, int]
@@ -23,7 +27,7 @@ class RouterState:
 
 
 class StateCollector(Collector):
-    """Families that are read from `read` when somebody scrapes; workers that are gone are gone from them."""
+    """Calls `read` at each scrape and makes gauges of its result, so that a lost worker's series end at once."""
 
     def __init__(self, own: OwnLabels) -> None:
         self.read: Callable[[], RouterState] | None = None
@@ -31,7 +35,7 @@ class StateCollector(Collector):
         self._versions = build_versions("ray")
 
     def collect(self) -> Iterator[Metric]:
-        """Families of this moment."""
+        """Yield the gauges."""
         if self.read is not None:
             yield from self._of_router(self.read())
         yield self._own.gauges(

@@ -9,7 +9,7 @@ from transom_worker.contract import SamplingParams
 
 
 def request_attributes(params: SamplingParams, *, num_choices: int, stream: bool) -> dict[str, Any]:
-    """Attributes of what a client requested. They hold no text, not even stop strings."""
+    """The attributes of a client's request. They hold no text, not even stop strings."""
     attributes: dict[str, Any] = {
         "gen_ai.request.choice.count": num_choices,
         "gen_ai.request.stream": stream,
@@ -22,7 +22,7 @@ def request_attributes(params: SamplingParams, *, num_choices: int, stream: bool
 
 
 def response_attributes(timeline: RequestTimeline | None) -> dict[str, Any]:
-    """Attributes of the response; none where the request was refused before its timeline began."""
+    """The attributes of the response; empty where the request was refused before it had a timeline."""
     if timeline is None:
         return {}
     attributes: dict[str, Any] = {

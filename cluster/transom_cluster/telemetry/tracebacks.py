@@ -1,4 +1,4 @@
-"""Unexpected errors as log lines that quote nobody's prompt."""
+"""Tracebacks of unexpected errors for the log, without the messages of the errors, which may quote a client's prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from traceback import TracebackException
 
 
 def traceback_lines(error: BaseException, *, with_messages: bool) -> Iterator[str]:
-    """The traceback of an error and of those behind it, the first one first; without messages only their types are named."""
+    """The traceback of an error, after those of the errors that caused it.
+
+    Without messages, each error is named by its type only.
+    """
     if with_messages:
         yield from TracebackException.from_exception(error).format()
         return
