@@ -1,8 +1,9 @@
-"""Rivals of the cache's own eviction policy, on the same units: whole leaves with their windows, or windows alone.
+"""Textbook eviction policies to compare with the cache's own (`kvcache.eviction`), behind the same interface.
 
-Each ranks by what it remembers of a node in `node.policy_state`; the smallest rank of a sample goes. They are the textbook policies
-as closely as that interface lets them be: recency, segmented LRU, S3-FIFO (Yang et al., SOSP 2023) and GreedyDual-Size-Frequency
-(Cherkasova, 1998). `lost_tokens` over `freed_bytes` is a loss per byte, which only the last one looks at.
+A policy ranks nodes of the prefix tree by what it remembers in `node.policy_state`; of a sample of nodes the one with the smallest
+rank is evicted: a leaf with its windows, or the windows alone. The policies are recency (LRU), segmented LRU, S3-FIFO (Yang et al.,
+SOSP 2023) and GreedyDual-Size-Frequency (Cherkasova, 1998), as closely as the interface allows. Only the last one uses
+`lost_tokens` over `freed_bytes`, the tokens to compute again per byte that eviction frees.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PROTECTED_SHARE = 0.8
 SMALL_SHARE = 0.1
 MAX_FREQUENCY = 3
 LEAST_GHOSTS = 64
-FAR_AHEAD = 1e12  # ranks of a class that goes after another
+FAR_AHEAD = 1e12  # added to the ranks of nodes that are evicted after all others
 
 
 class LruPolicy:

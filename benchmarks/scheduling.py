@@ -1,4 +1,4 @@
-"""What the integers cost: a scheduled decode step by number of sequences, hashing, and hit searches on long prompts.
+"""Measures the time of the scheduler and the KV cache: a decode step by number of sequences, hashing, hit searches on long prompts.
 
     python benchmarks/scheduling.py [--json]
 

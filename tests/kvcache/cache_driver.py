@@ -106,7 +106,7 @@ class CacheLife:
         return True
 
     def plan_fork_checkpoint(self, index: int, units_ahead: int) -> None:
-        """Another waits for a sequence up to a boundary that it has not processed."""
+        """A checkpoint is planned at a boundary that the sequence has not processed, where a waiting one's chain parts."""
         if self.lives:
             life = self.lives[index % len(self.lives)]
             units = max(life.blocks.processed // BLOCK, life.blocks.num_published - 1) + 1 + units_ahead
@@ -114,7 +114,7 @@ class CacheLife:
                 self.cache.plan_fork_checkpoint(life.blocks, units)
 
     def plan(self, wanted: Sequence[tuple[int, int]]) -> None:
-        """A step over (index of a life, tokens): each gets what it has room for."""
+        """A step over (index of a sequence, tokens): each gets as many tokens as it gets blocks for."""
         rows = []
         for index, count in dict(wanted).items():
             life = self.lives[index % len(self.lives)]
@@ -146,7 +146,7 @@ class CacheLife:
             self._check()
 
     def complete(self, index: int, kind: CheckpointKind | None, *, chunk: int) -> None:
-        """Run a sequence to its end, as far as there is room."""
+        """Run a sequence to its end, as far as there is memory."""
         if self.lives:
             life = self.lives[index % len(self.lives)]
             while life.scheduled < len(life.token_ids):
@@ -182,7 +182,7 @@ class CacheLife:
         self._check()
 
     def finish(self) -> None:
-        """Let everything end; nothing may stay behind."""
+        """End every sequence; no reference may be left."""
         while self.steps:
             self.receive()
         while self.lives:

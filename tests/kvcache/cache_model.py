@@ -1,4 +1,4 @@
-"""Brute force for the cache's tests: layouts of every group mix, a slow hit search, and the accounting that must always pin."""
+"""Brute force for the cache's tests: layouts of every group mix, a slow hit search, and the accounting that must always hold."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def spec(name: str, *, block_size: int = BLOCK, layers: tuple[int, ...] = (0,)) 
 
 
 def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_size: int = BLOCK) -> ArenaLayout:
-    """Strides differ by group and do not divide the page; each group has two layers, that repairs reach back further."""
+    """Strides differ by group and do not divide the page; each group has two layers, so that repairs reach back further."""
     strides = (1024, 768, 1280, 512, 896)
     groups = tuple(
         GroupLayout(
@@ -70,7 +70,7 @@ def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_
 
 
 def live_blocks(group: GroupSpec, n: int) -> set[int]:
-    """Logical blocks that pin a token of `live(n)`."""
+    """Logical blocks that have a token of `live(n)`."""
     return {token // group.block_size for begin, end in group.live(n) for token in range(begin, end)}
 
 
@@ -83,7 +83,7 @@ def has_blocks(
     unit: int,
     pinned_only: bool = False,
 ) -> bool:
-    """Whether the blocks of `live(end)` are found, each under the digest of its last unit."""
+    """Whether the blocks of `live(end)` are found, each under the digest of its last hash block."""
     units_per_block = group.block_size // unit
     blocks = live_blocks(group, end)
     if pinned_only:
@@ -119,12 +119,12 @@ def cheapest_hit(
 
 
 def slow_hit(specs: Sequence[GroupSpec], found: Sequence[Container[bytes]], digests: list[bytes], limit: int) -> int:
-    """The largest boundary at which every group has its blocks; all are one unit."""
+    """The largest boundary at which every group has its blocks; all are one hash block."""
     return cheapest_hit(specs, found, digests, limit, unit=specs[0].block_size, window_repair=False)[0]
 
 
 class Mirror:
-    """A router's view, from updates alone."""
+    """A router's mirror of the index, from updates alone."""
 
     def __init__(self, num_groups: int) -> None:
         self.groups: list[set[bytes]] = [set() for _ in range(num_groups)]
@@ -187,7 +187,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
 
 
 def check_tree(cache: KvCache) -> None:
-    """Holds are what the tree's nodes say, chains are whole, checkpoints complete."""
+    """Pins are what the tree's nodes say, chains are whole, checkpoints complete."""
     checkpoints, tree = cache.checkpoints, cache.checkpoints.tree
     holds: list[Counter[bytes]] = [Counter() for _ in cache.pools]
     owned: dict[bytes, object] = {}

@@ -98,7 +98,7 @@ TestCacheMachine.settings = settings(
 
 
 def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -> CacheLife:
-    """Clients come back: prompts are answers of before, parted from where they end or anywhere."""
+    """Clients return: prompts continue earlier answers, from their ends or from anywhere inside."""
     rng = random.Random(seed)
     life = CacheLife(
         mix, num_pages=len(mix) * rng.randrange(2, 11), caching=rng.random() < 0.95, window_repair=rng.random() < 0.7

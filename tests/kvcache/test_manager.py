@@ -1,4 +1,4 @@
-"""`KvCache` on its own: hits, left-behind blocks, eviction order, elastic pages, and random lives of sequences."""
+"""`KvCache` on its own: hits, blocks that slid out of windows, eviction order, pages that change groups, random sequences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(cache: KvCache, token_ids: list[int], *, chunk: int = 8, release: bool =
 
 
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_a_second_run_hits_all_but_the_last_unit(mix: tuple[str, ...]) -> None:
+def test_a_second_run_hits_all_but_the_last_hash_block(mix: tuple[str, ...]) -> None:
     cache = cache_of(*mix)
     tokens = list(range(40))
     assert run(cache, tokens)[1] == 0
@@ -65,7 +65,7 @@ def test_a_window_holds_no_more_than_its_live_blocks_and_the_next() -> None:
     assert cache.stats().groups[1].active_blocks == 3
 
 
-def test_left_behind_blocks_are_loose_and_the_rest_is_held() -> None:
+def test_blocks_that_slid_out_are_evictable_and_the_others_are_pinned() -> None:
     cache = cache_of("window", num_pages=6)  # 4 blocks a page
     run(cache, list(range(40)))
     pool = cache.pools[0]
@@ -73,7 +73,7 @@ def test_left_behind_blocks_are_loose_and_the_rest_is_held() -> None:
     assert sorted(pool.published[block][1] for block, count in enumerate(pool.pins) if count) == [7, 8, 9]
 
 
-def test_another_group_gets_the_page_that_goes_first() -> None:
+def test_another_group_gets_the_page_that_is_evicted_first() -> None:
     cache = cache_of("full", "window", num_pages=12)
     run(cache, list(range(32)))
     run(cache, [50 + i for i in range(80)])  # more than fits beside it
@@ -83,7 +83,7 @@ def test_another_group_gets_the_page_that_goes_first() -> None:
     assert cache.find([], 0).num_hash_blocks == 0
 
 
-def test_blocks_of_a_sequence_are_consecutive_while_there_is_room() -> None:
+def test_blocks_of_a_sequence_are_consecutive_while_pages_are_free() -> None:
     cache = cache_of("full", "window", num_pages=400, caching=False)
     started = [cache.begin([], ROOT) for _ in range(4)]
     for end in range(1, 90):  # all grow together
@@ -131,7 +131,7 @@ def test_alone_a_sequence_of_capacity_length_always_fits(mix: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_random_sequences_keep_the_accounts(mix: tuple[str, ...]) -> None:
+def test_random_sequences_keep_the_counts_right(mix: tuple[str, ...]) -> None:
     rng = random.Random(7)
     cache = cache_of(*mix, num_pages=14)
     specs = [group.spec for group in cache.layout.groups]

@@ -1,4 +1,4 @@
-"""PrefixHit search against brute force, and prompt outcomes that always add up."""
+"""The hit search against brute force, and outcomes of prompt tokens that always add up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIGESTS = [bytes([i]) for i in range(UNITS)]
 
 
 def presence() -> st.SearchStrategy[set[bytes]]:
-    """Any set of units, or one with few gaps."""
+    """Any set of hash blocks, or one with few gaps."""
     gaps = st.sets(st.sampled_from(DIGESTS), max_size=3).map(lambda gone: set(DIGESTS) - gone)
     return st.one_of(st.sets(st.sampled_from(DIGESTS)), gaps)
 
@@ -54,7 +54,7 @@ def test_repairs_are_taken_where_they_are_cheapest(layout: Layout, data: st.Data
 
 
 def test_a_repair_is_chosen_by_what_it_saves() -> None:
-    """Windows of 10 over blocks of 4: at 24 tokens two window layers need a replay from 12 - 9 = 3, that is from 0."""
+    """Windows of 10 over blocks of 4: at 24 tokens two window layers need a repair from 12 - 9 = 3, that is from 0."""
     full, pair = [{"kind": GroupKind.FULL}], [{"kind": GroupKind.WINDOW, "window": 10}]
     everything = set(DIGESTS)
     for layout, reach, window_until, expected in (
@@ -126,7 +126,7 @@ def test_outcomes_name_the_reason() -> None:
     }
 
 
-def test_repaired_tokens_are_told_from_hit_ones() -> None:
+def test_repaired_tokens_are_counted_apart_from_hit_ones() -> None:
     index = index_with(full=set(range(12)), window={0, 1, 2}, gone=set())
     # windows of 10: at 48 tokens they begin at 39, in block 9
     assert outcomes(index, 13 * 4, window_repair=True) == {
@@ -137,7 +137,7 @@ def test_repaired_tokens_are_told_from_hit_ones() -> None:
     assert outcomes(index, 13 * 4, 38, window_repair=True) == {prefix_outcome.HIT: 36, prefix_outcome.REPAIRED: 2}
 
 
-def test_a_prompt_that_is_cached_whole_still_computes_its_last_unit() -> None:
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_hash_block() -> None:
     index = index_with(full=set(range(6)), window=set(range(6)), gone=set())
     assert outcomes(index, 24) == {prefix_outcome.HIT: 20, prefix_outcome.LAST_TOKEN: 4}
 

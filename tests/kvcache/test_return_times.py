@@ -1,4 +1,4 @@
-"""Learned return times: what a rhythm of returns makes precious, and that what is watched is forgotten in the end."""
+"""Learned return times: which checkpoints a rhythm of returns makes valuable, and that every watch ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PROMPT: CheckpointClass = ("prompt", True, 0)
 
 
 def rounds(period: int, *, num_requests: int = 900) -> tuple[ReturnTimes, list[WatchedCheckpoint]]:
-    """Sessions that take turns: each watch returns after `period` requests. The last round is still waited for."""
+    """Sessions that take turns: each checkpoint is returned to after `period` requests; those of the last round not yet."""
     times = ReturnTimes()
     watches: list[WatchedCheckpoint] = []
     for now in range(num_requests):
@@ -19,12 +19,12 @@ def rounds(period: int, *, num_requests: int = 900) -> tuple[ReturnTimes, list[W
     return times, watches[-period:]
 
 
-def test_who_is_due_next_is_worth_most_in_a_round() -> None:
+def test_the_checkpoint_that_is_due_next_is_worth_most_in_a_round_robin() -> None:
     times, waiting = rounds(30)
     assert times.worth(waiting[0]) > 2 * times.worth(waiting[-1])
 
 
-def test_who_returns_at_once_or_never_is_worth_less_by_age() -> None:
+def test_a_checkpoint_that_is_returned_to_at_once_or_never_is_worth_less_by_age() -> None:
     times = ReturnTimes()
     watches = []
     for now in range(900):
@@ -35,7 +35,7 @@ def test_who_returns_at_once_or_never_is_worth_less_by_age() -> None:
     assert times.worth(watches[-1]) > 2 * times.worth(watches[-39])
 
 
-def test_what_never_returns_is_forgotten() -> None:
+def test_a_checkpoint_without_returns_is_forgotten() -> None:
     times = ReturnTimes()
     old = times.watch(PROMPT)
     times.now = EDGES[LAST]

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_replay_from_there_is_exact(layout: Layout, block_size: int) -> None:
+def test_a_repair_from_there_is_exact(layout: Layout, block_size: int) -> None:
     specs = make_groups(layout, block_size=block_size)
     for n in range(block_size, 73, block_size):
         assert not inexact_live(specs, n, repair_start(specs, n)), n
@@ -49,7 +49,7 @@ def test_any_layout_is_exact_and_grows_with_n(layout: Layout, block_size: int) -
         assert not inexact_live(specs, n, starts[n])
 
 
-def test_replay_lengths_of_known_models() -> None:
+def test_repair_lengths_of_known_models() -> None:
     """k * (W - 1) without rounding; chunked-local: n mod C whatever the depth."""
     n = 20_000
     gpt_oss_20b = make_groups([[window(128)], [FULL]] * 12, block_size=1)
@@ -74,5 +74,5 @@ def test_blocks_round_the_top_window_down_alone() -> None:
     assert repair_start(specs, 20_000) == (20_000 - 127) // 16 * 16 - 11 * 127
 
 
-def test_without_sliding_groups_nothing_is_replayed() -> None:
+def test_without_sliding_groups_nothing_is_repaired() -> None:
     assert repair_start(make_groups([[FULL], [FULL]], block_size=4), 40) == 40

@@ -1,4 +1,4 @@
-"""Layouts by layer, and which positions a replay leaves wrong: the model that `repair_start` is held against."""
+"""Layouts by layer, and which positions a window repair leaves wrong: the brute force that `repair_start` is compared with."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def read_by(spec: GroupSpec, query: int) -> set[int]:
 
 
 def cached(spec: GroupSpec, n: int) -> int:
-    """Positions below this one are in the group's pinned blocks."""
+    """Positions below this one are in the group's sink blocks."""
     return min(n, spec.num_sink_blocks * spec.block_size)
 
 
 def inexact_live(specs: list[GroupSpec], n: int, s: int) -> bool:
-    """Whether a replay of [s, n) leaves a wrong key in a block of `live(n)`: follows each position through the layers.
+    """Whether a repair of [s, n) leaves a wrong key in a block of `live(n)`: follows each position through the layers.
 
-    Queries see sink tokens and keys from `s` on; whoever sees fewer than it should, or a wrong key, is wrong.
+    Queries see sink tokens and keys from `s` on; a query that reads fewer keys than it should, or a wrong key, gives a wrong key.
     """
     exact = set(range(s, n))  # positions whose input to this layer is right: token ids are
     for layer in range(1 + max(layer for spec in specs for layer in spec.layers)):

@@ -1,4 +1,4 @@
-"""Requests of one length, all brought to it together by the real scheduler, on answers out of thin air."""
+"""Requests of one length, all brought to it together by the real scheduler, on made-up answers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_compressed_layers_are_in_groups_for_window_entries_indexer_and_state() 
     assert [group.name for group in full] == ["latent", "compressed_4", "indexer_4", "compressed_128"]
 
 
-def test_units_that_do_not_suit_the_compression_are_refused() -> None:
+def test_block_sizes_that_do_not_suit_the_compression_are_refused() -> None:
     shape = architecture([layer(8, latent=True, compression=Compression(ratio=128))])
     with pytest.raises(ConfigError, match="--block-size is 48, and layers compress 128 tokens"):
         make_groups(shape, block_size=48, hybrid=True)

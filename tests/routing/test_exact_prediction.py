@@ -59,7 +59,7 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
     assert num_compared >= NUM_COMPARED
     if len(mix) > 1:
         assert any(worker.num_again for worker in fleet.workers.values())
-        assert any(worker.driver.executor.num_replayed for worker in fleet.workers.values())
+        assert any(worker.driver.executor.num_repaired for worker in fleet.workers.values())
 
 
 def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() -> None:

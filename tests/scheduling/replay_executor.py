@@ -62,7 +62,7 @@ class ReplayExecutor:
         self.layers = sorted((layer, group) for group, spec in enumerate(self.specs) for layer in spec.layers)
         self.slab: list[dict[tuple[int, int], Content]] = [{} for _ in layout.groups]
         self.num_computed = 0  # tokens
-        self.num_replayed = 0  # those of them that were there before, but for their windows
+        self.num_repaired = 0  # those of them that were there before, but for their windows
         self.sequences: dict[int, RankSequence] = {}
         self.plans: deque[StepPlan] = deque()
         self.inputs: dict[str, dict[int, int]] = {}  # request -> position -> input token
@@ -162,10 +162,10 @@ class ReplayExecutor:
         start, end = plan.start[row], plan.start[row] + plan.count[row]
         tags = _tags(sequence.token_ids[:end])
         replays = any(bounds[row] for bounds in plan.attend_from)
-        exact_from = max(bounds[row] for bounds in plan.write_from)  # nobody reads outputs below it
+        exact_from = max(bounds[row] for bounds in plan.write_from)  # no query reads outputs below it
         assert replays or exact_from == start
         self.num_computed += end - start
-        self.num_replayed += min(end, exact_from) - start
+        self.num_repaired += min(end, exact_from) - start
         wrong: set[int] = set()  # positions whose input to this layer is wrong
         for layer, group in self.layers:
             spec, attend_from = self.specs[group], plan.attend_from[group][row]
@@ -193,7 +193,9 @@ class ReplayExecutor:
     def _read(
         self, layer: int, group: int, sequence: RankSequence, query: int, tags: list[bytes], attend_from: int
     ) -> bool:
-        """Whether the query sees all keys that it should, and none that a replay left wrong; another prefix's is an error."""
+        """Whether the query reads all keys that it should, and none that a repair left wrong; a key of another prefix is an
+        error.
+        """
         right = True
         spec = self.specs[group]
         own = () if spec.kind in ENTRIES else ((query, query + 1),)

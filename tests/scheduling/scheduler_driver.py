@@ -43,7 +43,7 @@ def request(
 
 
 class Driver:
-    """Plays the engine: finishes requests at their limit, and at stops where `stop_at` says so."""
+    """Takes the engine's part: finishes requests at their limit, and at stops where `stop_at` says so."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Driver:
             self._take(output)
 
     def fail(self) -> None:
-        """A step raises: its requests, and those of the plans behind it, end here."""
+        """A step fails: its requests, and those of the plans behind it, end."""
         self.in_flight.clear()
         self.executor.fail()
         self.finished += self.scheduler.fail_in_flight()
@@ -155,7 +155,7 @@ class Driver:
             assert self.mirror.groups[group] == set(index)
 
     def check_work(self) -> None:
-        """Tokens and rows by reason are what the plans say; ranks replay exactly what counts as repair."""
+        """Tokens and rows by reason are what the plans say; ranks compute again exactly what counts as repair."""
         work, model = self.scheduler.work, self.work
         assert work.num_rows == model.rows.total()
         assert work.prefill_rows == model.rows["prefill"]

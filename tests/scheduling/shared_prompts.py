@@ -1,4 +1,4 @@
-"""Drivers on which prompts come together, and what tests ask of them."""
+"""Drivers for prompts that arrive together, and what tests read from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door: what is refused, with which numbers and field."""
+"""Validation at admission: what is refused, with which numbers and field."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_empty_and_finished_requests_are_refused(item: Request, param: str) -> N
     assert caught.value.param == param
 
 
-def test_the_queue_is_bounded_beyond_the_free_seats() -> None:
+def test_the_queue_is_bounded_beyond_the_free_running_slots() -> None:
     full = driver(max_num_seqs=2, max_waiting=3)
     for i in range(5):
         full.add(request(str(i), [i + 1]))
@@ -84,9 +84,9 @@ def test_the_queue_is_bounded_beyond_the_free_seats() -> None:
 
 
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
-    door = driver()
-    door.add(request("r", [1]))
+    scheduler = driver()
+    scheduler.add(request("r", [1]))
     with pytest.raises(RequestError, match="already"):
-        door.add(request("r", [1]))
-    door.run()
-    door.add(request("r", [1]))
+        scheduler.add(request("r", [1]))
+    scheduler.run()
+    scheduler.add(request("r", [1]))

@@ -1,4 +1,4 @@
-"""Where clients come back to, under pressure: only what a checkpoint holds is left, and windows are never repaired."""
+"""Where clients return to, under memory pressure: only what a checkpoint pins is left, and windows are never repaired."""
 
 from __future__ import annotations
 

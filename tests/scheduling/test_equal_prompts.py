@@ -1,4 +1,4 @@
-"""Prompts that come together and share a beginning are computed once: the later ones wait for the first."""
+"""Prompts that arrive together and share a prefix are computed once: the later ones wait for the first (their producer)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def test_equal_prompts_at_once_are_computed_once(mix: tuple[str, ...], steps_in_
 
 @STEPS
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_who_comes_while_the_first_is_being_computed_waits_for_the_rest(
-    mix: tuple[str, ...], steps_in_flight: int
-) -> None:
+def test_a_prompt_that_arrives_while_an_equal_one_is_computed_waits(mix: tuple[str, ...], steps_in_flight: int) -> None:
     driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_num_batched_tokens=24)
     driver.add(request("a", PROMPT, 3))
     assert planned(driver) == {"a": (0, 24)}
@@ -44,8 +42,8 @@ def test_who_comes_while_the_first_is_being_computed_waits_for_the_rest(
 
 @STEPS
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_it_waits_for_what_both_share_and_finds_all_of_that(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    """Windows where the two part are kept for it, though the first one's have slid on."""
+def test_a_waiter_waits_for_the_shared_prefix_and_hits_all_of_it(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    """The windows where the two prompts part are kept for the waiter, though those of the producer have slid on."""
     driver = make_driver(*mix, steps_in_flight=steps_in_flight, window_repair=False)
     driver.add(request("a", range(60), 3))
     driver.add(request("b", [*range(22), *range(50, 70)], 3))
@@ -69,7 +67,7 @@ def test_a_chain_of_three_each_waits_for_the_one_that_shares_more() -> None:
     assert cached(driver) == {"a": 0, "b": 20, "c": 40}
 
 
-def test_those_behind_go_on_and_take_no_seat_of_one_that_waits() -> None:
+def test_sequences_behind_a_waiter_run_and_do_not_take_its_running_slot() -> None:
     driver = make_driver(max_num_seqs=3)
     for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [9] * 5), ("d", [8] * 5)):
         driver.add(request(name, prompt, 3))
@@ -82,7 +80,7 @@ def test_those_behind_go_on_and_take_no_seat_of_one_that_waits() -> None:
 
 @STEPS
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_a_long_prompt_behind_leaves_room_for_one_that_need_not_wait_any_more(
+def test_a_long_prompt_behind_leaves_reserved_tokens_to_a_former_waiter(
     mix: tuple[str, ...], steps_in_flight: int
 ) -> None:
     driver = make_driver(*mix, steps_in_flight=steps_in_flight, num_pages=2000, max_model_len=1000)
@@ -98,14 +96,14 @@ def test_a_long_prompt_behind_leaves_room_for_one_that_need_not_wait_any_more(
     driver.run()
 
 
-def test_that_room_is_left_once_if_its_blocks_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_reserved_once_if_the_blocks_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver("full", num_pages=2000, max_model_len=1000)
     for name, prompt in (("a", PROMPT), ("b", PROMPT), ("long", [9] * 600)):
         driver.add(request(name, prompt, 20))
     planned(driver)
     driver.receive()
     extend = driver.scheduler.cache.extend
-    with monkeypatch.context() as patch:  # only who is let in keeps a reserve
+    with monkeypatch.context() as patch:  # only admission keeps a reserve of blocks
         patch.setattr(
             driver.scheduler.cache, "extend", lambda *args, **kw: not kw.get("reserve") and extend(*args, **kw)
         )
@@ -115,7 +113,7 @@ def test_that_room_is_left_once_if_its_blocks_do_not_fit(monkeypatch: pytest.Mon
     driver.run()
 
 
-def test_room_is_left_for_those_alone_who_stand_before_and_have_a_seat() -> None:
+def test_tokens_are_reserved_for_former_waiters_before_it_that_have_a_running_slot() -> None:
     driver = make_driver(max_num_batched_tokens=80)
     for name, prompt in (("a", PROMPT), ("other", [9] * 30), ("b", PROMPT), ("c", [*PROMPT, *[1] * 9])):
         driver.add(request(name, prompt, 3))
@@ -123,7 +121,7 @@ def test_room_is_left_for_those_alone_who_stand_before_and_have_a_seat() -> None
     driver.receive()
     driver.add(request("late", [8] * 30, 3))
     admission, sequences = driver.scheduler.admission, driver.scheduler.by_request
-    assert [admission.reserved_before(sequences["late"], num_free_slots=seats) for seats in (-1, 0, 1, 9)] == [
+    assert [admission.reserved_before(sequences["late"], num_free_slots=slots) for slots in (-1, 0, 1, 9)] == [
         0,
         0,
         4,
@@ -133,7 +131,7 @@ def test_room_is_left_for_those_alone_who_stand_before_and_have_a_seat() -> None
     assert cached(driver) == {"a": 0, "other": 0, "b": 36, "c": 40, "late": 0}
 
 
-def test_nobody_waits_for_one_that_is_served_later() -> None:
+def test_a_sequence_does_not_wait_for_one_that_is_served_later() -> None:
     driver = make_driver(policy="priority", max_num_batched_tokens=24)
     driver.add(request("low", PROMPT, 3, priority=2))
     assert planned(driver) == {"low": (0, 24)}
@@ -144,7 +142,7 @@ def test_nobody_waits_for_one_that_is_served_later() -> None:
     driver.run()
 
 
-def test_other_salts_and_short_beginnings_wait_for_nobody() -> None:
+def test_other_salts_and_short_shared_prefixes_do_not_wait() -> None:
     driver = make_driver(min_shared_tokens=16, max_num_batched_tokens=200)
     driver.add(request("a", PROMPT, 3))
     driver.add(request("salted", PROMPT, 3, cache_salt="tenant"))
@@ -154,7 +152,7 @@ def test_other_salts_and_short_beginnings_wait_for_nobody() -> None:
     driver.run()
 
 
-def test_without_a_cache_nobody_waits() -> None:
+def test_without_a_prefix_cache_no_sequence_waits() -> None:
     driver = make_driver(caching=False)
     for name in "ab":
         driver.add(request(name, range(20), 3))
@@ -163,7 +161,7 @@ def test_without_a_cache_nobody_waits() -> None:
 
 
 def test_prompt_logprobs_read_no_cache_but_fill_it() -> None:
-    """Such a sequence waits for nobody; others may wait for it."""
+    """A sequence with prompt log-probabilities does not wait; others may wait for it."""
     driver = make_driver(max_num_batched_tokens=200)
     params = SamplingParams(max_tokens=3, prompt_logprobs=1)
     for name in ("a", "b"):
@@ -173,8 +171,8 @@ def test_prompt_logprobs_read_no_cache_but_fill_it() -> None:
     assert cached(driver) == {"a": 0, "b": 0, "c": 36}
 
 
-def test_who_could_begin_further_on_does_not_wait() -> None:
-    """Nor does the next one wait for the slower of two that compute the same units."""
+def test_a_sequence_with_a_longer_hit_does_not_wait() -> None:
+    """Nor does the next sequence wait for the slower of two that compute the same hash blocks."""
     driver = make_driver(max_chunk=16)
     driver.add(request("before", range(60), 1))
     driver.run()
@@ -197,11 +195,11 @@ def test_a_window_repair_is_done_once() -> None:
     ((start, _),) = planned(driver).values()
     assert 0 < start < 56
     assert cached(driver) == {"before": 0, "a": start, "b": 56, "c": 56}
-    assert driver.executor.num_replayed == 56 - start
+    assert driver.executor.num_repaired == 56 - start
     assert driver.scheduler.stats().outcome_requests == {"missed": 1, "repaired": 1, "hit": 2}
 
 
-def test_a_crowd_of_equal_prompts_costs_two_searches_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_equal_prompts_cost_two_searches_each(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver(num_pages=400, max_num_seqs=100, max_chunk=4)
     num_searches = 0
     find = driver.scheduler.cache.find

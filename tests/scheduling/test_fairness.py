@@ -1,4 +1,4 @@
-"""Nobody starves, nothing thrashes: priorities age, preempted requests keep their place and what is cached of them."""
+"""No request starves and no pool thrashes: priorities age; preempted requests keep their place and their cached blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_low_priority_waits_no_longer_than_its_age() -> None:
     assert len(served) == PRIORITY_AGING_S  # those that arrived within that time, and no later one
 
 
-def test_fcfs_asks_for_no_priority() -> None:
+def test_fcfs_ignores_priorities() -> None:
     driver = Driver(layout(["full"], num_pages=200), max_num_seqs=1)
     driver.add(request("first", range(5), 2, priority=9, arrival_s=9.0))
     driver.add(request("second", range(5), 2, priority=0, arrival_s=1.0))
@@ -46,7 +46,7 @@ def num_needed(driver: Driver) -> int:
 
 @pytest.mark.parametrize("num_pages", [12, 24, 40])
 def test_a_tight_pool_does_not_thrash(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block for each running sequence stays within reach of admission; without that, far more is computed twice."""
+    """Admission leaves a block for each running sequence; without that, far more tokens are computed twice."""
     driver = crowd(num_pages)
     preemptions = driver.scheduler.preemptions["recompute"]
     assert 0 < preemptions <= 2 * len(driver.requests)
@@ -62,8 +62,8 @@ def test_a_tight_pool_does_not_thrash(num_pages: int, monkeypatch: pytest.Monkey
     assert thrashing.scheduler.preemptions["recompute"] > 1.5 * preemptions
 
 
-def test_a_preempted_request_goes_on_where_its_cached_blocks_end() -> None:
-    """Memory that nobody else asked for meanwhile still holds what it had computed."""
+def test_a_preempted_request_continues_where_its_cached_blocks_end() -> None:
+    """Blocks that no other sequence needed meanwhile still have what it had computed."""
     driver = Driver(layout(["full", "window"], num_pages=200))
     driver.add(request("a", range(30), 20))
     for _ in range(8):

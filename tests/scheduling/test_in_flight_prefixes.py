@@ -1,4 +1,4 @@
-"""Who waits for units that another computes never waits for nothing: whatever becomes of the other, it is let in."""
+"""A waiter is always admitted in the end, whatever happens to its producer: it finishes, fails or is preempted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scheduler_driver import Driver, request
 from shared_prompts import MIXES, STEPS, cached, make_driver, num_waiters, planned
 
 
-def led(*mix: str, steps_in_flight: int = 1) -> Driver:
+def with_waiters(*mix: str, steps_in_flight: int = 1) -> Driver:
     """`a` is in its prefill, 16 of 60 tokens in flight and more ahead; `b` and `c` wait for 32 and 60 of them."""
     driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_chunk=16)
     driver.add(request("a", range(60), 3))
@@ -20,8 +20,8 @@ def led(*mix: str, steps_in_flight: int = 1) -> Driver:
 
 @STEPS
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_each_is_let_in_when_its_units_are_there(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    driver = led(*mix, steps_in_flight=steps_in_flight)
+def test_each_waiter_is_admitted_when_its_prefix_is_published(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    driver = with_waiters(*mix, steps_in_flight=steps_in_flight)
     expected = {16: 2, 32: 1, 48: 1, 60: 0}
     while num_waiters(driver):
         while driver.schedule() is not None:
@@ -35,21 +35,21 @@ def test_each_is_let_in_when_its_units_are_there(mix: tuple[str, ...], steps_in_
 
 @STEPS
 @pytest.mark.parametrize("end", ["abort", "finish"])
-def test_a_request_that_ends_lets_its_followers_in_at_once(end: str, steps_in_flight: int) -> None:
-    driver = led(steps_in_flight=steps_in_flight)
+def test_waiters_return_to_the_queue_at_once_when_their_producer_ends(end: str, steps_in_flight: int) -> None:
+    driver = with_waiters(steps_in_flight=steps_in_flight)
     driver.finished.append("a")
     getattr(driver.scheduler, end)("a")
     assert num_waiters(driver) == 0
     driver.check()
-    if steps_in_flight == 2:  # what is in flight will be published, but nobody counts on it any more
+    if steps_in_flight == 2:  # what is in flight will be published, but no sequence waits for it any more
         assert planned(driver) == {"b": (0, 16)}
         assert num_waiters(driver) == 1
     assert set(cached(driver)) == {"b", "c"}
 
 
 @STEPS
-def test_a_failed_step_lets_its_followers_in_at_once(steps_in_flight: int) -> None:
-    driver = led(steps_in_flight=steps_in_flight)
+def test_waiters_return_to_the_queue_at_once_when_a_step_fails(steps_in_flight: int) -> None:
+    driver = with_waiters(steps_in_flight=steps_in_flight)
     driver.fail()
     driver.check()
     assert driver.finished == ["a"]
@@ -57,8 +57,8 @@ def test_a_failed_step_lets_its_followers_in_at_once(steps_in_flight: int) -> No
     assert cached(driver) == {"b": 0, "c": 32}
 
 
-def test_a_follower_that_ends_leaves_no_trace() -> None:
-    driver = led()
+def test_a_waiter_that_ends_leaves_no_trace() -> None:
+    driver = with_waiters()
     driver.abort("b")
     driver.check()
     assert num_waiters(driver) == 1
@@ -68,8 +68,8 @@ def test_a_follower_that_ends_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_a_preempted_leader_is_followed_again_when_it_goes_on(all_of_them: bool) -> None:
-    driver = led()
+def test_sequences_wait_again_for_a_preempted_producer_when_it_continues(all_of_them: bool) -> None:
+    driver = with_waiters()
     driver.receive()
     admission = driver.scheduler.admission
     if all_of_them:
@@ -84,7 +84,7 @@ def test_a_preempted_leader_is_followed_again_when_it_goes_on(all_of_them: bool)
     assert cached(driver) == {"a": 0, "b": 32, "c": 56}
 
 
-def test_nobody_waits_for_one_that_is_about_to_be_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sequence_waits_for_a_preempting_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver(max_chunk=16)
     for name, prompt in (("old", [9] * 5), ("a", range(60)), ("b", range(60))):
         driver.add(request(name, prompt, 3))
@@ -99,9 +99,9 @@ def test_nobody_waits_for_one_that_is_about_to_be_preempted(monkeypatch: pytest.
     assert cached(driver) == {"old": 0, "a": 0, "b": 56}
 
 
-def test_who_did_not_fit_before_it_waited_is_tried_when_it_need_not_wait() -> None:
+def test_a_blocked_waiter_is_tried_when_its_prefix_is_published() -> None:
     """Nothing has come free by what is published."""
-    driver = led()
+    driver = with_waiters()
     admission = driver.scheduler.admission
     admission.blocked, admission.blocked_at = driver.scheduler.by_request["b"], driver.scheduler.cache.num_releases
     driver.receive()

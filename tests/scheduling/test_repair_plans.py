@@ -56,7 +56,7 @@ def test_what_a_replay_restored_is_hit_without_one() -> None:
     plans_of(driver, "repaired", 61)
     plans = plans_of(driver, "again", 61)
     assert plans[0].start == [60]
-    assert driver.executor.num_replayed == 24
+    assert driver.executor.num_repaired == 24
 
 
 def test_a_chunks_start_needs_no_replay_and_its_middle_one() -> None:
@@ -74,7 +74,7 @@ def test_repair_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_a_preempted_replay_starts_again(steps_in_flight: int) -> None:
+def test_a_preempted_repair_starts_again(steps_in_flight: int) -> None:
     driver = with_lost_windows("full", "window", max_num_batched_tokens=5, steps_in_flight=steps_in_flight)
     driver.add(request("repaired", range(61), 3))
     for _ in range(3):
@@ -98,5 +98,5 @@ def test_prompts_that_share_a_repaired_prefix_repair_it_beside_each_other() -> N
     for name in "abc":
         driver.add(request(name, [*range(60), ord(name), *range(BLOCK)], 4))
     driver.run()
-    assert driver.executor.num_replayed >= 3 * 20
+    assert driver.executor.num_repaired >= 3 * 20
     driver.check_idle()

@@ -1,4 +1,4 @@
-"""A stream that goes on here after its worker was lost does not stand at the end of the queue: its client is reading it."""
+"""A stream that migrated from a lost worker does not stand at the end of the queue: its client is reading it."""
 
 from __future__ import annotations
 

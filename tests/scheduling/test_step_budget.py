@@ -1,4 +1,4 @@
-"""The in-flight budget: however tokens are shared out, window blocks beyond each sequence's own stay within one bound."""
+"""The step budget: however tokens are divided, window blocks beyond each sequence's own stay within one bound."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def most_extra_blocks(seed: int, *, steps_in_flight: int, window: int, block_siz
                 row.scheduled += count
                 step.append((row, count))
         assert sum(count for _, count in step) <= num_tokens
-        assert step or in_flight  # somebody goes on
+        assert step or in_flight  # some sequence continues
         in_flight.append(step)
         worst = max(worst, sum(row.extra_blocks(window, block_size) for row in rows))
         if len(in_flight) == steps_in_flight:
@@ -80,7 +80,7 @@ def test_one_sequence_may_take_the_whole_step(num_tokens: int) -> None:
     assert StepBudget(num_tokens, block_size=16, max_chunk=num_tokens).for_new == num_tokens
 
 
-def test_one_chunk_takes_a_share_of_the_pool() -> None:
+def test_one_chunk_takes_a_bounded_part_of_the_pool() -> None:
     layout_ = layout(["full", "window"], num_pages=200)  # 4,096 bytes a page, 768 a window block
     assert chunk_limit(layout_, BLOCK) == 200 * 4096 // 16 // 768 * BLOCK
     assert chunk_limit(layout(["full"], num_pages=200), BLOCK) is None

@@ -45,7 +45,7 @@ def test_a_repair_counts_once_with_its_tokens() -> None:
     stats = driver.scheduler.stats()
     assert stats.num_repairs == 1
     assert stats.outcome_requests == {"missed": 1, "repaired": 1}
-    assert stats.repair_tokens == stats.outcome_tokens["repaired"] == driver.executor.num_replayed > 0
+    assert stats.repair_tokens == stats.outcome_tokens["repaired"] == driver.executor.num_repaired > 0
     assert counts(driver)["repair"] == stats.repair_tokens
     assert counts(driver)["prefill"] - before["prefill"] == 60 - stats.outcome_tokens["hit"] - stats.repair_tokens
     driver.check_idle()
@@ -74,7 +74,7 @@ def test_what_the_cache_gives_back_is_not_computed_again() -> None:
     driver.check_idle()
 
 
-def test_as_many_fit_as_are_let_in() -> None:
+def test_as_many_fit_as_are_admitted() -> None:
     driver = Driver(layout(["full", "window"], num_pages=9), max_num_seqs=64, max_num_batched_tokens=1024)
     cache = driver.scheduler.cache
     for num_tokens in (2, BLOCK, 40, 96):

@@ -23,13 +23,13 @@ def footprint(num_tokens: int, *, window_block_bytes: int = 0) -> Footprint:
 
 
 def requests(*prompts: Sequence[Run]) -> list[SimulatedRequest]:
-    """With answers of one token, which nobody computes."""
+    """Requests with answers of one token, which is never computed."""
     space = TokenSpace()
     space.take(1_000_000)
     return [SimulatedRequest(prompt=tuple(prompt), answer=space.take(1)) for prompt in prompts]
 
 
-def test_round_robin_defeats_recency_but_not_foresight() -> None:
+def test_round_robin_defeats_recency_but_not_the_clairvoyant() -> None:
     space = TokenSpace()
     prompts = [[space.take(41)] for _ in range(4)] * 3
     bounds = hit_bounds(requests(*prompts), footprint(3 * 41))
@@ -82,7 +82,9 @@ def test_bounds_are_ordered_and_those_of_an_endless_pool_equal(paths: list[list[
     st.lists(st.integers(1, 4), min_size=5, max_size=5),
     st.integers(0, 12),
 )
-def test_foresight_is_never_worse_than_recency(paths: list[list[int]], sizes: list[int], spare_units: int) -> None:
+def test_the_clairvoyant_is_never_worse_than_recency(
+    paths: list[list[int]], sizes: list[int], spare_units: int
+) -> None:
     runs = [Run(at * 100, UNIT * size) for at, size in enumerate(sizes)]
     workload = requests(*([runs[at] for at in path] for path in paths))
     longest = max(request.num_prompt_tokens for request in workload)

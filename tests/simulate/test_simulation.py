@@ -87,7 +87,7 @@ def test_one_at_a_time_leaves_no_overlap_and_recorded_arrivals_do(model: Path) -
     assert steps["recorded"] < 60
 
 
-def test_the_clock_waits_for_late_arrivals_and_followers_for_answers(model: Path) -> None:
+def test_the_clock_waits_for_late_arrivals_and_turns_wait_for_answers(model: Path) -> None:
     space = TokenSpace()
     first = SimulatedRequest(prompt=(space.take(64),), answer=space.take(50), arrival_s=10.0)
     second = SimulatedRequest(

@@ -17,7 +17,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_equal_ids_are_equal_tokens_and_answers_are_nobody_elses(tmp_path: Path) -> None:
+def test_equal_ids_are_equal_tokens_and_no_two_answers_are_equal(tmp_path: Path) -> None:
     longer = GOOD | {"input_length": 1024, "timestamp": 2000}
     first, second = read_trace(write(tmp_path / "t.jsonl", GOOD, "", longer)).requests
     prompts = first.prompt_token_ids(), second.prompt_token_ids()

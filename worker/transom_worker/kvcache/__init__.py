@@ -1,1 +1,1 @@
-"""Integers only: who owns which block of which KV cache group."""
+"""The KV cache of one worker: which sequence has which block, what is cached, and what is evicted. Integers only; no tensors."""

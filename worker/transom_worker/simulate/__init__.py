@@ -1,1 +1,1 @@
-"""Replays of request traces through the real scheduler and cache, without a model: integers only."""
+"""Replays request traces through the real scheduler and KV cache, without a model. Integers only; no tensors."""

@@ -58,7 +58,7 @@ def poisson(rng: random.Random) -> list[SimulatedRequest]:
 
 
 def system_prompt(rng: random.Random) -> list[SimulatedRequest]:
-    """Users who share a system prompt and nothing else."""
+    """Users that share a system prompt and nothing else."""
     space = TokenSpace()
     system = space.take(4_096)
     users = [_request([system, space.take(2_048)], space.take(SHORT_ANSWER_TOKENS)) for _ in range(20)]
