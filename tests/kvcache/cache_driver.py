@@ -26,7 +26,7 @@ WRONG = b"computed without all that it reads"
 
 
 @dataclass(eq=False)
-class Life:
+class CacheSequence:
     """A sequence: its tokens, how many of them plans cover, and its tables on ranks."""
 
     token_ids: list[int]
@@ -41,7 +41,7 @@ class Life:
 class Row:
     """A sequence's share of a step: positions `[start, end)` on the tables as they were when it was planned."""
 
-    life: Life
+    sequence: CacheSequence
     start: int
     end: int
     tables: list[dict[int, int]]  # by group: logical -> block
@@ -53,7 +53,7 @@ class Step:
     rows: list[Row] = field(default_factory=list)
 
 
-class CacheLife:
+class CacheDriver:
     def __init__(self, mix: Sequence[str], *, num_pages: int, caching: bool = True, window_repair: bool = True) -> None:
         self.layout = layout(mix, num_pages=num_pages)
         self.specs = [group.spec for group in self.layout.groups]
@@ -67,7 +67,7 @@ class CacheLife:
         )
         self.slab = Slab(self.layout)
         self.mirror = Mirror(len(self.specs))
-        self.lives: list[Life] = []
+        self.sequences: list[CacheSequence] = []
         self.steps: deque[Step] = deque()
         self.truth: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}  # (group, digest) -> a block's contents
         self.num_prompt_tokens = 0
@@ -91,10 +91,10 @@ class CacheLife:
         hit = self._find(chain, len(token_ids)) if reads_cache and self.cache.enable_prefix_caching else None
         blocks = self.cache.begin(chain, ROOT, hit=hit)
         tables = [RankTable(spec.num_sink_blocks) for spec in self.specs]
-        life = Life(token_ids, tags, blocks, tables, scheduled=blocks.processed)
-        self.lives.append(life)
-        if not self._extend(life, 1):
-            self.lives.remove(life)
+        sequence = CacheSequence(token_ids, tags, blocks, tables, scheduled=blocks.processed)
+        self.sequences.append(sequence)
+        if not self._extend(sequence, 1):
+            self.sequences.remove(sequence)
             self.cache.release(blocks, kind=None)
             return False
         self.num_prompt_tokens += len(token_ids)
@@ -107,28 +107,28 @@ class CacheLife:
 
     def plan_fork_checkpoint(self, index: int, units_ahead: int) -> None:
         """A checkpoint is planned at a boundary that the sequence has not processed, where a waiting one's chain parts."""
-        if self.lives:
-            life = self.lives[index % len(self.lives)]
-            units = max(life.blocks.processed // BLOCK, life.blocks.num_published - 1) + 1 + units_ahead
-            if units <= len(life.token_ids) // BLOCK:
-                self.cache.plan_fork_checkpoint(life.blocks, units)
+        if self.sequences:
+            sequence = self.sequences[index % len(self.sequences)]
+            units = max(sequence.blocks.processed // BLOCK, sequence.blocks.num_published - 1) + 1 + units_ahead
+            if units <= len(sequence.token_ids) // BLOCK:
+                self.cache.plan_fork_checkpoint(sequence.blocks, units)
 
     def plan(self, wanted: Sequence[tuple[int, int]]) -> None:
         """A step over (index of a sequence, tokens): each gets as many tokens as it gets blocks for."""
         rows = []
         for index, count in dict(wanted).items():
-            life = self.lives[index % len(self.lives)]
-            count = min(count, len(life.token_ids) - life.scheduled)
-            if count and life not in [row[0] for row in rows] and self._extend(life, count):
-                self._tell_deltas(life)
-                rows.append((life, count))
+            sequence = self.sequences[index % len(self.sequences)]
+            count = min(count, len(sequence.token_ids) - sequence.scheduled)
+            if count and sequence not in [row[0] for row in rows] and self._extend(sequence, count):
+                self._tell_deltas(sequence)
+                rows.append((sequence, count))
         step = Step(self.cache.take_copies())
-        for life, count in rows:
-            self._tell_moves(life)
-            tables = [_by_logical(table.sink_blocks, table.run, table.first_block) for table in life.tables]
-            step.rows.append(Row(life, life.scheduled, life.scheduled + count, tables))
-            life.scheduled += count
-            life.num_in_flight += 1
+        for sequence, count in rows:
+            self._tell_moves(sequence)
+            tables = [_by_logical(table.sink_blocks, table.run, table.first_block) for table in sequence.tables]
+            step.rows.append(Row(sequence, sequence.scheduled, sequence.scheduled + count, tables))
+            sequence.scheduled += count
+            sequence.num_in_flight += 1
         self.steps.append(step)
         self._check()
 
@@ -141,40 +141,40 @@ class CacheLife:
         for row in step.rows:
             self._compute(row)
         for row in step.rows:
-            row.life.num_in_flight -= 1
-            self.cache.advance(row.life.blocks, row.life.token_ids, row.end)
+            row.sequence.num_in_flight -= 1
+            self.cache.advance(row.sequence.blocks, row.sequence.token_ids, row.end)
             self._check()
 
     def complete(self, index: int, kind: CheckpointKind | None, *, chunk: int) -> None:
         """Run a sequence to its end, as far as there is memory."""
-        if self.lives:
-            life = self.lives[index % len(self.lives)]
-            while life.scheduled < len(life.token_ids):
-                before = life.scheduled
-                self.plan([(self.lives.index(life), chunk)])
-                if life.scheduled == before:
+        if self.sequences:
+            sequence = self.sequences[index % len(self.sequences)]
+            while sequence.scheduled < len(sequence.token_ids):
+                before = sequence.scheduled
+                self.plan([(self.sequences.index(sequence), chunk)])
+                if sequence.scheduled == before:
                     break
                 self.receive()
-            while life.num_in_flight:
+            while sequence.num_in_flight:
                 self.receive()
-            self.release(self._idle().index(life), kind)
+            self.release(self._idle().index(sequence), kind)
 
-    def release(self, index: int, kind: CheckpointKind | None) -> Life | None:
+    def release(self, index: int, kind: CheckpointKind | None) -> CacheSequence | None:
         """End a sequence that no step in flight computes."""
         idle = self._idle()
         if not idle:
             return None
-        life = idle[index % len(idle)]
-        self.lives.remove(life)
-        self.cache.release(life.blocks, kind=kind)
+        sequence = idle[index % len(idle)]
+        self.sequences.remove(sequence)
+        self.cache.release(sequence.blocks, kind=kind)
         self._check()
-        return life
+        return sequence
 
     def preempt(self, index: int) -> None:
         """Release, and begin again with what is cached."""
-        life = self.release(index, CheckpointKind.PREEMPTED)
-        if life is not None:
-            self.begin(life.token_ids)
+        sequence = self.release(index, CheckpointKind.PREEMPTED)
+        if sequence is not None:
+            self.begin(sequence.token_ids)
 
     def evict_all(self) -> None:
         self.cache.evict_all()
@@ -185,7 +185,7 @@ class CacheLife:
         """End every sequence; no reference may be left."""
         while self.steps:
             self.receive()
-        while self.lives:
+        while self.sequences:
             self.release(0, CheckpointKind.GENERATION)
         stats = self.cache.stats()
         assert all(group.active_blocks == 0 for group in stats.groups)
@@ -205,57 +205,59 @@ class CacheLife:
         assert hit == find_hit(self.cache.retentions, self.mirror.groups, chain, limit, window_repair=repair)
         return hit
 
-    def _extend(self, life: Life, count: int) -> bool:
-        end = life.scheduled + count
+    def _extend(self, sequence: CacheSequence, count: int) -> bool:
+        end = sequence.scheduled + count
         needs = [
             max(0, -(-end // spec.block_size) - table.end_block)
-            for spec, table in zip(self.specs, life.blocks.tables, strict=True)
+            for spec, table in zip(self.specs, sequence.blocks.tables, strict=True)
         ]
-        before = [(list(table.sink_blocks), list(table.run)) for table in life.blocks.tables]
+        before = [(list(table.sink_blocks), list(table.run)) for table in sequence.blocks.tables]
         packed = sum(
             -(-(pool.num_active + need) // per_page)
             for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.blocks_per_page, strict=True)
         )
-        done = self.cache.extend(life.blocks, end)
+        done = self.cache.extend(sequence.blocks, end)
         assert done == (
             packed <= self.layout.num_pages
         )  # neither refused while moving blocks would help, nor out of thin air
         if not done:
             self.num_refused += 1
-            assert before == [(table.sink_blocks, table.run) for table in life.blocks.tables]
+            assert before == [(table.sink_blocks, table.run) for table in sequence.blocks.tables]
         return done
 
-    def _tell_deltas(self, life: Life) -> None:
-        for group, delta in life.blocks.take_deltas():
-            life.tables[group].apply(delta.dropped, delta.appended, delta.first_block)
+    def _tell_deltas(self, sequence: CacheSequence) -> None:
+        for group, delta in sequence.blocks.take_deltas():
+            sequence.tables[group].apply(delta.dropped, delta.appended, delta.first_block)
 
-    def _tell_moves(self, life: Life) -> None:
-        for theirs, ours in zip(life.tables, life.blocks.tables, strict=True):
+    def _tell_moves(self, sequence: CacheSequence) -> None:
+        for theirs, ours in zip(sequence.tables, sequence.blocks.tables, strict=True):
             for logical, block in ours.take_moves():
                 theirs.move(logical, block)
             assert (theirs.sink_blocks, theirs.run) == (ours.sink_blocks, ours.run)
             assert not ours.run or theirs.first_block == ours.first_block
 
     def _compute(self, row: Row) -> None:
-        life, until = row.life, row.life.blocks.repair_until
+        sequence, until = row.sequence, row.sequence.blocks.repair_until
         for query in range(row.start, row.end):
-            content = (query, life.tags[query])
+            content = (query, sequence.tags[query])
             for group, (spec, table) in enumerate(zip(self.specs, row.tables, strict=True)):
                 if query >= until:
-                    self._check_reads(group, spec, table, life, query)
+                    self._check_reads(group, spec, table, sequence, query)
                 if spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER):
                     if query >= until and (query + 1) % spec.ratio == 0:
                         for position in range(query + 1 - spec.ratio, query + 1):
-                            self._write(group, spec, table, (position, life.tags[position]))
+                            self._write(group, spec, table, (position, sequence.tags[position]))
                 elif query >= until or not (spec.keeps_everything or query // spec.block_size < spec.num_sink_blocks):
                     right = query >= min(until, self.cache.retentions[group].first_live_block(until) * spec.block_size)
                     self._write(group, spec, table, content if right else (query, WRONG))
 
-    def _check_reads(self, group: int, spec: GroupSpec, table: dict[int, int], life: Life, query: int) -> None:
+    def _check_reads(
+        self, group: int, spec: GroupSpec, table: dict[int, int], sequence: CacheSequence, query: int
+    ) -> None:
         for begin, end in spec.live(query):
             for position in range(begin, end):
                 found = self.slab.read(group, position, table[position // spec.block_size])
-                assert found == (position, life.tags[position])
+                assert found == (position, sequence.tags[position])
 
     def _write(self, group: int, spec: GroupSpec, table: dict[int, int], content: tuple[int, bytes]) -> None:
         position = content[0]
@@ -268,11 +270,11 @@ class CacheLife:
                 positions = range(block * spec.block_size, (block + 1) * spec.block_size)
                 self.truth[group, chain[(block + 1) * step - 1]] = [(p, tags[p]) for p in positions]
 
-    def _idle(self) -> list[Life]:
-        return [life for life in self.lives if not life.num_in_flight]
+    def _idle(self) -> list[CacheSequence]:
+        return [sequence for sequence in self.sequences if not sequence.num_in_flight]
 
     def _check(self) -> None:
-        check_cache(self.cache, [life.blocks for life in self.lives])
+        check_cache(self.cache, [sequence.blocks for sequence in self.sequences])
         self.mirror.apply(self.cache.take_update())
         assert self.mirror.groups == [set(group) for group in self.cache.index.groups]
         stats = self.cache.stats()

@@ -1,11 +1,11 @@
-"""Random lives of sequences on tiny pools, over every mix of groups: see `cache_driver` for what is checked, and how."""
+"""Random operations on sequences on tiny pools, over every mix of groups: see `cache_driver` for what is checked, and how."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from cache_driver import CacheLife
+from cache_driver import CacheDriver
 from cache_model import BLOCK, ENTRY_MIXES, MIXES
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
         mix=st.sampled_from(ALL_MIXES), num_pages=st.integers(1, 24), caching=st.integers(0, 9), repair=st.booleans()
     )
     def start(self, mix: tuple[str, ...], num_pages: int, caching: int, repair: bool) -> None:
-        self.life = CacheLife(mix, num_pages=num_pages, caching=caching > 0, window_repair=repair)
+        self.sequence = CacheDriver(mix, num_pages=num_pages, caching=caching > 0, window_repair=repair)
 
     @rule(
         prefix=st.integers(0, 2),
@@ -49,46 +49,46 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         tokens = prompt(prefix, shared, own)
         places = sorted((units, kind) for units, kind in boundaries.items() if units <= len(tokens) // BLOCK)
-        self.life.begin(tokens, places, reads_cache=reads_cache > 0)
+        self.sequence.begin(tokens, places, reads_cache=reads_cache > 0)
 
     @rule(wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=4))
     def plan(self, wanted: list[tuple[int, int]]) -> None:
-        if self.life.lives and len(self.life.steps) < 3:
-            self.life.plan(wanted)
+        if self.sequence.sequences and len(self.sequence.steps) < 3:
+            self.sequence.plan(wanted)
 
     @rule(index=st.integers(0, 9), units_ahead=st.integers(0, 9))
     def plan_fork_checkpoint(self, index: int, units_ahead: int) -> None:
-        self.life.plan_fork_checkpoint(index, units_ahead)
+        self.sequence.plan_fork_checkpoint(index, units_ahead)
 
     @rule()
     def receive(self) -> None:
-        self.life.receive()
+        self.sequence.receive()
 
     @rule(wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=4))
     def step(self, wanted: list[tuple[int, int]]) -> None:
         self.plan(wanted)
-        self.life.receive()
+        self.sequence.receive()
 
     @rule(index=st.integers(0, 9), kind=st.sampled_from(KINDS))
     def release(self, index: int, kind: CheckpointKind | None) -> None:
-        self.life.release(index, kind)
+        self.sequence.release(index, kind)
 
     @rule(index=st.integers(0, 9), kind=st.sampled_from(KINDS), chunk=st.sampled_from([1, 5, 40]))
     def complete(self, index: int, kind: CheckpointKind | None, chunk: int) -> None:
-        self.life.complete(index, kind, chunk=chunk)
+        self.sequence.complete(index, kind, chunk=chunk)
 
     @rule(index=st.integers(0, 9))
     def preempt(self, index: int) -> None:
-        self.life.preempt(index)
+        self.sequence.preempt(index)
 
     @rule(often=st.integers(0, 9))
     def evict_all(self, often: int) -> None:
         if not often:
-            self.life.evict_all()
+            self.sequence.evict_all()
 
     def teardown(self) -> None:
-        if hasattr(self, "life"):
-            self.life.finish()
+        if hasattr(self, "sequence"):
+            self.sequence.finish()
 
 
 TestCacheMachine = CacheMachine.TestCase
@@ -97,10 +97,10 @@ TestCacheMachine.settings = settings(
 )
 
 
-def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -> CacheLife:
+def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -> CacheDriver:
     """Clients return: prompts continue earlier answers, from their ends or from anywhere inside."""
     rng = random.Random(seed)
-    life = CacheLife(
+    sequence = CacheDriver(
         mix, num_pages=len(mix) * rng.randrange(2, 11), caching=rng.random() < 0.95, window_repair=rng.random() < 0.7
     )
     max_lives, seen = rng.randrange(1, 7), list(PREFIXES)
@@ -113,33 +113,33 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
         places = sorted(rng.sample(range(1, 19), rng.randrange(4)))
         boundaries = [(units, rng.choice(list(CheckpointKind))) for units in places if units * BLOCK < len(tokens)]
         boundaries += [((len(tokens) - 1) // BLOCK, CheckpointKind.PROMPT)] if not boundaries else []
-        life.begin(tokens, boundaries, reads_cache=rng.random() < 0.95)
+        sequence.begin(tokens, boundaries, reads_cache=rng.random() < 0.95)
 
     for _ in range(num_operations):
-        life.now_s += rng.random()
+        sequence.now_s += rng.random()
         draw = rng.random()
-        if draw < 0.3 and len(life.lives) < max_lives:
+        if draw < 0.3 and len(sequence.sequences) < max_lives:
             begin()
-            life.plan_fork_checkpoint(-1, rng.randrange(12))
+            sequence.plan_fork_checkpoint(-1, rng.randrange(12))
         elif draw < 0.4:
-            life.complete(rng.randrange(9), rng.choice(KINDS), chunk=rng.choice([1, 5, 40]))
+            sequence.complete(rng.randrange(9), rng.choice(KINDS), chunk=rng.choice([1, 5, 40]))
         elif draw < 0.44:
-            life.release(rng.randrange(9), rng.choice(KINDS))
+            sequence.release(rng.randrange(9), rng.choice(KINDS))
         elif draw < 0.47:
-            life.preempt(rng.randrange(9))
+            sequence.preempt(rng.randrange(9))
         elif draw < 0.472:
-            life.evict_all()
-        elif life.lives and len(life.steps) < 3 and draw < 0.76:
-            life.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])
+            sequence.evict_all()
+        elif sequence.sequences and len(sequence.steps) < 3 and draw < 0.76:
+            sequence.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])
         else:
-            life.receive()
-    life.finish()
-    return life
+            sequence.receive()
+    sequence.finish()
+    return sequence
 
 
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
-def test_random_lives(mix: tuple[str, ...]) -> None:
-    lives = [random_life(mix, seed) for seed in range(num_examples(daily=3, exhaustive=6))]
-    stats = [life.cache.stats() for life in lives]
-    assert sum(life.num_refused for life in lives) > 0  # the pools are tiny enough to matter
+def test_random_operations(mix: tuple[str, ...]) -> None:
+    sequences = [random_life(mix, seed) for seed in range(num_examples(daily=3, exhaustive=6))]
+    stats = [sequence.cache.stats() for sequence in sequences]
+    assert sum(sequence.num_refused for sequence in sequences) > 0  # the pools are tiny enough to matter
     assert sum(sum(group.reuse_interval.counts) for each in stats for group in each.groups) > 0

@@ -1,4 +1,4 @@
-"""Single behaviours of the scheduler; random lives are in `test_scheduler_random`."""
+"""Single behaviours of the scheduler; random requests are in `test_scheduler_random`."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def random_run(
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_lives(mix: tuple[str, ...], steps_in_flight: int) -> None:
+def test_random_requests(mix: tuple[str, ...], steps_in_flight: int) -> None:
     drivers = [
         random_run(mix, seed, steps_in_flight=steps_in_flight) for seed in range(num_examples(daily=4, exhaustive=12))
     ]
@@ -92,7 +92,7 @@ def test_random_lives(mix: tuple[str, ...], steps_in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_lives_of_equal_prompts(mix: tuple[str, ...]) -> None:
+def test_random_requests_with_equal_prompts(mix: tuple[str, ...]) -> None:
     drivers = [
         random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.8)
         for seed in range(num_examples(daily=4, exhaustive=8))
@@ -107,5 +107,5 @@ def test_random_lives_of_equal_prompts(mix: tuple[str, ...]) -> None:
     st.sampled_from([1, 2]),
     st.sampled_from([0.0, 0.8]),
 )
-def test_random_lives_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int, equal: float) -> None:
+def test_random_requests_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int, equal: float) -> None:
     random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8, equal=equal)

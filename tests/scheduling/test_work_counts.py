@@ -1,4 +1,4 @@
-"""Why tokens were computed, for lives that are known step by step; random lives check the same in `Driver.check_idle`."""
+"""Why tokens were computed, for requests that are known step by step; random requests check the same in `Driver.check_idle`."""
 
 from __future__ import annotations
 
