@@ -106,8 +106,8 @@ def test_agrees_with_attention_written_out(mask, extra):
 def test_a_sink_of_minus_infinity_is_none(mask):
     """Of some heads or of all; a query that sees no key still gets zeros, not NaN."""
     none = torch.full((4,), -torch.inf)
-    blind = Sequence(start=3, count=1, attend_from=4)
-    case = make_case([*MIXED, blind], Shape())
+    keyless = Sequence(start=3, count=1, attend_from=4)
+    case = make_case([*MIXED, keyless], Shape())
     check(case, brute=True, sink_logits=torch.tensor([-torch.inf, 0.5, -torch.inf, 60.0]), **mask)
     seen = [
         paged_attention(case.q, case.k_cache, case.v_cache, case.batch, scale=0.3, sink_logits=sinks, **mask)

@@ -27,7 +27,7 @@ def plan_of(sequences, rule, allow_causal=True):
 
 @settings(max_examples=40, deadline=None)
 @given(SEQUENCES, RULES, st.booleans(), st.integers(0, 400))
-def test_every_row_is_in_one_tile_or_blind(sequences, rule, allow_causal, attend_from):
+def test_every_row_is_in_one_tile_or_keyless(sequences, rule, allow_causal, attend_from):
     sequences[0].attend_from = attend_from
     batch, plan = plan_of(sequences, rule, allow_causal)
     rows = list(plan.keyless_rows)

@@ -20,19 +20,21 @@ from transom_kernels.launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 DENSE_LAYER = Counter(norm_rows=2, product=4, prepare_and_write=1, attend=1, activate=1)
-ROUTER = Counter(score_experts=1, choose_experts=1)  # whatever the scores
-EXPERTS = Counter(full=1, sort_pairs=1, into_experts=1, out_of_experts=1, add_up=1)
+ROUTER = Counter(score_experts=1, choose_experts=1)  # for every kind of score
+EXPERTS = Counter(full=1, sort_pairs=1, into_experts=1, out_of_experts=1, sum_experts=1)
 MIXTURE_LAYER = Counter(norm_rows=2, product=2, prepare_and_write=1, attend=1) + ROUTER + EXPERTS
-STREAMS = Counter(normalise=1, product=1, collapse=1, expand=1)  # of a sublayer, however many rounds
+HYPER_CONNECTION = Counter(
+    normalise_streams=1, product=1, pre_and_mix=1, post_and_mix=1
+)  # of a sublayer, for any number of rounds
 LATENT = Counter(norm_rows=3, product=3, bmm=1, prepare_and_write=1, attend_rows=1, neg=1, rotate=1)
 SHARED_EXPERT = Counter(product=2, activate=1, add=1)
-WINDOW_LAYER = STREAMS + STREAMS + LATENT + ROUTER + EXPERTS + SHARED_EXPERT
+WINDOW_LAYER = HYPER_CONNECTION + HYPER_CONNECTION + LATENT + ROUTER + EXPERTS + SHARED_EXPERT
 LAYERS = {
     "llama3": DENSE_LAYER,
     "gpt_oss": MIXTURE_LAYER,
     "gemma3": DENSE_LAYER,
     "qwen3_moe": MIXTURE_LAYER,
-    "olmo3": DENSE_LAYER + Counter(norm_rows=2, copy_=2),  # norms over all heads at once
+    "olmo3": DENSE_LAYER + Counter(norm_rows=2, copy_=2),  # QK norms over all heads
 }
 
 
@@ -47,7 +49,7 @@ def test_launches_of_other_layers(tmp_path: Path, name: str) -> None:
     assert layer_of(tmp_path, name) == LAYERS[name]
 
 
-def test_launches_of_a_layer_over_streams(tmp_path: Path) -> None:
+def test_launches_of_a_layer_with_hyper_connections(tmp_path: Path) -> None:
     def make(num_layers: int) -> Path:
         kinds = {"layer_types": [SLIDING] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
         return make_deepseek_v4(tmp_path / str(num_layers), num_hidden_layers=num_layers, hc_sinkhorn_iters=20, **kinds)

@@ -81,5 +81,5 @@ def attend_causal(
         lse = torch.logaddexp(lse, context_lse)
     if sink_logits is not None:
         out = out * torch.sigmoid(lse - sink_logits.float()[:, None])[..., None].to(out.dtype)
-    joined: torch.Tensor = out[0].transpose(0, 1)
-    return joined
+    attended: torch.Tensor = out[0].transpose(0, 1)
+    return attended
