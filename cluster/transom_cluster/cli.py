@@ -1,4 +1,4 @@
-"""The `transom` command. Everything heavy is imported inside the commands, so that `--help` answers at once."""
+"""The `transom` command. Its commands import heavy modules when they run, so that `--help` prints at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USAGE_ERROR = 2
 @app.command()
 @settings_as_flags
 def serve(**given: Any) -> None:
-    """Serve MODEL over HTTP, on a private Ray on this machine, until Ctrl-C."""
+    """Serve MODEL over HTTP, on a private Ray cluster on this machine, until Ctrl-C."""
     from transom_cluster.commands.serve import run_server
     from transom_worker.errors import ConfigError
 
@@ -52,7 +52,7 @@ def chat(
     model: Annotated[str | None, typer.Option(help="The served model if unset.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Per answer; up to the model's length if unset.")
+        int | None, typer.Option(min=1, help="Per response; up to the model's length if unset.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
     seed: Annotated[int | None, typer.Option()] = None,
@@ -61,7 +61,7 @@ def chat(
     """Talk to a running server."""
     from transom_cluster.commands.chat import ChatSession, run_chat
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell's children inherit that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children of a background shell inherit an ignored SIGINT
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     session = ChatSession(url=url, model=model, system=system, api_key=api_key, options=options)
     raise typer.Exit(run_chat(session))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from conftest import Api, num_in_flight, running_api
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES
+from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES
 
 MODELS = {
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES),

@@ -28,7 +28,7 @@ def transom(*arguments: str, **env: str):
 @pytest.fixture(autouse=True)
 def own_signal_handlers():
     """`transom serve` takes the signals of its process for good."""
-    handlers = {number: signal.getsignal(number) for number in serve_command.ENDING}
+    handlers = {number: signal.getsignal(number) for number in serve_command.ENDING_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -156,10 +156,10 @@ def test_offline_figures_as_json(tiny_model, monkeypatch):
 def test_rays_signal_handlers_do_not_stay():
     """Ray makes SIGTERM a SystemExit in Python and a stack dump below it."""
     before = signal.getsignal(signal.SIGTERM)
-    with local_ray._keeping_signal_handlers():
+    with local_ray.keep_signal_handlers():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(KeyboardInterrupt), local_ray._keeping_signal_handlers():
+    with pytest.raises(KeyboardInterrupt), local_ray.keep_signal_handlers():
         sys.exit(15)
 
 
@@ -187,8 +187,8 @@ def test_a_failed_deployment_is_told_by_its_reason():
             "",
         ]
     )
-    assert local_ray._reason(["", message]) == "no tensor named x in y."
-    assert "killed" in local_ray._reason(["the worker was killed"])
+    assert local_ray.failure_reason(["", message]) == "no tensor named x in y."
+    assert "killed" in local_ray.failure_reason(["the worker was killed"])
 
 
 def test_processes_that_were_started_are_found_and_ended():

@@ -96,19 +96,19 @@ async def test_a_call_that_names_nobody_waits_for_the_first(
 
 
 async def test_the_directory_tells_every_change_and_keeps_clients(deployment: DeploymentID) -> None:
-    presence = running_replicas_of(deployment.name, "app")
+    running = running_replicas_of(deployment.name, "app")
     changes: AsyncGenerator[Mapping[str, Any], None] = ServeWorkerDirectory(Handle(deployment)).changes()
     assert await anext(changes) == {}
     one, two = Replica(deployment, "one"), Replica(deployment, "two")
-    await asyncio.to_thread(presence.publish, {"one": one})
+    await asyncio.to_thread(running.publish, {"one": one})
     first = await asyncio.wait_for(anext(changes), 120)
     assert first["one"]._handle.given == {"session_id": "one"}
-    presence.publish({"one": one})  # nothing new: not told
-    presence.publish({"one": one, "two": two})
+    running.publish({"one": one})  # nothing new: no event
+    running.publish({"one": one, "two": two})
     second = await asyncio.wait_for(anext(changes), 120)
     assert second["one"] is first["one"]
     assert list(second) == ["one", "two"]
-    presence.publish({"two": two})
+    running.publish({"two": two})
     assert list(await asyncio.wait_for(anext(changes), 120)) == ["two"]
     await changes.aclose()
-    presence.publish({})  # nobody listens
+    running.publish({})  # without subscribers

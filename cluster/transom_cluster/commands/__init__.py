@@ -1,1 +1,1 @@
-"""What `transom` does in a terminal: one module a command, and what they share."""
+"""The commands of `transom` in a terminal: one module per command, and the modules that they share."""

@@ -1,4 +1,4 @@
-"""`transom bench ...`: measure without a server."""
+"""`transom bench ...`: measures this machine without a server."""
 
 from __future__ import annotations
 

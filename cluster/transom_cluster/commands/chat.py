@@ -1,4 +1,4 @@
-"""`transom chat`: a conversation in the terminal, streamed over HTTP."""
+"""`transom chat`: a conversation in the terminal with a running server, streamed over HTTP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy of the environment cannot reach these
-HELP = "/reset begins anew, /quit ends. Ctrl-C ends an answer."
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy from the environment cannot reach these hosts
+HELP = "/reset starts a new conversation, /quit ends the program. Ctrl-C stops a response."
 
 
 class ChatFailed(Exception):
-    """The server refused or could not be reached; the message is for the user."""
+    """The server refused the request or could not be reached. The message is for the user."""
 
 
 @dataclass(kw_only=True)
@@ -32,16 +32,16 @@ class ChatSession:
     def __post_init__(self) -> None:
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         timeout = httpx.Timeout(10.0, read=None)
-        self.url = self.url.rstrip("/").removesuffix("/v1")  # what OpenAI's clients call the base URL
-        is_near = httpx.URL(self.url).host in LOOPBACK
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not is_near)
+        self.url = self.url.rstrip("/").removesuffix("/v1")  # OpenAI's clients call the URL with /v1 the base URL
+        is_local = httpx.URL(self.url).host in LOOPBACK
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not is_local)
         self.reset()
 
     def connect(self) -> str:
-        """The served model's name.
+        """Ask the server for the served model's name.
 
         Raises:
-            ChatFailed: no server, or it refuses.
+            ChatFailed: there is no server, or it refuses.
         """
         with _as_chat_failure(self.url):
             response = self._client.get("/v1/models")
@@ -54,20 +54,20 @@ class ChatSession:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def ask(self, text: str) -> Iterator[str]:
-        """Say something; pieces of the answer as they come. The answer, even a cut one, becomes part of the conversation.
+        """Send a message and yield the pieces of the response. A response that is stopped early stays in the conversation, too.
 
         Raises:
-            ChatFailed: no server, or it refuses; the conversation is as before.
+            ChatFailed: there is no server, or it refuses; the conversation is then as before.
         """
         self.messages.append({"role": "user", "content": text})
-        answer: list[str] = []
+        response: list[str] = []
         try:
             for piece in self._stream():
-                answer.append(piece)
+                response.append(piece)
                 yield piece
         finally:
-            if answer:
-                self.messages.append({"role": "assistant", "content": "".join(answer)})
+            if response:
+                self.messages.append({"role": "assistant", "content": "".join(response)})
             else:
                 self.messages.pop()
 
@@ -84,7 +84,7 @@ class ChatSession:
 
 
 def run_chat(session: ChatSession) -> int:
-    """The loop over the user's lines; the exit code."""
+    """Run the loop over the user's lines; returns the exit code."""
     try:
         print(f"{session.connect()} at {session.url}. {HELP}")
     except ChatFailed as error:
@@ -103,10 +103,10 @@ def run_chat(session: ChatSession) -> int:
         elif line.startswith("/"):
             print(HELP)
         elif line:
-            _print_answer(session, line)
+            _print_response(session, line)
 
 
-def _print_answer(session: ChatSession, line: str) -> None:
+def _print_response(session: ChatSession, line: str) -> None:
     try:
         with contextlib.closing(session.ask(line)) as pieces:  # type: ignore[type-var]  # a generator
             for piece in pieces:

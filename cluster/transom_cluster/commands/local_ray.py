@@ -1,4 +1,7 @@
-"""A private Ray on this machine with the Serve app in it: started, watched and ended with everything that belongs to it."""
+"""Starts a private Ray cluster on this machine with the Serve app in it, watches it, and ends all of its processes.
+
+Daemon: a process of Ray that this process has started (GCS, raylet); the other processes are below the daemons.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +35,23 @@ from transom_worker.settings import Settings
 logger = logging.getLogger("transom.cli")
 
 APP_NAME = "transom"
-OBJECT_STORE_BYTES = 100 * 2**20  # nothing large goes through it
-POLL_S = 0.25  # each look costs Serve's controller and us some milliseconds, which the start itself needs
+OBJECT_STORE_BYTES = 100 * 2**20  # no large object passes through it
+POLL_S = 0.25  # each poll takes milliseconds of CPU, which the start itself needs
 WATCH_S = 1.0
-DRAIN_S = 35.0  # a little more than routers give themselves
-SETTLE_S = 0.1  # what routers wrote last passes through the proxy
+DRAIN_S = 35.0  # a little more than `Router.stop` waits
+SETTLE_S = 0.1  # time in which the proxy sends what routers wrote last
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_enable_metrics_collection": "0",  # Ray's own, on a port that everybody reaches; ours are at /metrics
+    "RAY_enable_metrics_collection": "0",  # Ray's own metrics are on a port that is open to all; Transom's are at /metrics
 }
 
 
 class StartFailed(Exception):
-    """The server did not come up; the message is for the user."""
+    """The server could not be started. The message is for the user."""
 
 
 class LocalRay:
@@ -59,11 +62,13 @@ class LocalRay:
         self._port = settings.port  # 0: chosen at the start
         self._folder: str | None = None
         self._follower: LogFollower | None = None
-        self._held: dict[str, socket.socket] = {}  # until HAProxy has ended: Ray takes many ports while it starts
+        self._reserved_ports: dict[
+            str, socket.socket
+        ] = {}  # until HAProxy has ended: Ray takes many ports while it starts
 
     @property
     def local_url(self) -> str:
-        """Where this machine reaches the server."""
+        """The server's URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
@@ -78,9 +83,9 @@ class LocalRay:
         for name, value in (_ENVIRONMENT | (self._haproxy_environment() if self._settings.haproxy else {})).items():
             os.environ.setdefault(name, value)
         if "RAY_AUTH_MODE" not in os.environ:
-            # Ray's own ports listen on every interface. A token of this run's keeps others out, and leaves no file behind.
+            # Ray's own ports listen on every interface. They accept only this run's token, which is in no file.
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        with _as_start_failure("Ray"), _keeping_signal_handlers():
+        with _as_start_failure("Ray"), keep_signal_handlers():
             self._start_ray()
         if self._settings.log_format == "json" and self._folder is not None:
             self._follower = LogFollower(Path(self._folder, "session_latest", "logs"))
@@ -92,37 +97,39 @@ class LocalRay:
         self._wait_for_app()
 
     def wait(self) -> None:
-        """Return when a process of Ray has ended by itself, which it should not."""
+        """Return when a daemon of Ray has ended unexpectedly."""
         daemons = children_of(os.getpid())
         while all(map(is_running, daemons)):
             time.sleep(WATCH_S)
 
     def drain(self) -> None:
-        """Refuse new requests and return when running answers have ended, or after `DRAIN_S`."""
+        """Refuse new requests, and return when the running ones have ended or after `DRAIN_S`."""
         try:
             asyncio.run(_drain_routers())
-        except Exception as error:  # a router that is gone has nothing to finish
-            logger.warning("Running answers could not be waited for: %r", error)
+        except Exception as error:  # a dead router has no requests to wait for
+            logger.warning("The server could not wait for running requests: %r", error)
         time.sleep(SETTLE_S)
 
     def stop(self) -> None:
-        """End every process that was started here; takes seconds at most. Idempotent."""
+        """End every process that this object started, within seconds. Idempotent."""
         started = descendants_of(os.getpid())
         if self._folder is not None:
             import ray
 
-            logging.disable(logging.CRITICAL)  # what ends on purpose need not complain
+            logging.disable(logging.CRITICAL)  # processes that end on purpose would log errors
             daemons = children_of(os.getpid())
-            with _silent_stderr():  # nor need Ray's threads below Python, which find its processes gone
-                kill_processes(process for process in started if process not in daemons)  # Ray waits long for busy ones
+            with _discard_stderr():  # so would Ray's native threads
+                kill_processes(
+                    process for process in started if process not in daemons
+                )  # Ray waits long for busy processes
                 ray.shutdown()
                 end_processes(started)
             if self._follower is not None:
                 self._follower.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-        for held in self._held.values():
-            held.close()
+        for reserved in self._reserved_ports.values():
+            reserved.close()
 
     def _start_ray(self) -> None:
         import ray
@@ -140,13 +147,17 @@ class LocalRay:
         )
 
     def _haproxy_environment(self) -> dict[str, str]:
-        """HAProxy's own pages get free ports, since a second server on this machine could not start with the usual ones."""
-        self._held = {name: _held_port() for name in ("STATS", "METRICS")}
-        ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(held.getsockname()[1]) for name, held in self._held.items()}
+        """Choose free ports for HAProxy's own pages, since a second server on this machine could not use the default ones."""
+        self._reserved_ports = {name: _reserve_port() for name in ("STATS", "METRICS")}
+        ports = {
+            f"RAY_SERVE_HAPROXY_{name}_PORT": str(reserved.getsockname()[1])
+            for name, reserved in self._reserved_ports.items()
+        }
         return {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", **ports}
 
     def _check_gpus(self) -> None:
-        """Ray may find fewer than the device files promised; a worker that asks for what is not there would wait for ever."""
+        """Refuse to start if Ray found fewer GPUs than there are device files: a worker would wait for the missing ones without
+        an end."""
         import ray
 
         if problem := check_gpus(self._settings, int(ray.cluster_resources().get("GPU", 0))):
@@ -180,7 +191,7 @@ class LocalRay:
             if state == "RUNNING":
                 return
             if app is not None and state in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartFailed(_reason([app.message, *(d.message for d in app.deployments.values())]))
+                raise StartFailed(failure_reason([app.message, *(d.message for d in app.deployments.values())]))
             time.sleep(POLL_S)
 
 
@@ -192,8 +203,8 @@ async def _drain_routers() -> None:
 
 
 @contextlib.contextmanager
-def _keeping_signal_handlers() -> Iterator[None]:
-    """Ray's start takes SIGTERM: in Python it raises SystemExit, and below Python it dumps a stack. Undo both."""
+def keep_signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers after Ray's start, which makes SIGTERM raise SystemExit in Python and dump a stack below it."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -205,21 +216,21 @@ def _keeping_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """What is written to the standard error output meanwhile, by Python or below it, goes nowhere."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def _discard_stderr() -> Iterator[None]:
+    """Discard standard error output, also that of native code."""
+    kept, null_device = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 2)
     try:
         yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)
+        os.close(null_device)
 
 
 @contextlib.contextmanager
 def _as_start_failure(what: str) -> Iterator[None]:
-    """Ray's errors carry whole log files; people need their first line."""
+    """Turn an error of Ray into `StartFailed` with its first line; the rest may be a whole log file."""
     try:
         yield
     except Exception as error:
@@ -228,15 +239,15 @@ def _as_start_failure(what: str) -> Iterator[None]:
         raise StartFailed(f"{what} could not be started: {lines[0]}") from error
 
 
-def _held_port() -> socket.socket:
-    """A socket on a free port of every interface, which HAProxy may take over and nobody else who takes any port.
+def _reserve_port() -> socket.socket:
+    """Bind a socket to a free port of every interface, so that no process that asks for any free port gets it.
 
-    It does not listen, and lets others have the address who ask as servers do (SO_REUSEADDR).
+    The socket does not listen and has SO_REUSEADDR, so that HAProxy, which asks for this very port as servers do, gets it.
     """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("0.0.0.0", 0))
-    return held
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("0.0.0.0", 0))
+    return reserved
 
 
 def _free_port(host: str) -> int:
@@ -245,8 +256,8 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _reason(messages: list[str]) -> str:
-    """Our own error out of Serve's tracebacks, or their end."""
+def failure_reason(messages: list[str]) -> str:
+    """The message of our own error in Serve's tracebacks; without one, the tracebacks' last lines."""
     text = "\n".join(messages)
     ours = re.findall(r"^\s*transom_worker\.errors\.\w+: (.+)$", text, flags=re.MULTILINE)
     if ours:

@@ -1,6 +1,6 @@
-"""Shows what the processes of `transom serve --log-format json` write, on its own standard error, one JSON object a line.
+"""Shows the log lines of all processes of `transom serve --log-format json` on its own standard error, one JSON object per line.
 
-Ray keeps each process's standard error in a file of its session, and would otherwise show it with words of its own in front.
+Ray keeps each process's standard error in a file of its session folder, and would itself show the lines with a prefix of its own.
 """
 
 from __future__ import annotations
@@ -11,52 +11,63 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-PERIOD_S = 0.25
-MAX_READ_BYTES = 1 << 20  # of one file at a time
-OURS = b'{"time": '
+POLL_PERIOD_S = 0.25
+MAX_READ_BYTES = 1 << 20  # per read of one file
+OWN_PREFIX = b'{"time": '
 
 
 class LogFollower:
-    """Reads a session's files until it is closed. Lines that are not ours stay where they are."""
+    """Copies new lines of a session's files to `out` on a thread, until it is closed. It skips lines that are not Transom's
+    JSON."""
 
-    def __init__(self, folder: Path, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        out: TextIO | None = None,
+        *,
+        poll_period_s: float = POLL_PERIOD_S,
+        max_read_bytes: int = MAX_READ_BYTES,
+    ) -> None:
         self._folder = folder
         self._out = out or sys.stderr
-        self._read: dict[Path, int] = {}  # bytes, up to the end of a line
+        self._poll_period_s = poll_period_s
+        self._max_read_bytes = max_read_bytes
+        self._num_read_bytes: dict[Path, int] = {}  # by file, up to the end of a line
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="transom-logs", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Show what was written so far, and read no more. Idempotent."""
+        """Show all lines that were written so far, and stop. Idempotent."""
         self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
-            while not self._closed.wait(PERIOD_S):
-                self._show()
-            self._show()
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed
+            while not self._closed.wait(self._poll_period_s):
+                self.show_new_lines()
+            self.show_new_lines()
 
-    def _show(self) -> None:
+    def show_new_lines(self) -> None:
+        """Copy the lines that were written since the last call."""
         for path in sorted(self._folder.glob("worker-*.err")):
             while lines := self._new_lines(path):
-                ours = [line for line in lines if line.startswith(OURS)]
-                if ours:
-                    self._out.write(b"".join(ours).decode(errors="replace"))
+                own = [line for line in lines if line.startswith(OWN_PREFIX)]
+                if own:
+                    self._out.write(b"".join(own).decode(errors="replace"))
                     self._out.flush()
 
     def _new_lines(self, path: Path) -> list[bytes]:
-        """Whole lines since the last call."""
-        begin = self._read.get(path, 0)
+        """The whole lines that were written to a file since the last call."""
+        begin = self._num_read_bytes.get(path, 0)
         try:
             with path.open("rb") as file:
                 file.seek(begin)
-                data = file.read(MAX_READ_BYTES)
-        except OSError:  # gone
+                data = file.read(self._max_read_bytes)
+        except OSError:  # the file was deleted
             return []
         end = data.rfind(b"\n") + 1
-        if not end and len(data) == MAX_READ_BYTES:  # a line without an end is none of ours
+        if not end and len(data) == self._max_read_bytes:  # a line longer than one read is not Transom's
             end = len(data)
-        self._read[path] = begin + end
+        self._num_read_bytes[path] = begin + end
         return data[:end].splitlines(keepends=True)

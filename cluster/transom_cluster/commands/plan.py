@@ -1,4 +1,4 @@
-"""`transom plan`: what a model's KV cache takes and how many requests fit, from its config alone."""
+"""`transom plan`: computes from a model's config the memory of its KV cache, and how many requests fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache plan on the terminal."""
+"""Prints a KV cache plan on the terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.table import Table
 from transom_worker.model_config.rank_shares import rank_lines
 from transom_worker.planner import CachePlan
 
-LEAST_WIDTH = 110  # where there is no terminal
+MIN_WIDTH = 110  # columns, if the output is not a terminal
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> None:
-    """The set-up, a row by group, what one request takes, and how many run at once by length."""
+    """Print the set-up, a row per KV cache group, one request's memory, and the concurrency by context length."""
     console = console or _console()
     ranks = plan.tensor_parallel_size
     console.print(
@@ -40,14 +40,14 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> N
 
 
 def readable(num_bytes: int) -> str:
-    """Bytes in a unit that leaves few digits: 1.25 GiB."""
+    """Bytes in the largest unit that they fill, such as 1.25 GiB."""
     power = min(max(0, num_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
     return f"{num_bytes / 1024**power:,.{2 if power else 0}f} {UNITS[power]}"
 
 
 def _console() -> Console:
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=max(LEAST_WIDTH, console.width))
+    return console if console.is_terminal else Console(highlight=False, width=max(MIN_WIDTH, console.width))
 
 
 def _groups(plan: CachePlan) -> Table:

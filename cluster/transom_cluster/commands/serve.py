@@ -1,4 +1,5 @@
-"""`transom serve`: start everything, say where it is, and end everything: at once on Ctrl-C, after running answers on SIGTERM."""
+"""`transom serve`: starts a server on this machine, prints its address, and ends it: at once on Ctrl-C, after running requests on
+SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,20 +23,21 @@ from transom_worker.settings import Settings
 START_FAILED = 1
 INTERRUPTED = 130
 READY_TIMEOUT_S = 60.0
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: what is being answered may end first."""
+    """SIGTERM arrived: running requests may end first."""
 
 
 def run_server(settings: Settings, given: dict[str, Any]) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. While running answers end after SIGTERM, another signal ends them at once.
+    """Serve until SIGINT or SIGTERM, and return the exit code.
 
-    `given` are the settings as the app takes them.
+    After SIGTERM the server waits for running requests; another signal ends them at once. `given` has the settings that the user
+    gave, in the form that `build_app` takes.
     """
     begin_s = time.perf_counter()
-    for number in ENDING:
+    for number in ENDING_SIGNALS:
         signal.signal(number, _interrupt)
     is_serving = False
     cluster = LocalRay(settings)
@@ -43,8 +45,8 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         with StartupProgress() as progress:
             check_start(settings)
             cluster.start(given, progress)
-            progress.stage("first answer")
-            workers = _wait_until_it_answers(cluster, settings.server_config())
+            progress.stage("first response")
+            workers = _wait_for_first_response(cluster, settings.server_config())
         _print_welcome(cluster, settings, workers, time.perf_counter() - begin_s)
         is_serving = True
         cluster.wait()
@@ -58,7 +60,7 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         typer.echo(f"transom: {error}", err=True)
         return START_FAILED
     finally:
-        for number in ENDING:
+        for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
         if is_serving:
             typer.echo("\nStopping.")
@@ -70,22 +72,22 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
-def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
-    """Wait for a router, then for one token; what the workers say about themselves.
+def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
+    """Wait for a router, then for one generated token, and return the workers' descriptions of themselves.
 
-    A router holds the request until there is a worker, and has one started where idleness has ended all of them already.
+    The router queues the request until there is a worker, and has one started if autoscaling has stopped all idle ones already.
 
     Raises:
-        StartFailed: no answer in time, or an error.
+        StartFailed: no response came in time, or an error came.
     """
     keys = current_keys(config)
     headers = {b"authorization": f"Bearer {keys[0]}".encode()} if keys else {}
-    give_up_s = time.monotonic() + READY_TIMEOUT_S
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
     with httpx.Client(
         base_url=cluster.local_url, headers=headers, timeout=2 * READY_TIMEOUT_S, trust_env=False
     ) as client:
         while not _router_answers(client):
-            if time.monotonic() > give_up_s:
+            if time.monotonic() > deadline_s:
                 raise StartFailed(f"No router answered within {READY_TIMEOUT_S:.0f} s.")
             time.sleep(0.05)
         response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
@@ -96,7 +98,7 @@ def _wait_until_it_answers(cluster: LocalRay, config: ServerConfig) -> list[dict
 
 
 def _router_answers(client: httpx.Client) -> bool:
-    """Whether /health is answered by a router and not by a proxy that has none yet."""
+    """Whether a router answers /health, and not the proxy that has no router yet."""
     try:
         return "status" in client.get("/health").json()
     except (httpx.TransportError, ValueError):

@@ -1,4 +1,4 @@
-"""Command-line flags made from `Settings`, so that flags, YAML and keywords cannot drift apart."""
+"""Makes command-line flags from `Settings`, so that flags, YAML and keywords always have the same names, types and defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _ENVIRONMENT: dict[str, list[str]] = {
 
 
 def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes keywords the model as its argument and a flag for every other setting; None: not given."""
+    """Give a command, which takes keywords, the model as its argument and a flag for every other setting.
+
+    A flag that the user does not give has the value None.
+    """
     parameters = [_parameter(name, field.annotation, field.default) for name, field in Settings.model_fields.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -46,7 +49,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _flag_type(name: str, annotation: Any) -> Any:
-    """What the command line parses: numbers and switches. Words are checked by `Settings`, whose messages are better."""
+    """The type that the command line parses: numbers and switches. `Settings` checks words, with better messages."""
     if name == "kv_cache_memory_bytes":
         return str | None  # 512MiB
     if name == "api_key":

@@ -1,4 +1,4 @@
-"""`transom bench simulate`: replay requests through the real scheduler and cache, without a model."""
+"""`transom bench simulate`: replays requests through the real scheduler and KV cache, without a model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ def simulate(
     ] = None,
     workload: Annotated[
         str | None,
-        typer.Option(help="Instead: sessions, shuffled, poisson, system-prompt, edited-message or long-answers."),
+        typer.Option(
+            help="Instead of a trace: sessions, shuffled, poisson, system-prompt, edited-message or long-answers."
+        ),
     ] = None,
     arrivals: Annotated[
         str, typer.Option(help="sequential: one request at a time; recorded: at their times, on a virtual clock.")
     ] = "sequential",
     host_memory: Annotated[str, typer.Option(help="Host tier; 0, since there is none yet.")] = "0",
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only so many requests.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per unit of prefix hashing.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per hash block of the prefix cache.")] = 16,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per step; 8192 for traces, 2048 for workloads if unset.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 256,
     window_repair: Annotated[bool, typer.Option(help="Replay a bounded tail where only windows are gone.")] = True,
     seed: Annotated[int, typer.Option(help="Of the shuffled and Poisson orders.")] = 0,
     step_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each step.")] = 0.008,

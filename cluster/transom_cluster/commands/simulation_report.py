@@ -1,4 +1,4 @@
-"""A simulation on the terminal: a bar while it runs, a table of what it found."""
+"""Shows a simulation on the terminal: a progress bar while it runs, and a table of its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
-    """Run it, with a bar on stderr unless `quiet`. Raises as `Simulation` does."""
+    """Run a simulation, with a progress bar on stderr unless `quiet`. Raises the errors of `Simulation`."""
     simulation = Simulation(config)
     if quiet:
         return simulation.run()
@@ -25,7 +25,7 @@ def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Prompt tokens by outcome, what other caches would hit, and what it took."""
+    """Print prompt tokens by outcome, the hits of ideal caches, and the costs."""
     console = console or Console(highlight=False)
     setup = report.setup
     console.print(

@@ -1,4 +1,4 @@
-"""Start-up stages on the terminal: a spinner where there is one, a line per stage elsewhere."""
+"""Shows the stages of a start on the terminal: a spinner on a terminal, one line per finished stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.status import Status
 
 
 class StartupProgress:
-    """Shows the present stage and, when it ends, how long it took."""
+    """Shows the current stage, and its duration when it ends."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)

@@ -59,7 +59,7 @@ def build_api(router: Router) -> FastAPI:
         routes.add_routes(api, router)
     document = api.openapi()
     admin_paths = frozenset(path for path in document["paths"] if admins.are_required and shows_all_clients(path))
-    complete_openapi_document(document, wants_key=keys.are_required, open_paths=OPEN_PATHS, admin_paths=admin_paths)
+    complete_openapi_document(document, needs_key=keys.are_required, open_paths=OPEN_PATHS, admin_paths=admin_paths)
     for endpoint, statuses in declared_statuses(api.routes, document, router.config).items():
         router.metrics.may_end(endpoint, statuses)
     return api

@@ -23,9 +23,9 @@ from transom_cluster.http.request_state import request_state
 from transom_cluster.http.routed_path import routed_path
 from transom_cluster.openai.errors import (
     WireError,
+    admin_key_required,
     body_too_large,
     headers_too_large,
-    not_an_admin,
     wire_error,
     wrong_api_key,
 )
@@ -151,7 +151,7 @@ class ApiKeyMiddleware:
             client = self._keys.client_of(given) if given and self._keys.are_required else None
             needs_admin = self._admins.are_required and shows_all_clients(path)
             if needs_admin and admin is None and client is not None:
-                await send_error(not_an_admin(), send)
+                await send_error(admin_key_required(), send)
                 return
             needs_key = needs_admin or (self._keys.are_required and not _is_open(path))
             if needs_key and admin is None and client is None:

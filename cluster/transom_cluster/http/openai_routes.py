@@ -23,7 +23,7 @@ from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
-from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
+from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.prompts import (
     MAX_INLINE_CHARS,

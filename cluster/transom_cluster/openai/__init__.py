@@ -1,1 +1,1 @@
-"""The wire: OpenAI shapes, their checks, their errors, server-sent events."""
+"""OpenAI's wire format: request bodies and their checks, response bodies, errors, server-sent events, the OpenAPI document."""

@@ -1,4 +1,4 @@
-"""From a request's bytes to a checked pydantic model; every complaint names the field."""
+"""Parses a request's bytes into a checked pydantic model; every error names the field that is wrong."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from transom_cluster.openai.fields import FieldRules
+from transom_cluster.openai.field_rules import FieldRules
 from transom_worker.errors import RequestError
 
 Model = TypeVar("Model", bound="WireModel")
 
 
 class WireModel(BaseModel):
-    """Base of request bodies: JSON's own types, no unknown fields."""
+    """Base class of request bodies. Values must have JSON's own types (no conversion from strings), and unknown fields are
+    errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -24,7 +25,7 @@ def parse_body(body: bytes, model: type[Model], rules: FieldRules) -> Model:
     """Parse and check a JSON body.
 
     Raises:
-        RequestError: not JSON, not an object, or a field that is wrong, unknown or not supported; `param` names it.
+        RequestError: the body is not a JSON object, or a field is wrong, unknown or not supported; `param` names the field.
     """
     try:
         data = from_json(body)
@@ -52,13 +53,17 @@ def _field_error(error: ValidationError) -> RequestError:
 
 
 def _deepest(problems: Sequence[Any]) -> Any:
-    """Of a union's alternatives the one that got furthest into the value is the one that was meant."""
+    """The most relevant of pydantic's problems.
+
+    For a union pydantic reports one problem per alternative. The client meant the alternative whose check got deepest into the
+    value.
+    """
     return max(problems, key=lambda problem: len([p for p in problem["loc"] if isinstance(p, int)]))
 
 
 def _dotted(loc: Sequence[str | int]) -> str:
-    """`messages[0].content`, without the names of union alternatives that pydantic puts into the path."""
-    path = str(loc[0])  # the field, whatever a client has called it
+    """The field's path such as `messages[0].content`, without the names of union alternatives that pydantic puts into it."""
+    path = str(loc[0])  # a client may have given a field any name
     for part in loc[1:]:
         if isinstance(part, int):
             path += f"[{part}]"

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions."""
+"""The request body of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.errors import RequestError
 
-MAX_MESSAGES = 4096  # a template is rendered once for each of the latest turns
+MAX_MESSAGES = 4096  # the chat template is rendered once for each of the last turns
 EXAMPLE_CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
 class ContentPart(WireModel):
-    """One part of a message's content. Only text can be served; other kinds are named in the refusal."""
+    """One part of a message's content. The server takes only text; the error for another kind names it."""
 
     type: str
     text: str | None = None
@@ -25,17 +25,17 @@ class ContentPart(WireModel):
     video_url: Any = None
     file: Any = None
     refusal: Any = None
-    cache_control: Any = None  # a hint of other vendors
+    cache_control: Any = None  # a hint of other vendors' APIs, ignored
 
     @property
     def is_text(self) -> bool:
-        """Whether this is text and nothing besides."""
+        """Whether the part is text and has no other content."""
         others = (self.image_url, self.input_audio, self.video_url, self.file, self.refusal)
         return self.type == "text" and self.text is not None and others == (None,) * len(others)
 
 
 class ChatMessage(WireModel):
-    """One message. Fields that are null-only here come from clients that send an answer back as it was."""
+    """One message. Fields whose only value is null are there for clients that send a response's message back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -49,7 +49,7 @@ class ChatMessage(WireModel):
 
 
 class ChatCompletionRequest(SamplingFields):
-    """The fields that are served; `fields.CHAT_RULES` knows the others."""
+    """The supported fields; docs/http_api.md lists those that are ignored or refused."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, examples=[EXAMPLE_CHAT])
     max_completion_tokens: int | None = None
@@ -59,7 +59,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def params(self) -> SamplingParams:
-        """The contract's parameters.
+        """Build the worker contract's sampling parameters.
 
         Raises:
             RequestError: a value is out of range or contradicts another.
@@ -76,12 +76,12 @@ class ChatCompletionRequest(SamplingFields):
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them: role and plain text.
+    """Convert messages to the form that chat templates read: role and plain text.
 
-    A developer message becomes a system message, which is what templates know.
+    A developer message becomes a system message, the role that templates know.
 
     Raises:
-        RequestError: a message that is not text, or that belongs to tool calling.
+        RequestError: a message is not text, or belongs to tool calling.
     """
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from transom_cluster.openai.logprobs import TokenNames, chat_logprobs
+from transom_cluster.openai.logprobs import TokenBytes, chat_logprobs
 from transom_cluster.openai.response_types import ChatChoice, ChatCompletion, ChatLogprobs
 from transom_cluster.openai.writers import FINGERPRINT, ResponseMetadata, ResponseWriter, final_finish_reason
 from transom_worker.contract import OutputEvent, Request, TokenLogprobs
@@ -20,13 +20,13 @@ class ChatWriter(ResponseWriter):
         self,
         metadata: ResponseMetadata,
         requests: Sequence[Request],
-        names: TokenNames,
+        tokenizer: TokenBytes,
         *,
         include_usage: bool = False,
         num_top_logprobs: int | None = None,
     ) -> None:
         super().__init__(metadata, requests, include_usage=include_usage)
-        self._names = names
+        self._tokenizer = tokenizer
         self._num_top_logprobs = num_top_logprobs
         self._has_started = [False] * len(requests)
         self._text_openings = [f'{self._opening}{i},"delta":{{"content":' for i in range(len(requests))]
@@ -77,4 +77,4 @@ class ChatWriter(ResponseWriter):
         }
 
     def _logprobs(self, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        return {"content": chat_logprobs(positions, self._num_top_logprobs or 0, self._names), "refusal": None}
+        return {"content": chat_logprobs(positions, self._num_top_logprobs or 0, self._tokenizer), "refusal": None}

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/completions, /tokenize and /detokenize."""
+"""The request bodies of POST /v1/completions, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_ANSWERS = 1024  # more could never be admitted together (--max-waiting), and would be told to try again for ever
+MAX_CHOICES = 1024  # a worker could never admit more of them together (--max-waiting), so a retry would not help
 
 
 class CompletionRequest(SamplingFields):
-    """The fields that are served; `fields.COMPLETION_RULES` knows the others."""
+    """The supported fields; docs/http_api.md lists those that are ignored or refused."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         examples=["Once upon a time", ["One", "Two"], [72, 105]]
@@ -29,14 +29,14 @@ class CompletionRequest(SamplingFields):
 
     @property
     def echo_only(self) -> bool:
-        """The prompt is wanted back (with its log-probabilities), and no answer: `max_tokens` 0."""
+        """Whether the client wants only the prompt back, with its log-probabilities: `echo` with `max_tokens` 0."""
         return self.echo and self.max_tokens == 0
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts of this batch: all texts, or all lists of token ids.
 
         Raises:
-            RequestError: there is none, or one is empty.
+            RequestError: there is no prompt, or there are too many choices.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -44,15 +44,15 @@ class CompletionRequest(SamplingFields):
             raise RequestError("prompt is an empty list; send at least one prompt.", param="prompt")
         if isinstance(self.prompt[0], int):
             return [self.prompt]
-        if len(self.prompt) * (self.n or 1) > MAX_ANSWERS:
+        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise RequestError(
-                f"prompt has {len(self.prompt)} prompts and n is {self.n or 1}; at most {MAX_ANSWERS} answers a request.",
+                f"prompt has {len(self.prompt)} prompts and n is {self.n or 1}; at most {MAX_CHOICES} choices a request.",
                 param="prompt",
             )
         return self.prompt
 
     def params(self) -> SamplingParams:
-        """The contract's parameters. With `echo_only` one token is computed, and dropped by the writer.
+        """Build the worker contract's sampling parameters. With `echo_only` the engine computes one token, which the writer drops.
 
         Raises:
             RequestError: a value is out of range or contradicts another.
@@ -69,19 +69,19 @@ class CompletionRequest(SamplingFields):
 
 
 class TokenizeRequest(WireModel):
-    """A text, or messages to be put through the chat template."""
+    """A text, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = Field(None, examples=["Once upon a time"])
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = None  # default: true for a prompt; the template's business for messages
+    add_special_tokens: bool | None = None  # default: true for a prompt; for messages the chat template decides
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 
 class DetokenizeRequest(WireModel):
-    """Token ids to be turned into text."""
+    """Token ids to decode."""
 
     model: str | None = None
     tokens: list[int] = Field(examples=[[72, 105]])

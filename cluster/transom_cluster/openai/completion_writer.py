@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transom_cluster.openai.logprobs import CompletionLogprobs, TokenNames
+from transom_cluster.openai.logprobs import CompletionLogprobs, TokenBytes
 from transom_cluster.openai.response_types import Completion, TextChoice, TextLogprobs
 from transom_cluster.openai.writers import FINGERPRINT, ResponseMetadata, ResponseWriter, final_finish_reason
 from transom_worker import contract
@@ -34,7 +34,7 @@ class CompletionWriter(ResponseWriter):
         self,
         metadata: ResponseMetadata,
         requests: Sequence[Request],
-        names: TokenNames,
+        tokenizer: TokenBytes,
         *,
         include_usage: bool = False,
         num_top_logprobs: int | None = None,
@@ -47,7 +47,7 @@ class CompletionWriter(ResponseWriter):
         self._has_started = [False] * len(requests)
         self._logprobs = None
         if num_top_logprobs is not None:
-            self._logprobs = [CompletionLogprobs(num_top_logprobs, names) for _ in requests]
+            self._logprobs = [CompletionLogprobs(num_top_logprobs, tokenizer) for _ in requests]
         self._text_openings = [f'{self._opening}{i},"text":' for i in range(len(requests))]
         self._text_closing = f',"logprobs":null,"finish_reason":null{self._closing}'
 

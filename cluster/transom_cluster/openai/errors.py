@@ -1,4 +1,4 @@
-"""Every error as clients see it: one map from error class to status, and OpenAI's error object.
+"""Every error in the form that clients get: a map from error class to HTTP status, and OpenAI's error object.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -19,7 +19,7 @@ MAX_PARAM_CHARS = 200
 HIDDEN_MESSAGE = "The server failed on this request; its log has the reason. It is safe to send the request again."
 
 _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
-    # error class: (HTTP status, OpenAI's type, code); the nearest class in the error's own tree counts
+    # error class: (HTTP status, OpenAI's type, code); an error without an entry has its nearest base class's
     errors.PromptTooLong: (400, "invalid_request_error", "context_length_exceeded"),
     errors.RequestTooLarge: (400, "invalid_request_error", "request_too_large"),
     errors.RequestError: (400, "invalid_request_error", None),
@@ -32,12 +32,12 @@ _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
     Exception: (500, "server_error", "internal_error"),
 }
 STREAM_CODES = tuple(code for status, _, code in _STATUS.values() if code and (status == 408 or status >= 500))
-"""Codes of what may end an answer that has begun; what is wrong with a request shows before."""
+"""Codes of errors that may end a stream. Errors in the request itself show before the first byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireError:
-    """An error ready to be sent: status, OpenAI's fields, and headers."""
+    """An error in the form that is sent: HTTP status, OpenAI's fields, and headers."""
 
     status: int
     message: str
@@ -48,7 +48,7 @@ class WireError:
 
     @property
     def body(self) -> ErrorBody:
-        """OpenAI's error object. What a client sent is quoted briefly at most."""
+        """OpenAI's error object. Its texts are cut, since they may quote what the client sent."""
         message, param = _cut(self.message, MAX_MESSAGE_CHARS), self.param and _cut(self.param, MAX_PARAM_CHARS)
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
@@ -57,8 +57,8 @@ class WireError:
         return json.dumps(self.body).encode()
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 class HttpError(Exception):
@@ -70,7 +70,7 @@ class HttpError(Exception):
 
 
 def wire_error(error: BaseException) -> WireError:
-    """What a client is told about `error`. Whatever is not in Transom's tree keeps its message for the log."""
+    """The form of `error` that the client gets. The message of an unexpected error is hidden; only the log has it."""
     if isinstance(error, HttpError):
         return error.error
     kind = next(kind for kind in type(error).__mro__ if kind in _STATUS or kind is BaseException)
@@ -86,19 +86,19 @@ def wire_error(error: BaseException) -> WireError:
 
 
 def wire_error_from_info(info: ErrorInfo) -> WireError:
-    """The same for an error that came from a worker."""
+    """The form of a worker's error that the client gets."""
     return wire_error(info.error())
 
 
 def unknown_model(name: str, served: str) -> HttpError:
-    """404 for a model that is not served here."""
+    """Status 404 for a model that this server does not serve."""
     message = f"The model {name!r} does not exist; this server has {served!r}."
     return not_found(message, param="model", code="model_not_found")
 
 
 def unknown_process(name: str) -> HttpError:
-    """404 for a process that is not in the cluster."""
-    message = f"There is no process {name!r}; /metrics/sd names those that there are."
+    """Status 404 for a process that is not in the cluster."""
+    message = f"There is no process {name!r}; /metrics/sd lists all processes."
     return not_found(message, param="name", code="process_not_found")
 
 
@@ -114,7 +114,7 @@ def process_silent(name: str) -> HttpError:
 
 
 def body_too_large(max_body_bytes: int) -> HttpError:
-    """413; the limit is in the message."""
+    """Status 413; the message has the limit."""
     message = f"The request body is larger than {max_body_bytes:,} bytes; send less, or raise --max-body-bytes."
     return HttpError(
         WireError(status=413, message=message, type="invalid_request_error", code="request_body_too_large")
@@ -122,7 +122,7 @@ def body_too_large(max_body_bytes: int) -> HttpError:
 
 
 def headers_too_large(max_header_bytes: int) -> WireError:
-    """431; the limit is in the message."""
+    """Status 431; the message has the limit."""
     return WireError(
         status=431,
         message=f"The request's headers are larger than {max_header_bytes:,} bytes; send less, or raise --max-header-bytes.",
@@ -132,7 +132,7 @@ def headers_too_large(max_header_bytes: int) -> WireError:
 
 
 def wrong_api_key(*, missing: bool) -> WireError:
-    """401."""
+    """Status 401 for a missing or wrong key."""
     reason = "No API key was given" if missing else "The API key is wrong"
     return WireError(
         status=401,
@@ -143,20 +143,20 @@ def wrong_api_key(*, missing: bool) -> WireError:
     )
 
 
-def not_an_admin() -> WireError:
-    """403 for a client's key where an admin's is wanted."""
+def admin_key_required() -> WireError:
+    """Status 403 for a client's key on a route that needs an admin key."""
     return WireError(
         status=403,
-        message="This shows what all clients do together, which a client's key does not open; send one of --admin-api-key-file.",
+        message="This route shows data of all clients together; send a key from --admin-api-key-file.",
         type="permission_error",
         code="admin_api_key_required",
     )
 
 
 def http_status_error(status: int, method: str, path: str) -> WireError:
-    """For what the web framework refuses by itself: unknown paths, wrong methods."""
+    """The form of FastAPI's own refusals: unknown paths, wrong methods."""
     if status == 404:
-        message, code = f"There is nothing at {path}; GET / lists what there is.", "not_found"
+        message, code = f"There is no route {path}; GET / lists all paths.", "not_found"
     elif status == 405:
         message, code = f"{method} is not allowed at {path}.", "method_not_allowed"
     else:

@@ -1,4 +1,7 @@
-"""The API's own description (OpenAPI), completed with what the framework cannot see: bodies, answers, errors, keys."""
+"""Completes the OpenAPI document with what FastAPI cannot derive: request bodies, response bodies, errors and keys.
+
+FastAPI knows only the routes' paths, since handlers parse bodies themselves and return finished responses.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,22 @@ from transom_cluster.openai import response_types
 from transom_cluster.openai.body import WireModel
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from transom_cluster.openai.fields import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
+from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
 
 POST_ENDPOINTS: dict[str, tuple[type[WireModel], FieldRules, type[Any]]] = {
-    # path of a POST: its body, what becomes of other fields, the answer
+    # path of a POST route: its request body, the rules for other fields, its response body
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES, response_types.ChatCompletion),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES, response_types.Completion),
     "/tokenize": (TokenizeRequest, TOKENIZE_RULES, response_types.Tokens),
     "/detokenize": (DetokenizeRequest, NO_RULES, response_types.Text),
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
-_LOOKED_AT: dict[str, type[Any]] = {
+_GET_RESPONSES: dict[str, type[Any]] = {
     "/health": response_types.Health,
     "/v1/models": response_types.ModelList,
     "/v1/models/{model_id}": response_types.ModelCard,
 }
-_PAGES = ("/metrics", "/metrics/process")
+_METRICS_PATHS = ("/metrics", "/metrics/process")
 _ERRORS = {
     400: "Malformed, a field that is wrong or not supported, or a prompt that is too long.",
     401: "No API key, or a wrong one.",
@@ -38,8 +41,8 @@ _ERRORS = {
     500: "The server failed; its log has the reason.",
     503: "Overloaded, or no worker is ready.",
 }
-_OF_LOOKING = (401, 431, 500)
-_EVENT = {  # of each event of a stream
+_GET_ERRORS = (401, 431, 500)
+_EVENT = {  # of one server-sent event of a stream
     "type": "object",
     "required": ["data"],
     "properties": {"data": {"type": "string", "description": "A chunk as JSON, an error, or [DONE] at the end."}},
@@ -48,9 +51,9 @@ _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"
 
 
 def complete_openapi_document(
-    document: dict[str, Any], *, wants_key: bool, open_paths: frozenset[str], admin_paths: frozenset[str] = frozenset()
+    document: dict[str, Any], *, needs_key: bool, open_paths: frozenset[str], admin_paths: frozenset[str] = frozenset()
 ) -> None:
-    """Put bodies, answers and errors into the framework's document, in place. `admin_paths` want an admin's key."""
+    """Add bodies, responses and errors to FastAPI's document, in place. `admin_paths` need an admin key."""
     schemas: dict[str, Any] = {}
     document["components"] = {"schemas": schemas}
     for path, operations in document["paths"].items():
@@ -62,9 +65,9 @@ def complete_openapi_document(
         error = _json(_add(response_types.ErrorBody, schemas))
         document["paths"][path]["get"]["responses"]["403"] = {"description": "The key is no admin's.", "content": error}
         document["paths"][path]["get"]["security"] = [{"key": []}]
-    if wants_key or admin_paths:
+    if needs_key or admin_paths:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    if wants_key:
+    if needs_key:
         document["security"] = [{"key": []}]
         for path in open_paths & document["paths"].keys():
             document["paths"][path]["get"]["security"] = []
@@ -73,9 +76,9 @@ def complete_openapi_document(
 def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     if path in POST_ENDPOINTS:
         content = _json(_add(POST_ENDPOINTS[path][2], schemas))
-    elif path in _LOOKED_AT:
-        content = _json(_add(_LOOKED_AT[path], schemas))
-    elif path in _PAGES:
+    elif path in _GET_RESPONSES:
+        content = _json(_add(_GET_RESPONSES[path], schemas))
+    elif path in _METRICS_PATHS:
         content = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
     else:
         content = operation["responses"]["200"]["content"]
@@ -84,8 +87,8 @@ def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: di
     responses = {"200": {"description": "The answer.", "content": content}}
     for status in _statuses(path, method):
         responses[str(status)] = _error(status, _add(response_types.ErrorBody, schemas))
-    for declared, response in operation["responses"].items():  # by the route itself
-        if declared not in ("200", "422"):  # 422 is the framework's; here it is 400
+    for declared, response in operation["responses"].items():  # declared by the route itself
+        if declared not in ("200", "422"):  # FastAPI declares 422; this API sends 400 instead
             responses[declared] = {**response, "content": _json(_add(response_types.ErrorBody, schemas))}
     if path == "/health":
         responses["503"] = {"description": "No worker is ready.", "content": content, "headers": _RETRY}
@@ -93,7 +96,7 @@ def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: di
 
 
 def _statuses(path: str, method: str) -> list[int]:
-    statuses = list(_ERRORS if method == "post" else _OF_LOOKING)
+    statuses = list(_ERRORS if method == "post" else _GET_ERRORS)
     return sorted({*statuses, 404}) if "{" in path else statuses
 
 
@@ -107,7 +110,7 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a model's schema and those that it refers to; a reference to it."""
+    """Add a model's schema, and the schemas that it refers to; returns a reference to it."""
     schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schema.pop("$defs", {}))
     schemas.setdefault(model.__name__, schema)
@@ -115,7 +118,7 @@ def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """A body's schema with the fields that are ignored or refused, as far as they may be sent."""
+    """Add a request body's schema, with ignored fields, and with refused fields and the values that they may have."""
     model, rules, _ = POST_ENDPOINTS[path]
     reference = _add(model, schemas)
     properties = schemas[model.__name__]["properties"]

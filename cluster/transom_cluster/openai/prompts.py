@@ -1,6 +1,6 @@
-"""From wire prompts to token ids: the chat template, the tokenizer, and the checks that need the vocabulary.
+"""Turns prompts of request bodies into token ids: chat template, tokenizer, and the checks that need the vocabulary.
 
-Long texts are tokenised on a thread (the tokenizer releases the interpreter's lock), so that they never stall the streams.
+Long texts are tokenised on a thread, so that they never stall the streams: the tokenizer releases Python's global lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt as token ids. `turn_boundaries` are positions where chat turns end."""
+    """One prompt as token ids. `turn_boundaries` are the positions (in tokens) where chat turns end."""
 
     token_ids: tuple[int, ...]
     turn_boundaries: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ async def chat_prompt(
     add_generation_prompt: bool = True,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Prompt:
-    """Messages through the chat template.
+    """Render messages with the chat template and tokenise the result.
 
     Raises:
         RequestError: the model has no template, or a message is not text.
@@ -42,7 +42,7 @@ async def chat_prompt(
     if not tokenizer.has_chat_template:
         raise RequestError("This model has no chat template; use /v1/completions instead.", param="messages")
     plain = template_messages(messages)
-    chat = await _off_loop(
+    chat = await _run_off_loop_if_long(
         lambda: tokenizer.apply_chat_template(
             plain, add_generation_prompt=add_generation_prompt, extra=template_kwargs
         ),
@@ -54,10 +54,10 @@ async def chat_prompt(
 async def completion_prompts(
     tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]], *, add_special_tokens: bool = True
 ) -> list[Prompt]:
-    """Texts or token ids as prompts.
+    """Tokenise texts, or take token ids as they are.
 
     Raises:
-        RequestError: a prompt without a token.
+        RequestError: a prompt has no token.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
 
@@ -67,7 +67,7 @@ async def completion_prompts(
             for prompt in prompts
         ]
 
-    token_ids = await _off_loop(encode, num_chars=sum(len(text) for text in texts))
+    token_ids = await _run_off_loop_if_long(encode, num_chars=sum(len(text) for text in texts))
     for index, ids in enumerate(token_ids):
         if not ids:
             raise RequestError(f"prompt {index} has no tokens; send at least one.", param="prompt")
@@ -75,13 +75,13 @@ async def completion_prompts(
 
 
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
-    """Raise RequestError for an id that the model does not have."""
+    """Raise RequestError for a token id outside the vocabulary; `param` names the field."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise RequestError(f"{param} has token id {wrong}; ids are from 0 to {vocab_size - 1}.", param=param)
 
 
-async def _off_loop(function: Callable[[], Result], *, num_chars: int) -> Result:
+async def _run_off_loop_if_long(function: Callable[[], Result], *, num_chars: int) -> Result:
     if num_chars <= MAX_INLINE_CHARS:
         return function()
     return await asyncio.to_thread(function)

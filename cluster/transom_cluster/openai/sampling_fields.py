@@ -1,4 +1,4 @@
-"""The sampling fields that chat and plain completions share, and how they become `SamplingParams`."""
+"""The sampling fields that chat and text completions share, and their conversion to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError
 
 MAX_STOP_CHARS = 1024
-MAX_TOKEN_ENTRIES = 1024  # every one costs something at every token
+MAX_TOKEN_ENTRIES = 1024  # each entry costs time at every token
 MAX_NUMBER = 2**31 - 1
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(WireModel):
-    """`stream_options` of OpenAI; `include_obfuscation` is accepted and not done."""
+    """`stream_options` of OpenAI; `include_obfuscation` is accepted and ignored."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class SamplingFields(WireModel):
-    """OpenAI's sampling fields and those that vLLM's users know besides. `None` means the default."""
+    """OpenAI's sampling fields, then vLLM's additional ones. `None` means the default."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=128)
@@ -57,12 +57,12 @@ class SamplingFields(WireModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check_stream_options(self) -> None:
-        """Raise RequestError for stream options without a stream, as OpenAI does."""
+        """Raise RequestError if there are stream options without `stream`, as OpenAI does."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true.", param="stream_options")
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """These fields as the contract's parameters; `more` are the endpoint's own.
+        """Convert these fields to the worker contract's parameters; `more` has the endpoint's own ones.
 
         Raises:
             RequestError: a value is out of range; `param` names the field.

@@ -1,4 +1,7 @@
-"""From checked bodies to the contract: one `Request` per prompt and choice, with everything resolved."""
+"""Builds engine requests from checked bodies: one `contract.Request` per prompt and choice, with all defaults resolved.
+
+Example: 2 prompts with `n` 3 become 6 requests `cmpl-x-0-0`, `cmpl-x-0-1`, ... `cmpl-x-1-2`; their choice indices are 0 to 5.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,20 @@ from transom_cluster.openai.prompts import Prompt, check_vocabulary
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.errors import PromptTooLong, RequestError
 
-MAX_PROMPT_TOKENS = (
-    2**21
-)  # of all sequences that one request makes; a single one may be longer where the model takes it
+MAX_PROMPT_TOKENS = 2**21
+"""Most prompt tokens of all choices of one HTTP request together. One prompt may be longer if the model allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a request is checked against before it goes to a worker."""
+    """The model's limits, against which the router checks a request before it goes to a worker."""
 
     max_model_len: int
     vocab_size: int
 
 
 def build_requests(
-    answer_id: str,
+    response_id: str,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     limits: ModelLimits,
@@ -36,13 +38,14 @@ def build_requests(
     cache_salt: str | None = None,
     prompt_param: str = "prompt",
 ) -> list[Request]:
-    """One request per prompt and choice, in the order of OpenAI's choice indices (prompt-major).
+    """Build one request per prompt and choice, in the order of OpenAI's choice indices: all choices of a prompt, then the next
+    prompt.
 
-    A missing seed is resolved here: the engine's configured one, else a random one per prompt.
+    A request without a seed gets the engine's configured seed, or else a random seed per prompt.
 
     Raises:
-        RequestError: a token id outside the vocabulary, or more prompt tokens than one request may bring.
-        PromptTooLong: a prompt, or prompt and answer together, exceed the model's length.
+        RequestError: a token id is outside the vocabulary, or the prompts have too many tokens together.
+        PromptTooLong: a prompt, or prompt and output together, exceeds the model's length.
     """
     single = params.single()
     _check_params(params, limits)
@@ -55,7 +58,7 @@ def build_requests(
         for choice in range(params.n):
             requests.append(
                 Request(
-                    request_id=f"{answer_id}-{p}-{choice}",
+                    request_id=f"{response_id}-{p}-{choice}",
                     prompt_token_ids=prompt.token_ids,
                     params=single,
                     seed=seed,
@@ -83,11 +86,11 @@ def _check_params(params: SamplingParams, limits: ModelLimits) -> None:
 
 def _check_total(prompts: Sequence[Prompt], num_choices: int, max_model_len: int, *, param: str) -> None:
     num_tokens = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
-    most = max(MAX_PROMPT_TOKENS, max_model_len)
-    if num_tokens > most:
+    max_tokens = max(MAX_PROMPT_TOKENS, max_model_len)
+    if num_tokens > max_tokens:
         raise RequestError(
             f"The prompts have {num_tokens:,} tokens in all, counted once for each of {num_choices} choices; "
-            f"at most {most:,} are allowed in one request.",
+            f"at most {max_tokens:,} are allowed in one request.",
             param=param,
         )
 
@@ -96,7 +99,7 @@ def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len:
     if num_prompt_tokens >= max_model_len:
         raise PromptTooLong(
             f"The prompt has {num_prompt_tokens} tokens, the model's maximum context length is {max_model_len} tokens "
-            f"(prompt and answer together); shorten the prompt.",
+            f"(prompt and output together); shorten the prompt.",
             param=param,
         )
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:

@@ -1,1 +1,2 @@
-"""Everything that depends on Ray Serve: replicas of workers and routers, autoscaling, and the resources asked of Ray."""
+"""Everything that depends on Ray Serve: replicas of workers and routers, autoscaling, and the resources that workers request from
+Ray."""

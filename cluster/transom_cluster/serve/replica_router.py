@@ -1,6 +1,7 @@
-"""How Ray Serve sends a call to the worker that the call names (`handle.options(session_id=worker_id)`).
+"""Ray Serve's request router for workers: it sends each call to the worker replica that the call names.
 
-Serve pickles this module's class by value, so that process-wide state lives in `serve_directory`, which it imports by name.
+A caller names the replica by `handle.options(session_id=worker_id)`. Serve pickles this module's class by value, so the state of
+the process lives in `serve.worker_directory`, which this module imports by name.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from transom_worker.errors import WorkerLost
 
 
 class ReplicaRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Calls go to the replica whose id is their session id, or fail at once; calls that name none wait for any replica.
+    """Sends a call to the replica whose id is the call's session id, or fails it at once. A call without one waits for any replica.
 
-    A replica that drains takes calls as long as somebody holds its `RunningReplica`, as a `ServeWorkerClient` does. Nothing is
-    asked about queue lengths and nothing waits: the router chose the worker, and the worker refuses what is too much.
+    A draining replica still takes calls while a `ServeWorkerClient` holds its `RunningReplica`. This class asks no replica for its
+    queue length and queues no call: our router chose the worker, and the worker refuses requests over its limit.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Serve's hook for what `__init__` would do."""
+        """Initialise; Serve calls this instead of `__init__`."""
         self._reachable: WeakValueDictionary[str, RunningReplica] = WeakValueDictionary()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve tells which replicas run; the process learns it through the directory."""
+        """Publish the running replicas that Serve reports to this process's worker directory."""
         super().update_replicas(replicas)
         self._publish()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A call found a replica dead: sooner than Serve's controller, which looks once per health check period."""
+        """Forget a replica that a call found dead. Serve's controller would notice only at its next health check."""
         super().on_replica_actor_died(replica_id)
         self._reachable.pop(replica_id.unique_id, None)
         self._publish()
@@ -39,7 +40,7 @@ class ReplicaRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no t
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Any replica, for calls that name none."""
+        """All replicas as candidates, for a call that names none."""
         return [candidate_replicas]
 
     async def _choose_replica_for_request(
@@ -47,7 +48,8 @@ class ReplicaRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no t
     ) -> RunningReplica:
         """The replica that the call names.
 
-        Serve has no public way to fail a call here: `choose_replicas` is asked again and again until there is a candidate.
+        This overrides a private method, since Serve has no public way to fail a call: it calls `choose_replicas` until there is
+        a candidate.
 
         Raises:
             WorkerLost: the replica is unknown, gone, or did not take the call.

@@ -1,4 +1,4 @@
-"""What can be known about a start before anything is started: refused within a second, not after Ray and the weights."""
+"""Checks a start before anything is started, so that a wrong setting is refused within a second, not after Ray and the weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transom_worker.settings import Settings
 
 
 def check_start(settings: Settings) -> None:
-    """Look at the address, the machine's GPUs, the model's files, its shape and its tokenizer.
+    """Check the address, the machine's GPUs, the model's files, its architecture and its tokenizer.
 
     Raises:
-        ConfigError: a setting does not suit this machine or this model.
-        ModelError: the model is not there, incomplete, or not supported.
+        ConfigError: a setting does not fit this machine or this model.
+        ModelError: the model is missing, incomplete, or not supported.
     """
     from transom_worker.model_config.architecture import choose_max_model_len, read_architecture, runnable
     from transom_worker.model_config.sharding import check_size
@@ -44,14 +44,16 @@ def check_start(settings: Settings) -> None:
 
 
 def check_api_keys(settings: Settings) -> None:
-    """See that whoever asked for keys gets them.
+    """Check that a server whose settings ask for keys will have them.
 
     Raises:
-        ConfigError: a key is no secret, such as an unset variable's; a file has none; a setting or a variable is there and empty.
+        ConfigError: a key is blank (an unset variable's, for example), a file has no key, or a setting or a variable is empty.
     """
     for name in ("api_key_file", "admin_api_key_file"):
         if name in settings.model_fields_set and getattr(settings, name) is None:
-            raise ConfigError(f"{name} has no value; give a file with a key a line, or leave it out to do without.")
+            raise ConfigError(
+                f"{name} has no value; give a file with one key per line, or leave it out to serve without keys."
+            )
     check_key_variables(os.environ, settings.model_dump(include=set(KEY_VARIABLES)))
     if not all(key.strip() for key in settings.api_key):
         raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
@@ -62,7 +64,7 @@ def check_api_keys(settings: Settings) -> None:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Why the address cannot be listened on, or None."""
+    """The reason why the server cannot listen on the address, or None."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The client of one worker replica, behind a Ray Serve handle."""
+"""The client of one worker replica behind a Ray Serve handle."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessag
 
 
 class ServeWorkerClient:
-    """One replica of a worker deployment, behind a Ray Serve handle.
+    """Implements `WorkerClient` for one replica of a worker deployment: each method calls the worker's method of that name.
 
-    It holds `replica`, Serve's own object for it, so that calls reach a worker that drains; see `ReplicaRequestRouter`.
+    It holds `replica`, Serve's own object for the replica, so that calls reach the worker while it drains (`ReplicaRequestRouter`).
     """
 
     def __init__(self, handle: Any, worker_id: str, replica: object) -> None:
@@ -20,7 +20,7 @@ class ServeWorkerClient:
         self._replica = replica
 
     async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
-        """See `WorkerClient`. Ending the iteration cancels the call at the worker."""
+        """Iterate over the worker's stream. Ending the iteration cancels the call at the worker."""
         response = self._streaming.open_stream.remote(router_id)
         try:
             async for message in response:
@@ -29,30 +29,30 @@ class ServeWorkerClient:
             response.cancel()
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
-        """See `WorkerClient`."""
+        """Call the worker's `submit`."""
         results: list[ErrorInfo | None] = await self._handle.submit.remote(router_id, requests)
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
-        """See `WorkerClient`."""
+        """Call the worker's `abort`."""
         await self._handle.abort.remote(router_id, request_ids)
 
     async def resync(self, router_id: str) -> None:
-        """See `WorkerClient`."""
+        """Call the worker's `resync`."""
         await self._handle.resync.remote(router_id)
 
     async def info(self) -> WorkerInfo:
-        """See `WorkerClient`."""
+        """Call the worker's `info`."""
         info: WorkerInfo = await self._handle.info.remote()
         return info
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
-        """See `WorkerClient`."""
+        """Call the worker's `metrics_text`."""
         text: str = await self._handle.metrics_text.remote(openmetrics=openmetrics)
         return text
 
     async def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
-        """See `WorkerClient`. Ending the iteration cancels the call at the worker."""
+        """Iterate over the worker's stream. Ending the iteration cancels the call at the worker."""
         response = self._streaming.watch_blocks.remote(period_s)
         try:
             async for frame in response:
@@ -61,11 +61,11 @@ class ServeWorkerClient:
             response.cancel()
 
     async def describe_block(self, group: int, block: int) -> dict[str, Any]:
-        """See `WorkerClient`."""
+        """Call the worker's `describe_block`."""
         description: dict[str, Any] = await self._handle.describe_block.remote(group, block)
         return description
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
-        """See `WorkerClient`."""
+        """Call the worker's `request_timeline`."""
         timeline: list[dict[str, Any]] = await self._handle.request_timeline.remote(request_id)
         return timeline

@@ -1,4 +1,8 @@
-"""Which workers there are, as Ray Serve's controller tells this process."""
+"""Tells a router which worker replicas run now, as Ray Serve's controller reports them to this process.
+
+Serve's request router (`serve.replica_router`) publishes the running replicas on Serve's event loop. `ServeWorkerDirectory` reads
+them on the router's event loop.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +18,44 @@ from transom_cluster.serve.worker_client import ServeWorkerClient
 
 
 class RunningReplicas:
-    """The running replicas of one deployment by worker id. Published on Serve's own event loop, read on ours."""
+    """The running replicas of one deployment by worker id. One thread publishes them, event loops of other threads read them."""
 
     def __init__(self) -> None:
         self.replicas: Mapping[str, Any] = {}
         self._lock = threading.Lock()
-        self._listeners: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self._subscribers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def publish(self, replicas: Mapping[str, Any]) -> None:
-        """These run now; from any thread."""
+        """Replace the running replicas and wake the subscribers. Any thread may call this."""
         with self._lock:
             if replicas.keys() == self.replicas.keys():
                 return
             self.replicas = replicas
-            for changed, loop in self._listeners.items():
+            for changed, loop in self._subscribers.items():
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(changed.set)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[asyncio.Event]:
-        """An event that is set at every change."""
+    def subscribed(self) -> Iterator[asyncio.Event]:
+        """Provide an event that is set at every change, on the caller's event loop."""
         changed = asyncio.Event()
         with self._lock:
-            self._listeners[changed] = asyncio.get_running_loop()
+            self._subscribers[changed] = asyncio.get_running_loop()
         try:
             yield changed
         finally:
             with self._lock:
-                del self._listeners[changed]
+                del self._subscribers[changed]
 
 
-_presences: dict[tuple[str, str], RunningReplicas] = {}
-_presences_lock = threading.Lock()
+_by_deployment: dict[tuple[str, str], RunningReplicas] = {}
+_by_deployment_lock = threading.Lock()
 
 
 def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
-    """The one of this process, which Serve's request router publishes to and directories read."""
-    with _presences_lock:
-        return _presences.setdefault((deployment, app), RunningReplicas())
+    """This process's `RunningReplicas` of a deployment, shared by the publisher and all readers."""
+    with _by_deployment_lock:
+        return _by_deployment.setdefault((deployment, app), RunningReplicas())
 
 
 class ServeWorkerDirectory:
@@ -59,28 +63,28 @@ class ServeWorkerDirectory:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._waking: asyncio.Task[None] | None = None
+        self._wake_task: asyncio.Task[None] | None = None
 
     async def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
-        """See `WorkerDirectory`."""
-        self._handle.options(method_name="info")  # from here on Serve follows the replicas
+        """Yield the clients of all running workers, again at every change, as `WorkerDirectory` says."""
+        self._handle.options(method_name="info")  # makes Serve start to report replicas to this process
         clients: dict[str, ServeWorkerClient] = {}
-        presence = running_replicas_of(self._handle.deployment_name, self._handle.app_name)
-        with presence.listening() as changed:
+        running = running_replicas_of(self._handle.deployment_name, self._handle.app_name)
+        with running.subscribed() as changed:
             while True:
                 changed.clear()
                 clients = {
                     worker_id: clients.get(worker_id) or ServeWorkerClient(self._handle, worker_id, replica)
-                    for worker_id, replica in presence.replicas.items()
+                    for worker_id, replica in running.replicas.items()
                 }
                 yield dict(clients)
                 await changed.wait()
 
     def wake(self) -> None:
-        """See `WorkerDirectory`. A call that waits for any replica is what Serve's autoscaler starts one for."""
-        if self._waking is None or self._waking.done():
-            self._waking = asyncio.create_task(self._wait_for_any(), context=contextvars.Context())
+        """Have a worker started if there is none: Serve's autoscaler starts a replica for a call that waits for any replica."""
+        if self._wake_task is None or self._wake_task.done():
+            self._wake_task = asyncio.create_task(self._wait_for_any(), context=contextvars.Context())
 
     async def _wait_for_any(self) -> None:
-        with contextlib.suppress(Exception):  # the app is going away, or the replica went: whoever waits will ask again
+        with contextlib.suppress(Exception):  # the app is stopping, or the replica died; the router calls `wake` again
             await self._handle.info.remote()

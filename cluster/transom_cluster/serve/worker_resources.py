@@ -1,4 +1,9 @@
-"""What Ray is asked for one worker: shares of the machine's cores, or GPUs, in a bundle for each rank."""
+"""Computes the resources that one worker requests from Ray: GPUs, or shares of the hosts' CPU cores.
+
+A worker with several ranks requests a placement group with one bundle for its replica and one for each rank. On CPUs the workers
+share the cores: with 8 cores, 1 router (0.25 CPU) and 2 workers of one rank on one host, each worker requests (8 - 0.25) / 3 =
+2.58 CPUs, so that a third worker fits during a redeploy, and runs 8 // 2 = 4 OpenMP threads.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,19 @@ from typing import Any
 from transom_worker.settings import Settings
 
 ROUTER_CPUS = 0.25
-OWN_CPUS = 0.05  # of a replica whose ranks compute elsewhere, on CPUs
+REPLICA_CPUS = 0.05  # for a replica whose ranks are other processes, on CPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterResources:
-    """The cluster as it is now: cores of each node, and GPUs in all."""
+    """The cluster's resources now: CPU cores of each node, and GPUs in total."""
 
     node_cpus: tuple[float, ...]
     num_gpus: int
 
     @classmethod
     def now(cls) -> ClusterResources:
-        """Those of the Ray that this process has joined; without one, this machine's cores."""
+        """The resources of the Ray cluster that this process has joined; without one, this machine's cores."""
         import ray
 
         if not ray.is_initialized():
@@ -35,7 +40,11 @@ class ClusterResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResources:
-    """Of one worker: options of its replica's actor, bundles (its own, then one a rank; None for one rank), a rank's threads."""
+    """One worker's resources.
+
+    `actor_options` are those of its replica's actor. `bundles` has the replica's bundle, then one per rank; None for one rank.
+    `num_threads` counts the threads of each rank.
+    """
 
     actor_options: dict[str, Any]
     bundles: list[dict[str, float]] | None
@@ -43,44 +52,44 @@ class WorkerResources:
 
     @property
     def can_start_one_more(self) -> bool:
-        """Whether a worker can start beside all others: cores are shares, GPUs may all be in use."""
+        """Whether one more worker can start during a redeploy: shares of cores leave space for it, GPUs may all be in use."""
         return not any(
             "GPU" in bundle or "num_gpus" in bundle for bundle in [self.actor_options, *(self.bundles or ())]
         )
 
 
 def worker_resources(settings: Settings, machines: ClusterResources) -> WorkerResources:
-    """GPUs where there are some, one a rank; else cores and their OpenMP threads, shared by all workers and ranks.
+    """Choose one GPU per rank if there are GPUs; else divide the cores and their OpenMP threads among all workers and ranks.
 
-    On CPUs all that is asked for fits beside one worker more, so that a new one starts while an old one drains.
+    On CPUs the requests of all workers leave space for one more, so that a new worker starts while an old one drains.
     """
     num_ranks = settings.tensor_parallel_size
     if settings.device == "cuda" or (settings.device == "auto" and machines.num_gpus > 0):
         threads = settings.num_threads or int(max(machines.node_cpus))
-        return _resources(threads, num_ranks, own={"CPU": 1}, each={"CPU": 1, "GPU": 1})
+        return _resources(threads, num_ranks, replica={"CPU": 1}, rank={"CPU": 1, "GPU": 1})
     node_cpus = max(machines.node_cpus)
-    workers_a_node = math.ceil(num_workers(settings) / len(machines.node_cpus))
-    threads = settings.num_threads or max(1, int(node_cpus) // (workers_a_node * num_ranks))
+    workers_per_node = math.ceil(num_workers(settings) / len(machines.node_cpus))
+    threads = settings.num_threads or max(1, int(node_cpus) // (workers_per_node * num_ranks))
     left = node_cpus - ROUTER_CPUS * settings.router_replicas
-    share = max(left, node_cpus / 4) / (workers_a_node + 1)
+    share = max(left, node_cpus / 4) / (workers_per_node + 1)
     if num_ranks == 1:
-        return _resources(threads, 1, own={}, each={"CPU": _rounded(min(threads, share))})
-    each = min(float(threads), max(share - OWN_CPUS, share / 2) / num_ranks)
-    return _resources(threads, num_ranks, own={"CPU": OWN_CPUS}, each={"CPU": _rounded(each)})
+        return _resources(threads, 1, replica={}, rank={"CPU": _rounded(min(threads, share))})
+    rank_cpus = min(float(threads), max(share - REPLICA_CPUS, share / 2) / num_ranks)
+    return _resources(threads, num_ranks, replica={"CPU": REPLICA_CPUS}, rank={"CPU": _rounded(rank_cpus)})
 
 
 def num_workers(settings: Settings) -> int:
-    """The most workers that there may be."""
+    """The largest number of workers that the settings allow."""
     return max(settings.replicas, settings.max_replicas or 0)
 
 
-def _resources(threads: int, num_ranks: int, *, own: dict[str, float], each: dict[str, float]) -> WorkerResources:
-    alone = num_ranks == 1
-    held = each if alone else own
+def _resources(threads: int, num_ranks: int, *, replica: dict[str, float], rank: dict[str, float]) -> WorkerResources:
+    has_one_rank = num_ranks == 1
+    actor = rank if has_one_rank else replica
     return WorkerResources(
         actor_options={
-            "num_cpus": held["CPU"],
-            **({"num_gpus": held["GPU"]} if "GPU" in held else {}),
+            "num_cpus": actor["CPU"],
+            **({"num_gpus": actor["GPU"]} if "GPU" in actor else {}),
             "runtime_env": {
                 "env_vars": {
                     # Ray would set the thread count to num_cpus, and spinning threads starve the router on small machines.
@@ -89,18 +98,18 @@ def _resources(threads: int, num_ranks: int, *, own: dict[str, float], each: dic
                 }
             },
         },
-        bundles=None if alone else [own, *([each] * num_ranks)],
+        bundles=None if has_one_rank else [replica, *([rank] * num_ranks)],
         num_threads=threads,
     )
 
 
 def _rounded(cpus: float) -> float:
-    """Down to Ray's granularity, with room for sums."""
+    """Round down to hundredths: Ray's granularity is finer, so that sums of shares still fit."""
     return math.floor(cpus * 100) / 100
 
 
 def check_gpus(settings: Settings, num_gpus: int) -> str | None:
-    """Why the workers cannot have the GPUs that they need here, or None. Ray would wait for them for ever."""
+    """The reason why this machine has too few GPUs for the workers, or None. Ray would wait for them without an end."""
     if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
         return None
     needed = num_workers(settings) * settings.tensor_parallel_size
@@ -114,6 +123,6 @@ def check_gpus(settings: Settings, num_gpus: int) -> str | None:
 
 
 def count_visible_gpus(device_files: Sequence[str], visible: str | None) -> int:
-    """GPUs by their device files (nvidia0, ...), or those that CUDA_VISIBLE_DEVICES leaves."""
+    """Count GPUs by their device files (nvidia0, ...), limited to those that CUDA_VISIBLE_DEVICES names."""
     present = sum(name.removeprefix("nvidia").isdecimal() for name in device_files)
     return present if visible is None else min(present, len([one for one in visible.split(",") if one.strip()]))

@@ -1,6 +1,6 @@
-"""Fields of OpenAI's and vLLM's API beside those that are served: accepted because they are harmless, or refused by name.
+"""Rules for fields of OpenAI's and vLLM's APIs that this server does not support: it ignores harmless ones and refuses the others.
 
-A field that would change the answer is never ignored silently. `None` is always accepted: it means "not given".
+The server never silently ignores a field that would change the response. A field with the value null counts as not given.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HARMLESS = frozenset(
 )
 
 _REFUSED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    # field: the values that change nothing
+    # field: the values that mean the default behaviour
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -82,16 +82,19 @@ _REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldRules:
-    """What one endpoint does with fields that its model does not have."""
+    """What one endpoint does with fields that its body model does not have.
+
+    `refused` maps a field to the neutral values with which it is accepted.
+    """
 
     ignored: frozenset[str]
     refused: Mapping[str, tuple[Any, ...]]
 
     def check(self, data: Mapping[str, Any]) -> None:
-        """Look for fields that mean something but are not supported.
+        """Check that no refused field has another than its neutral values.
 
         Raises:
-            RequestError: there is one; `param` names it.
+            RequestError: one has; `param` names it.
         """
         for name in data.keys() & self.refused.keys():
             value, neutral = data[name], self.refused[name]
