@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the `config.json` that its model would have. No torch."""
+"""Translates a GGUF file's metadata to the `config.json` that its model has on Hugging Face. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from transom_worker.errors import ModelError
 from transom_worker.model_files.gguf_header import GgufHeader
 
-# llama.cpp's name of an architecture -> config.json's model_type and what all its models have.
+# llama.cpp's name of an architecture -> the fields of config.json that are equal in all models of the family.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"},
@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu"},
     "olmo2": {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "hidden_act": "silu"},  # those with windows
 }
-# The same for files that say how many experts they have. What llama.cpp's code knows of a family is not in its files.
+# The families of files with an expert count, by llama.cpp's name. Fields that llama.cpp has in its code are missing in the files.
 MIXTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu"},
     "qwen3moe": {
@@ -45,7 +45,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8192,
     },
 }
-# config.json's name -> llama.cpp's after the architecture's
+# name in config.json -> name in the file's metadata, after the architecture's name and a dot
 _REQUIRED = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -56,7 +56,7 @@ _REQUIRED = {
 }
 _EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _EXPERT_SIZE = "expert_feed_forward_length"
-# The same by model_type, going before the above; "" takes one away.
+# Names by model_type that replace or extend `_REQUIRED`; "" removes one.
 _REQUIRED_BY: dict[str, dict[str, str]] = {
     "mixtral": _EXPERTS,
     "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": _EXPERT_SIZE},
@@ -81,9 +81,10 @@ _OPTIONAL = {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
-# llama.cpp knows by the number of layers that these divide by the hidden size's share of a head, not by the head's width.
+# (family, layers) of models that scale scores by hidden_size / num_heads instead of the head size; llama.cpp too tells them by
+# layers.
 _SCORES_BY_HIDDEN_SIZE = {("gemma2", 46), ("gemma3", 62)}
-_DTYPE_OF_GGML_TYPE = {0: "float32", 1: "float16"}  # others (bf16, every quantisation) are served in bfloat16
+_DTYPE_OF_GGML_TYPE = {0: "float32", 1: "float16"}  # other types (bf16, every quantisation) run in bfloat16
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LLAMA4_ROPE = {**_LLAMA3_ROPE, "high_freq_factor": 1.0}
 _YARN = {
@@ -91,15 +92,15 @@ _YARN = {
     "beta_fast": ("rope.scaling.yarn_beta_fast",),
     "beta_slow": ("rope.scaling.yarn_beta_slow",),
 }
-_UNSAID = (None, 1.0)  # 1 of a factor: llama.cpp multiplies what YaRN suggests by it
-_EXPERTS_WITHOUT_HEAD_NORMS = 128  # Llama 4 Maverick's; llama.cpp tells the two by it
+_UNSET = (None, 1.0)  # a factor of 1 changes nothing: llama.cpp multiplies YaRN's default by it
+_EXPERTS_WITHOUT_QK_NORM = 128  # Llama 4 Maverick's number of experts, by which llama.cpp tells it from Scout
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """`config.json` of a GGUF file.
+    """The `config.json` of a GGUF file's model.
 
     Raises:
-        ModelError: an architecture that is not supported, or metadata that it needs and lacks.
+        ModelError: the architecture is not supported, or the file lacks metadata that it needs.
     """
     name = header.require("general.architecture")
     family = _family(header, name)
@@ -120,7 +121,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(header, name),
         "vocab_size": _number(header, f"{name}.vocab_size", default=len(header.require("tokenizer.ggml.tokens"))),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors and name != "qwen2",  # there on inputs alone
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors
+        and name != "qwen2",  # Qwen 2 has biases on q, k and v alone
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "dtype": _DTYPE_OF_GGML_TYPE.get(matrix.ggml_type, "bfloat16") if matrix else "bfloat16",
     }
@@ -147,7 +149,7 @@ def _family(header: GgufHeader, name: str) -> dict[str, Any]:
 
 
 def _layer_rules(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Which layers have windows or norms, where a family's models differ in it."""
+    """The fields about layers with windows or QK norms, in families whose models differ in these."""
     match name:
         case "olmo2":
             pattern = header.require("olmo2.attention.sliding_window_pattern")
@@ -160,12 +162,12 @@ def _layer_rules(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[
                 raise ModelError(
                     f"{header.path} has llama4.attention.sliding_window; of Llama 4, models with chunks of 8192 are supported."
                 )
-            return {"use_qk_norm": config["num_local_experts"] != _EXPERTS_WITHOUT_HEAD_NORMS}
+            return {"use_qk_norm": config["num_local_experts"] != _EXPERTS_WITHOUT_QK_NORM}
     return {}
 
 
 def generation_config_of(header: GgufHeader) -> dict[str, Any]:
-    """`generation_config.json` of a GGUF file."""
+    """The `generation_config.json` of a GGUF file's model."""
     ids = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     stops = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
     found = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": list(dict.fromkeys(stops))}
@@ -182,7 +184,7 @@ def _number(header: GgufHeader, key: str, *, default: float | None = None) -> An
 
 
 def _query_scalar(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma divides scores by the root of; GGUF does not say."""
+    """Gemma's `query_pre_attn_scalar`, whose root divides the scores; GGUF files do not have it."""
     if not name.startswith("gemma"):
         return {}
     share = config["hidden_size"] // config["num_attention_heads"]
@@ -192,7 +194,7 @@ def _query_scalar(header: GgufHeader, name: str, config: dict[str, Any]) -> dict
 
 
 def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
-    """Llama 3's comes as the factors that its published parameters make; the slowest pair's is the whole factor."""
+    """The `rope_scaling` of config.json. Llama 3's is stored as one factor per frequency; the last one is the whole factor."""
     if "rope_freqs.weight" in header.tensors:
         rest = _LLAMA4_ROPE if name == "llama4" else _LLAMA3_ROPE
         return {"rope_type": "llama3", "factor": _last_float(header, "rope_freqs.weight"), **rest}
@@ -204,8 +206,10 @@ def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
         "rope_type": kind,
         "factor": _number(header, f"{name}.rope.scaling.factor", default=1.0),
         "original_max_position_embeddings": header.metadata.get(f"{name}.rope.scaling.original_context_length"),
-        **{ours: value for ours, values in given.items() for value in values[::-1] if value not in _UNSAID},
-        **({"truncate": False} if name == "gpt-oss" else {}),  # as published; files do not say
+        **{ours: value for ours, values in given.items() for value in values[::-1] if value not in _UNSET},
+        **(
+            {"truncate": False} if name == "gpt-oss" else {}
+        ),  # as in the published config.json; the files do not have it
     }
 
 

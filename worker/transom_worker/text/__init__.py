@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers, chat templates, and the detokenizer."""
+"""Text and token ids: tokenizer, chat templates and detokenizer."""

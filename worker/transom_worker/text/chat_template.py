@@ -1,6 +1,9 @@
-"""Chat messages to prompt text, with the model's own Jinja template in a sandbox.
+"""Renders chat messages as prompt text, with the model's Jinja chat template in a sandbox.
 
-The helpers that templates call are the ones transformers gives them; so a template renders here as it does there.
+Templates find the functions and filters that transformers gives them, and so render here as they do there.
+
+**Turn boundary**: a position of the prompt where a message ends. The prefix cache keeps states at turn boundaries, since the
+next request of a chat begins with the messages of this one.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from transom_worker.errors import RequestError
 
-# Prefixes rendered per prompt: the first message (the system part) and the latest ones. Clients come back there.
+# Boundaries per prompt: after the first message (the system prompt) and after the latest ones, where later requests branch off.
 MAX_TURN_BOUNDARIES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A rendered chat. `turn_boundaries` are token positions where a message ends, ascending."""
+    """A rendered chat. `turn_boundaries` are the token positions where a message ends, ascending."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -35,9 +38,10 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja chat template, the special tokens it may name, and the request field to blame if it does not parse.
+    """A Jinja chat template, and the special tokens that it may name.
 
-    Some models have another one, `tool_source`, for chats with tools.
+    `tool_source` is another template for chats with tools, where the model has one. `param` is the request's field that an
+    error names if the template does not parse: "chat_template" for a template that came with the request.
     """
 
     source: str
@@ -52,7 +56,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text for messages that `read_messages` has checked.
+        """Render messages that `read_messages` has checked.
 
         Raises:
             RequestError: the template refuses the messages, or does not parse.
@@ -72,22 +76,22 @@ class ChatTemplate:
         }
         try:
             return template.render(values)
-        except Exception as error:  # a template is foreign code: whatever it raises comes from these messages
+        except Exception as error:  # a template may raise any error about these messages
             raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
 
     def render_turns(
         self, messages: Sequence[Mapping[str, Any]], *, whole: str, extra: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """The beginnings of `whole` after which a message ends, shortest first, at most MAX_TURN_BOUNDARIES.
+        """The beginnings of the rendered chat `whole` that end with a message, the shortest first, MAX_TURN_BOUNDARIES at most.
 
-        A template that writes a part of the chat differently from the whole has no boundary there.
+        Where a template renders the first messages alone differently from the whole chat, there is no boundary.
         """
         counts = range(1, len(messages) + 1)
         texts: dict[str, None] = {}
         for count in (*counts[:1], *counts[1:][-(MAX_TURN_BOUNDARIES - 1) :]):
             try:
                 text = self.render(messages[:count], add_generation_prompt=False, extra=extra)
-            except RequestError:  # such as a template that insists on a user's message at the end
+            except RequestError:  # for example, the template requires a user's message at the end
                 continue
             if text and whole.startswith(text):
                 texts[text] = None
@@ -95,10 +99,10 @@ class ChatTemplate:
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Check messages and join text parts into one string.
+    """Check messages, and join each message's text parts into one string.
 
     Raises:
-        RequestError: none, or one without a role or with content that is not text.
+        RequestError: there is no message, or one has no role or has content other than text.
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message.", param="messages")
@@ -132,7 +136,7 @@ def _refuse(index: int, problem: str) -> NoReturn:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what training learns from; a prompt keeps its body as it is."""
+    """`{% generation %}` marks the parts that training learns from; a prompt has their text as it is."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -153,7 +157,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter would escape HTML characters."""
+    """The filter `tojson` of transformers; Jinja's own would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

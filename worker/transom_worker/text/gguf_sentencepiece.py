@@ -1,4 +1,9 @@
-"""A SentencePiece vocabulary in a GGUF file, as byte pair encoding: merges follow from the pieces and their scores."""
+"""Builds a tokenizer from a SentencePiece vocabulary in a GGUF file.
+
+The file has the vocabulary's pieces and their scores. The `tokenizers` library needs byte pair encoding: a list of merges,
+pairs of pieces that become one. The merges follow from the pieces: wherever a piece is two other pieces put together, that is a
+merge, and those that make pieces with higher scores come first.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transom_worker.errors import ModelError
 from transom_worker.model_files.gguf_header import GgufHeader
 
-_NORMAL = 1  # the type of tokens that text is made of; bytes, control tokens and such are never merged
+_NORMAL = 1  # the token type of text; bytes, control tokens and others are never merged
 _SPACE = "▁"
 
 
 def sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
-    """The tokenizer of a file whose `tokenizer.ggml.model` is llama.
+    """Build the tokenizer of a file whose `tokenizer.ggml.model` is llama.
 
     Raises:
-        ModelError: scores or types are missing, or do not fit the tokens.
+        ModelError: scores or token types are missing, or not as many as tokens.
     """
     scores, types = (header.require(f"tokenizer.ggml.{name}") for name in ("scores", "token_type"))
     if not len(tokens) == len(scores) == len(types):
@@ -45,7 +50,8 @@ def sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best piece first, then by lengths as transformers orders them."""
+    """Every pair of pieces that makes another piece: the best piece first, then by the pair's lengths, as transformers orders
+    them."""
     found = []
     for piece, i in vocabulary.items():
         if types[i] != _NORMAL:

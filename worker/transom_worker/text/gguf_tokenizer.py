@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries: its vocabulary and merges as a Rust tokenizer."""
+"""Builds the tokenizer of a GGUF file from the vocabulary and the merges in its metadata."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transom_worker.errors import ModelError
 from transom_worker.model_files.gguf_header import GgufHeader, read_gguf_header
 from transom_worker.text.gguf_sentencepiece import sentencepiece
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types that are matched before any splitting
+_CONTROL, _USER_DEFINED = 3, 4  # types of added tokens: text is cut at these first
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# How GPT-4 cuts text, as Llama 3 and Qwen write it; up to DIGITS digits stay together.
+# GPT-4's regular expression for words, as Llama 3 and Qwen use it. DIGITS stands for the number of digits that stay together.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -23,7 +23,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufVocabulary:
-    """A tokenizer with the texts of its named tokens (bos_token, ...) and its chat template, if it has one."""
+    """A tokenizer, the texts of its named tokens (bos_token, ...), and its chat template, if it has one."""
 
     rust: Tokenizer
     named_tokens: dict[str, str]
@@ -34,7 +34,7 @@ def read_gguf_vocabulary(path: Path) -> GgufVocabulary:
     """Build the tokenizer of a GGUF file.
 
     Raises:
-        ModelError: broken, or of a kind that is not supported.
+        ModelError: the vocabulary is broken, or of a kind that is not supported.
     """
     header = read_gguf_header(path)
     tokens = header.require("tokenizer.ggml.tokens")
@@ -47,8 +47,8 @@ def read_gguf_vocabulary(path: Path) -> GgufVocabulary:
 
 
 def _build(header: GgufHeader, tokens: list[str]) -> Tokenizer:
-    scores_pieces = header.require("tokenizer.ggml.model") == "llama"
-    rust = sentencepiece(header, tokens) if scores_pieces else _byte_level(header, tokens)
+    is_sentencepiece = header.require("tokenizer.ggml.model") == "llama"
+    rust = sentencepiece(header, tokens) if is_sentencepiece else _byte_level(header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type", [])
     rust.add_tokens(
         [
@@ -58,7 +58,7 @@ def _build(header: GgufHeader, tokens: list[str]) -> Tokenizer:
         ]
     )
     bos = header.metadata.get("tokenizer.ggml.bos_token_id")
-    if header.metadata.get("tokenizer.ggml.add_bos_token", scores_pieces) and bos is not None:
+    if header.metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece) and bos is not None:
         special = (tokens[bos], bos)
         rust.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[special])
     return rust
@@ -71,7 +71,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
-    except Exception as error:  # the library raises bare Exception for whatever does not fit together
+    except Exception as error:  # the library raises bare Exception where vocabulary and merges do not fit
         raise ModelError(f"{header.path} has a broken tokenizer: {error}.") from None
     rust.pre_tokenizer, rust.decoder = splits, decoders.ByteLevel()
     if name == "qwen2":
@@ -80,7 +80,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 
 
 def _splits(header: GgufHeader) -> Any:
-    """How text is cut before merging, by llama.cpp's name for it."""
+    """The pre-tokenizer, which cuts text before merging, by llama.cpp's name for it."""
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     known: dict[str, list[Any]] = {
         "smollm": [pre_tokenizers.Digits(individual_digits=True), by_bytes],

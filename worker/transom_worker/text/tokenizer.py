@@ -1,7 +1,17 @@
-"""Text to token ids and back, on the Rust `tokenizers` library.
+"""`Tokenizer`: converts text to token ids and back, and chats to prompts, with the Rust library `tokenizers`.
 
-transformers' tokenizer gives the same ids but takes seconds to import and load; this starts in a tenth of a second, from
-`tokenizer.json` or from a GGUF file's own vocabulary. Nothing here changes after loading, so any thread may call it.
+transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
+`tokenizer.json` or from the vocabulary in a GGUF file. It does not change after loading, so that any thread may call it.
+
+Two kinds of vocabulary are supported:
+
+- **byte level** (GPT-2, Llama 3, Qwen): a token's text spells bytes, each as one character of a fixed alphabet of 256; a space
+  is `Ġ`.
+- **SentencePiece** (Llama 2, Gemma): a token's text is text, with `▁` for a space; a byte that no token covers is a token like
+  `<0x0A>`.
+
+**Added tokens** stand beside the vocabulary (`<|im_start|>`): the library cuts the text at them first. **Special tokens** are
+the added ones that `skip_special_tokens` leaves out.
 """
 
 from __future__ import annotations
@@ -21,15 +31,15 @@ from transom_worker.model_files.resolve import ModelFiles, read_json
 from transom_worker.text.chat_template import ChatPrompt, ChatTemplate, read_messages
 from transom_worker.text.gguf_tokenizer import read_gguf_vocabulary
 
-_SPACE_MARK = "\u2581"  # SentencePiece writes a space so
+_SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
-    """One model's tokenizer and chat template; make it with `Tokenizer.load`.
+    """One model's tokenizer and chat template. `Tokenizer.load` makes it from a model's files.
 
-    `named_tokens` holds the texts of bos_token, eos_token, unk_token and pad_token, as far as the model has them.
+    `named_tokens` has the texts of bos_token, eos_token, unk_token and pad_token, as far as the model has them.
     """
 
     def __init__(
@@ -41,16 +51,18 @@ class Tokenizer:
         tool_template: str | None = None,
         generation_config: Mapping[str, Any],
     ) -> None:
-        """`tool_template` is for chats with tools, where the model has one of its own for them."""
+        """`tool_template` is the chat template for chats with tools, where the model has two."""
         rust.no_truncation()
         rust.no_padding()
         self._rust = rust
         self._byte_level = _is_byte_level(rust)
         added = rust.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._cut_ids = frozenset(i for i, token in added.items() if not token.single_word)
-        self._added = {i: token.content for i, token in added.items()}
-        self._bytes: dict[int, bytes] = {}
+        self._splitting_ids = frozenset(
+            i for i, token in added.items() if not token.single_word
+        )  # text is cut at these
+        self._added_texts = {i: token.content for i, token in added.items()}
+        self._bytes: dict[int, bytes] = {}  # by token id, as far as they were asked for
         self._named_tokens = dict(named_tokens)
         self._template = (
             ChatTemplate(source=chat_template, tool_source=tool_template, special_tokens=self._named_tokens)
@@ -64,10 +76,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, files: ModelFiles) -> Tokenizer:
-        """The tokenizer of a resolved model.
+        """Load the tokenizer of a resolved model.
 
         Raises:
-            ModelError: missing, broken, or of a kind that is not supported; names the file.
+            ModelError: the tokenizer is missing, broken, or of a kind that is not supported; the message names the file.
         """
         generation = {"eos_token_id": files.config.get("eos_token_id"), **files.generation_config}
         return _load_gguf(files.path, generation) if files.is_gguf else _load_folder(files.path, generation)
@@ -78,7 +90,7 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in it are read as such.
+        """Token ids of `text`. The text of a special token in it becomes that token.
 
         Raises:
             RequestError: the text holds half of a surrogate pair, which no encoding can carry.
@@ -86,7 +98,7 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text. Raises as `encode`."""
+        """Token ids of each text. Raises RequestError as `encode` does."""
         try:
             encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
@@ -94,12 +106,12 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids beyond the vocabulary have none, and bytes that are not UTF-8 become U+FFFD."""
+        """Text of `token_ids`. Ids beyond the vocabulary have no text; bytes that are not UTF-8 become U+FFFD."""
         known = [i for i in token_ids if 0 <= i < 2**32]
         return str(self._rust.decode(known, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:
-        r"""One token's text as in OpenAI's log-probabilities; a part of a character is written as `\xe2\x80`."""
+        r"""One token's text, as OpenAI's log-probabilities write it: a part of a character becomes `\xe2\x80`."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()
@@ -107,7 +119,7 @@ class Tokenizer:
             return "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to a text (none beyond the vocabulary)."""
+        """The UTF-8 bytes that one token adds to a text; none for an id beyond the vocabulary."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._make_bytes(token_id)
@@ -125,13 +137,13 @@ class Tokenizer:
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """The prompt for a chat: its text, ids, and where messages end.
+        """Render a chat as a prompt: its text, its token ids, and the positions where messages end.
 
-        `template` stands in for the model's own; `extra` are further variables for it, `tools` among them. A boundary is kept only
-        where the ids of the chat so far are a prefix of the whole's.
+        `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A position is a
+        turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids.
 
         Raises:
-            RequestError: no template, or messages that are malformed or that the template refuses.
+            RequestError: there is no template, a message is malformed, or the template refuses the messages.
         """
         chosen = self._choose_template(template)
         checked = read_messages(messages)
@@ -141,7 +153,7 @@ class Tokenizer:
         except TypeError:
             raise _broken_text() from None
         turns = chosen.render_turns(checked, whole=text, extra=extra)
-        boundaries = dict.fromkeys(b for turn in turns if (b := self._boundary(encoding, turn)))
+        boundaries = dict.fromkeys(b for turn in turns if (b := self._turn_boundary(encoding, turn)))
         return ChatPrompt(text=text, token_ids=tuple(encoding.ids), turn_boundaries=tuple(boundaries))
 
     def _choose_template(self, template: str | None) -> ChatTemplate:
@@ -153,14 +165,15 @@ class Tokenizer:
             )
         return self._template
 
-    def _boundary(self, whole: Encoding, turn: str) -> int | None:
-        """Tokens of `whole` that are exactly the tokens of its beginning `turn`; None if its end falls into a token."""
+    def _turn_boundary(self, whole: Encoding, turn: str) -> int | None:
+        """The number of tokens of `turn`, a beginning of the whole chat's text; None if these are not a prefix of the whole
+        chat's tokens."""
         ids, offsets = whole.ids, whole.offsets
         count = bisect_left(offsets, len(turn), key=lambda span: span[0])
         if count == 0 or offsets[count - 1][1] > len(turn) or (count < len(ids) and offsets[count][0] != len(turn)):
             return None
-        # Text is cut at added tokens before anything else looks at it, so beside one no comparison is needed.
-        if count == len(ids) or ids[count] in self._cut_ids or ids[count - 1] in self._cut_ids:
+        # The library cuts text at added tokens first: beside one, both texts have equal tokens, and no comparison is needed.
+        if count == len(ids) or ids[count] in self._splitting_ids or ids[count - 1] in self._splitting_ids:
             return count
         return count if self.encode(turn, add_special_tokens=False) == ids[:count] else None
 
@@ -169,13 +182,14 @@ class Tokenizer:
         if token is None:
             return b""
         if self._byte_level:
-            values = [_BYTE_OF_CHARACTER.get(character, -1) for character in token]
-            return bytes(values) if -1 not in values else str(token).encode()
-        if token_id in self._added:
-            return self._added[token_id].encode()
+            if all(character in _BYTE_OF_CHARACTER for character in token):
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            return str(token).encode()  # an added token, whose text is plain
+        if token_id in self._added_texts:
+            return self._added_texts[token_id].encode()
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
-        return str(token).replace(_SPACE_MARK, " ").encode()
+        return str(token).replace(_SENTENCEPIECE_SPACE, " ").encode()
 
     def _named_id(self, name: str) -> tuple[int, ...]:
         token_id = self._rust.token_to_id(self._named_tokens[name]) if name in self._named_tokens else None
@@ -190,7 +204,7 @@ def _load_folder(folder: Path, generation_config: Mapping[str, Any]) -> Tokenize
         )
     try:
         rust = RustTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
+    except Exception as error:  # the library raises bare Exception for everything that is wrong in the file
         raise ModelError(f"{path} cannot be read: {error}.") from None
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
@@ -206,7 +220,7 @@ def _load_folder(folder: Path, generation_config: Mapping[str, Any]) -> Tokenize
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: files of their own go before what `tokenizer_config.json` holds."""
+    """Chat templates by name; a template file takes precedence over one in `tokenizer_config.json`."""
     found = settings.get("chat_template")
     named = (
         {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
@@ -229,7 +243,7 @@ def _load_gguf(path: Path, generation_config: Mapping[str, Any]) -> Tokenizer:
 
 
 def _is_byte_level(rust: RustTokenizer) -> bool:
-    """Whether tokens spell bytes in GPT-2's alphabet; if not, they are text with SentencePiece's marks."""
+    """Whether the vocabulary is byte level; otherwise it is SentencePiece's. Raises ModelError for any other kind."""
     decoder: dict[str, Any] = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": None}
     parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}
@@ -241,7 +255,7 @@ def _is_byte_level(rust: RustTokenizer) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's writing of bytes: printable Latin-1 as itself, the others as the characters from U+0100 on."""
+    """GPT-2's alphabet, bytes by character: a printable Latin-1 byte is its own character, the others are those from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -251,7 +265,7 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token in tokenizer_config.json is a string, or an object with `content`."""
+    """The text of a token in tokenizer_config.json, which is a string or an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
