@@ -97,7 +97,7 @@ async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) 
         await until(lambda: server.replica._blocks.num_watchers == 1)  # the test before has left, which takes a moment
     catalog = server.replica.engine.scheduler.cache.registry
     await until(lambda: not server.replica._blocks.num_watchers and catalog._touched is None)
-    await ask(server, "Nobody looks.", 4)
+    await ask(server, "Without a watcher.", 4)
     async with frames_of(server) as frames:  # the next begins where the cache is now
         seen = Map()
         history = seen.take(await anext(frames)).header["history"]

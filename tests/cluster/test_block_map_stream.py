@@ -223,12 +223,12 @@ async def test_periods_that_mean_nothing_are_refused(api: Api, given: str):
 
 
 async def test_unknown_workers_are_not_found(api: Api):
-    for path in ("/blocks/stream?worker=nobody", "/blocks/describe?worker=nobody&group=0&block=1"):
+    for path in ("/blocks/stream?worker=unknown", "/blocks/describe?worker=unknown&group=0&block=1"):
         response = await api.client.get(path)
         assert response.status_code == 404
         error = response.json()["error"]
         assert (error["param"], error["code"]) == ("worker", "worker_not_found")
-        assert "'nobody'" in error["message"]
+        assert "'unknown'" in error["message"]
         assert "w0" in error["message"]
 
 

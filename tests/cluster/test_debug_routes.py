@@ -1,4 +1,4 @@
-"""A request's life over HTTP: through several workers and routers, to whom it belongs, and without a word of what was asked."""
+"""A request's timeline over HTTP: over several workers and routers, for its own client alone, without any text of the prompt."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ async def test_lists_have_the_newest_first_and_are_filtered(api: Api) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["chatcmpl", "cmpl-0", "-", "%00", "x" * 500])
-async def test_what_nobody_knows_is_not_found(api: Api, request_id: str) -> None:
+async def test_an_unknown_request_is_not_found(api: Api, request_id: str) -> None:
     await api.chat()
     response = await api.client.get(f"/debug/requests/{request_id}")
     assert response.status_code == 404

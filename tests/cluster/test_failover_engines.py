@@ -90,7 +90,7 @@ class Workers:
         await asyncio.Event().wait()
 
     def wake(self) -> None:
-        """Nobody to wake."""
+        """There is no worker to wake."""
 
 
 @dataclass

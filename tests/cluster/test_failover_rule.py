@@ -1,4 +1,4 @@
-"""Who is to blame for a lost worker: the rule by itself, and poison among innocent streams."""
+"""Which request is to blame for a lost worker: the rule by itself, and a poison request among innocent streams."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_suspect_is_named_and_the_others_are_cleared():
     records = [LossRecord() for _ in range(32)]
     assert assign_blame(records, max_lost_workers=2) is None
     assert all(record.is_suspect for record in records)
-    records[3].release()  # it went on well
+    records[3].release()  # it brought more tokens
     bystanders = [LossRecord(), records[3]]
     assert assign_blame([*bystanders, records[7]], max_lost_workers=2) is records[7]
     assert not any(record.is_suspect or record.num_losses for record in [*records[:7], *records[8:], *bystanders])
@@ -53,7 +53,7 @@ def test_suspects_that_were_lost_together_are_not_stopped():
     assert records[1].num_losses == 0
 
 
-def test_losses_are_forgotten_by_those_that_went_on_well():
+def test_losses_are_forgotten_after_more_tokens():
     record, other = LossRecord(), LossRecord()
     assign_blame([record, other], max_lost_workers=2)
     record.release()
@@ -71,17 +71,19 @@ def test_who_is_alone_for_one_router_only_becomes_a_suspect():
     assert assign_blame([record], max_lost_workers=1) is record
 
 
-def test_who_merely_waited_is_not_to_blame():
+def test_a_request_that_only_waited_is_not_to_blame():
     streaming = [Attempt(num_new_tokens=3) for _ in range(2)]
     queued, unsent, unanswered = Attempt(), Attempt(is_sent=False), Attempt(awaits_reply=True)
     attempts = [*streaming, queued, unsent, unanswered]
     may = may_have_run(attempts, max_num_seqs=3)
-    assert may == [one.record for one in (*streaming, queued, unanswered)]  # one place may have been the queued one's
+    assert may == [
+        one.record for one in (*streaming, queued, unanswered)
+    ]  # one running slot may have been the queued one's
     full = may_have_run(attempts, max_num_seqs=2)
     assert full == [one.record for one in (*streaming, unanswered)]
 
 
-def test_who_goes_on():
+def test_which_requests_migrate():
     config = FailoverConfig(max_resumes=1, max_lost_workers=3)
     queued, streaming, unsent = Attempt(), Attempt(num_new_tokens=3), Attempt(is_sent=False)
     attempts = [queued, streaming, unsent]
@@ -89,7 +91,7 @@ def test_who_goes_on():
     def lose(cause):
         return after_loss(attempts, cause, config, max_num_seqs=None)
 
-    assert lose("moved").migrating == [streaming, queued, unsent]  # who had begun first
+    assert lose("moved").migrating == [streaming, queued, unsent]  # streams that have begun first
     assert [one.record.num_migrations for one in attempts] == [0, 0, 0]
     assert lose("lost").given_up == []
     assert [one.record.num_migrations for one in attempts] == [1, 1, 0]
@@ -101,8 +103,8 @@ def test_who_goes_on():
 
 
 @given(st.data())
-def test_two_workers_are_all_that_poison_costs_and_nobody_else_is_stopped(data):
-    """Suspects go on one by one; the poison ends each worker that gets it."""
+def test_a_poison_request_costs_two_workers_and_no_other_request(data):
+    """Suspects run one by one; the poison request ends each worker that gets it."""
     num_workers, num_requests = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
     records = [LossRecord() for _ in range(num_requests)]
     poison = records[data.draw(st.integers(0, num_requests - 1))]
@@ -163,7 +165,7 @@ async def test_poison_among_many_ends_two_workers_and_itself(poison_at: int, str
 
 
 async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
-    """One worker, always replaced: there is nobody to spread suspects over, so they take turns."""
+    """One worker, always replaced: there is no second worker for suspects, so they run one by one."""
     workers = [StubWorker(worker="w0", poison=POISON, poison_at=3)]
     async with running_api(*workers, failover=FailoverConfig(wait_s=120.0)) as api:
         prompts = ["poison!"] + ["innocent"] * 7
@@ -178,7 +180,7 @@ async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
 
 
 async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
-    """Of two losses one is explained; who was cleared of it goes on, and suspects of the other one may join it."""
+    """Of two losses one is explained; a request that is cleared of it continues, and a suspect of the other loss may join it."""
     first, second, third, last = (
         StubWorker(worker=f"w{i}", max_events=1, poison=POISON, poison_at=2) for i in range(4)
     )

@@ -61,7 +61,7 @@ def test_a_page_that_was_cut_anywhere_leaves_the_union_valid(openmetrics: bool) 
     whole, other = page("a", openmetrics=openmetrics), page("b", openmetrics=openmetrics)
     for end in range(len(whole)):
         if not openmetrics and whole[:end].endswith("\n"):
-            continue  # nobody can tell
+            continue  # it cannot be told
         merged = merge_pages([other, whole[:end]], openmetrics=openmetrics)
         for samples in series(merged, openmetrics=openmetrics).values():
             assert [one for one in samples if one[1] == "b"] or not samples

@@ -91,7 +91,7 @@ async def test_a_crash_is_a_loss_whatever_the_router_hears_of_first(stream_break
         assert value(api.router, "drains_total", outcome="finished") == 0
 
 
-async def test_a_worker_that_answers_nobody_when_it_leaves_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leaving_worker_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host is gone: calls to it do not fail, they hang."""
     async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
         monkeypatch.setattr(worker_pool, "LAST_CALL_TIMEOUT_S", 0.01)

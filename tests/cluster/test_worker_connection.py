@@ -1,4 +1,4 @@
-"""Streams, duplicates, deaths and departures: every accepted request ends in tokens or an error, once."""
+"""Event streams, repeated output, lost workers and clients that leave: every accepted request ends in tokens or an error, once."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_
         assert (await whole).status_code == 503
         await until(lambda: api.router.is_ready)
         assert api.worker.num_streams == 2
-        assert len(set(api.worker.aborted)) == 3  # nobody waits for them, should the worker still live
+        assert len(set(api.worker.aborted)) == 3  # no client waits for them, should the worker still run
         api.worker.max_events = None
         assert (await api.complete()).status_code == 200
 
@@ -232,7 +232,7 @@ def test_a_client_that_leaves_aborts_its_requests(server, stream):
     assert set(server.worker.aborted[-2:]) == ids
 
 
-def test_a_slow_client_gets_everything_and_holds_nobody_up(server):
+def test_a_slow_client_gets_everything_and_delays_no_other(server):
     """While one client does not read, others are served; then it gets its whole answer."""
     with (
         httpx.Client(base_url=server.url, timeout=120) as slow,

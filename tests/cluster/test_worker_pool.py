@@ -75,7 +75,7 @@ async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.Mo
         assert [await text(answer) for answer in waiting] == ["abc"] * 2
 
 
-async def test_nobody_waits_for_ever() -> None:
+async def test_no_request_waits_for_ever() -> None:
     async with running_api(*workers(1)) as api:
         api.worker.kill()
         await until(lambda: not api.router.is_ready)
@@ -281,7 +281,7 @@ async def test_what_was_taken_from_a_lost_worker_is_handed_over_whatever_else_fa
         assert len(api.router.queue) == 0
 
 
-async def test_a_worker_that_cannot_take_requests_is_left_alone_for_a_while() -> None:
+async def test_a_worker_that_cannot_take_requests_is_in_cooldown() -> None:
     starting, ready = workers(2)
     starting.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
     async with running_api(starting, ready, routing_policy="round_robin") as api:

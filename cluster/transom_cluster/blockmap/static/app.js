@@ -23,7 +23,7 @@ export class App {
     this.parts = null;
     this.source = null; // a Connection; null in the demo
     this.isConnected = false;
-    this.connected_s = null; // since when: what did not come before that is nobody's fault
+    this.connected_s = null; // the time of the connection; a frame that is missing before it is no problem
     this.knownGone = new Set(); // ids
     this.tickKey = "";
     this.isRenderDue = false;
@@ -122,7 +122,7 @@ export class App {
     this.tickKey = key;
   }
 
-  /** Draw before the screen's next picture. `isWanted`: somebody waits for it, so the strip follows at once. */
+  /** Draw before the screen's next picture. `isWanted`: the user asked for it, so the strip is drawn at once. */
   requestRender(isWanted) {
     this.isStripDue ||= isWanted;
     if (this.isRenderDue || this.parts === null) return;
@@ -159,7 +159,7 @@ export class App {
     this.requestRender(true);
   }
 
-  /** Live, a filter for a worker that leaves would show nothing; whoever sets it later wants to step back. */
+  /** Live, a filter for a worker that leaves would show nothing; a filter that the user sets later is for stepping back. */
   #dropFilterOfGone() {
     const { worker: id } = this.filters;
     const gone = new Set([...this.workers.values()].filter(({ presence }) => presence.isGone).map((worker) => worker.id));

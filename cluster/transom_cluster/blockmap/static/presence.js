@@ -1,7 +1,7 @@
 /** When a worker was there, as far as this page saw it, and whether its frames have stopped. */
 
 export const HERE = "here";
-export const JUST_GONE = "just gone"; // shown for a little longer, so that nobody wonders what has become of it
+export const JUST_GONE = "just gone"; // shown for a little longer, so that its end can be seen
 export const AWAY = "away";
 
 export const JUST_GONE_S = 10;

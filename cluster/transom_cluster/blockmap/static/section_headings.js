@@ -1,4 +1,4 @@
-/** The line above each worker's pages: who it is, what is wrong, how full and how busy. */
+/** The line above each worker's pages: its id, its problem, how full and how busy. */
 
 import { element, setText } from "./dom.js";
 import { formatBytes, formatCount, formatNoun } from "./format.js";
@@ -22,7 +22,7 @@ export class SectionHeadings {
     const hasNew = sections.some(({ worker }) => !this.headings.has(worker.id));
     for (const { worker, top } of sections) {
       const heading = this.#headingOf(worker);
-      if (hasNew) this.world.append(heading); // in the sections' order for who has them read out, whoever came last
+      if (hasNew) this.world.append(heading); // screen readers read the headings in the sections' order
       heading.style.top = `${top / pixelRatio}px`;
       heading.classList.toggle("leaving", this.view.isLeaving(worker));
       setText(heading.children[1], this.view.noteOf(worker));

@@ -1,4 +1,4 @@
-/** Light or dark: as the system says until somebody chooses. The style sheet owns the ground colours. */
+/** Light or dark: as the system says until the user chooses. The style sheet owns the ground colours. */
 
 import { buildStyles, parseColour } from "./colours.js";
 
