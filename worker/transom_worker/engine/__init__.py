@@ -1,1 +1,1 @@
-"""The engine of one worker: the step loop, its thread, and the output events of each request."""
+"""The engine of one worker: the step loop, its thread, and each request's output events."""

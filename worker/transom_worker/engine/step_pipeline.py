@@ -1,4 +1,8 @@
-"""Plans out to the ranks, results back: scheduler and executor kept in step, with up to `steps_in_flight` plans between them."""
+"""Sends plans from the scheduler to the executor, and results back, with up to `steps_in_flight` plans submitted at once.
+
+With two plans in flight the ranks begin the next step while the engine still handles the last one's tokens. Results come back
+in the order of their plans.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from transom_worker.scheduling.step import StepPlan, StepTimings
 
 
 class FinishedStep(NamedTuple):
-    """A step whose result has arrived (at `received_s` of the performance counter) and was applied."""
+    """A step whose result has arrived, at `received_s` of the performance counter, and is applied to the scheduler."""
 
     num_tokens: int
     num_seqs: int
@@ -24,21 +28,21 @@ class FinishedStep(NamedTuple):
 
 
 class StepPipeline:
-    """The plans that are in flight. Results come back in their order."""
+    """The submitted plans without a result."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, steps_in_flight: int) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._steps_in_flight = steps_in_flight
-        self._sizes: deque[tuple[int, int]] = deque()  # tokens and sequences of plans in flight
+        self._sizes: deque[tuple[int, int]] = deque()  # tokens and sequences of each submitted plan
 
     @property
     def is_busy(self) -> bool:
-        """Whether a result is due."""
+        """Whether a submitted plan has no result yet."""
         return bool(self._sizes)
 
     def fill(self) -> Iterator[StepPlan]:
-        """Submit plans while more may be in flight and something can run; gives each once it is submitted."""
+        """Submit plans until `steps_in_flight` are submitted or the scheduler has none; yields each plan after it is submitted."""
         while len(self._sizes) < self._steps_in_flight:
             plan = self._scheduler.schedule()
             if plan is None:
@@ -48,18 +52,18 @@ class StepPipeline:
             yield plan
 
     def receive(self) -> FinishedStep:
-        """Wait for the oldest plan's result, then publish and free by it."""
+        """Wait for the oldest plan's result, and apply it to the scheduler."""
         result = self._executor.receive()
         received_s = time.perf_counter()
         num_tokens, num_seqs = self._sizes.popleft()
         return FinishedStep(num_tokens, num_seqs, result.timings, received_s, self._scheduler.receive(result))
 
     def drop(self) -> list[str]:
-        """A step was interrupted: wait for nothing that is in flight; returns the requests that were dropped with it."""
+        """Drop all submitted plans after an interrupt; returns the ids of the requests that they computed, which end with them."""
         self._executor.drop_in_flight()
         self.forget()
         return self._scheduler.fail_in_flight()
 
     def forget(self) -> None:
-        """No result will come any more: the ranks are gone."""
+        """Forget the submitted plans: the ranks are lost, and no result will come."""
         self._sizes.clear()

@@ -1,32 +1,32 @@
-"""How fast this worker has been lately, smoothed."""
+"""Measures how fast this worker has been lately: smoothed rates of prefill, decode and first tokens."""
 
 from __future__ import annotations
 
 WEIGHT = 0.2  # of the newest measurement
-LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens say nothing of the rate
+LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens are no measure of the prefill rate
 
 
 class StepRates:
-    """Exponential means; 0 while nothing was measured.
+    """Exponential moving averages; 0 until something was measured.
 
-    The first prefill does not count: code and caches are cold, and a router would stay away from a worker that looks slow. The rate
-    is one mean over another, so that long steps weigh as much as they last.
+    The first prefill does not count: code and caches are cold, and routers would avoid a worker that looks slow. The prefill
+    rate is the average of tokens over the average of seconds, so that a step has weight by its duration.
     """
 
     def __init__(self) -> None:
         self.decode_step_s = 0.0
         self.first_token_s = 0.0
         self._is_warm = False
-        self._prefill_tokens = 0.0  # of a step
-        self._prefill_s = 0.0  # likewise
+        self._prefill_tokens = 0.0  # average of a step
+        self._prefill_s = 0.0  # average of a step
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Of steps with prompt tokens in them, all their tokens counted."""
+        """Tokens per second of steps with prompt tokens, their decode tokens included."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
     def stepped(self, num_tokens: int, num_seqs: int, elapsed_s: float) -> None:
-        """A step computed so many tokens of so many sequences."""
+        """Count a step that computed `num_tokens` tokens of `num_seqs` sequences. One token for each sequence is a decode step."""
         if num_tokens == num_seqs:
             self.decode_step_s = _mean(self.decode_step_s, elapsed_s)
         elif num_tokens - num_seqs >= LEAST_PREFILL_TOKENS:
@@ -36,7 +36,7 @@ class StepRates:
             self._is_warm = True
 
     def first_token(self, elapsed_s: float) -> None:
-        """A request's first token came so long after its arrival."""
+        """Count a first token that came `elapsed_s` seconds after its request."""
         self.first_token_s = _mean(self.first_token_s, elapsed_s)
 
 

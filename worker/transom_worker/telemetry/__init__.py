@@ -1,1 +1,2 @@
-"""What a worker reports: Prometheus metrics, request timelines, and OpenTelemetry spans."""
+"""What a worker reports about itself: the engine's event stream, Prometheus metrics, request timelines, spans and request log
+lines."""

@@ -1,6 +1,8 @@
-"""OpenTelemetry spans of one process, sent over OTLP in batches. The one module that imports the SDK, and only when tracing is on.
+"""Makes OpenTelemetry spans in one process and sends them over OTLP in batches. Only this module imports the SDK, and only with
+tracing on.
 
-A collector that is slow or gone delays nothing: spans wait in a bounded queue, are sent by a thread, and are dropped beyond it.
+A slow or unreachable collector delays no request: spans wait in a bounded queue, a thread sends them, and those that find the
+queue full are dropped.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from urllib.parse import urlsplit
 from transom_worker.config import TracingConfig
 from transom_worker.errors import ConfigError
 
-if TYPE_CHECKING:  # not installed everywhere, and imported where tracing is on
+if TYPE_CHECKING:  # optional packages, imported only with tracing on
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
 Kind = Literal["INTERNAL", "SERVER", "CLIENT"]
 
-BATCH_MS = 1000  # what a process that is killed may lose
-FLUSH_S = 5.0  # for spans that wait when the process ends
+BATCH_MS = 1000  # spans of this time are lost when a process is killed
+FLUSH_S = 5.0  # to send the queued spans when the process ends
 
 MISSING = (
     "--otlp-traces-endpoint is {endpoint}, and OpenTelemetry's {what} is not installed; "
@@ -31,7 +33,7 @@ MISSING = (
 
 
 class Tracing:
-    """One process's tracer. Requests whose parent says whether it is sampled follow it, the others a ratio.
+    """One process's tracer. A request's parent span decides whether it is sampled; without a parent `sample_ratio` decides.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -53,7 +55,7 @@ class Tracing:
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
             resource=Resource.create(about),
-            shutdown_on_exit=False,  # it would wait for a collector that is gone
+            shutdown_on_exit=False,  # it would wait for an unreachable collector
         )
         delay_ms = float(os.environ.get("OTEL_BSP_SCHEDULE_DELAY", BATCH_MS))
         exporter = exporter or _otlp_exporter(config.endpoint)
@@ -62,13 +64,13 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def context_of(self, headers: Mapping[str, str]) -> Context:
-        """The parent that W3C's traceparent and tracestate headers name; what is malformed names none."""
+        """The parent context that the W3C headers traceparent and tracestate name; malformed headers name none."""
         from opentelemetry.context import Context
 
         return self._propagator.extract(headers, context=Context())
 
     def context_below(self, span: Span) -> Context:
-        """For the children of a span."""
+        """The parent context of a span's children."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
@@ -77,7 +79,7 @@ class Tracing:
     def start(
         self, name: str, parent: Context, *, at_s: float, attributes: Mapping[str, Any], kind: Kind = "INTERNAL"
     ) -> Span:
-        """A span that began at that time; whoever asked for it ends it."""
+        """Start a span that began at `at_s` (seconds since the epoch); the caller ends it."""
         from opentelemetry.trace import SpanKind
 
         return self._tracer.start_span(
@@ -85,27 +87,27 @@ class Tracing:
         )
 
     def parent_header(self, span: Span) -> str:
-        """W3C's traceparent header of a span."""
+        """The W3C traceparent header that names a span as parent."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, context=self.context_below(span))
         return headers["traceparent"]
 
     def fail(self, span: Span, kind: str) -> None:
-        """A span's work went wrong: `kind` is the error's class, since its message may quote a prompt."""
+        """Mark a span as failed. `kind` is the class of the error; the error's message may quote a prompt and is left out."""
         from opentelemetry.trace import Status, StatusCode
 
         span.set_status(Status(StatusCode.ERROR, kind))
         span.set_attribute("error.type", kind)
 
     def close(self) -> None:
-        """Send what waits, but for `FLUSH_S` at most. Nothing is sent any more; idempotent."""
+        """Send the queued spans, for `FLUSH_S` seconds at most; later spans are not sent. Idempotent."""
         thread = threading.Thread(target=self._provider.shutdown, name="transom-traces-end", daemon=True)
         thread.start()
         thread.join(FLUSH_S)
 
 
 def check_tracing(config: TracingConfig) -> None:
-    """Raise ConfigError where the settings ask for spans and OpenTelemetry is not installed."""
+    """Raises ConfigError where OpenTelemetry is not installed."""
     try:
         import opentelemetry.sdk.trace
     except ImportError:
@@ -117,17 +119,18 @@ def check_tracing(config: TracingConfig) -> None:
 
 
 def nanoseconds(at_s: float) -> int:
-    """Seconds since the epoch as OpenTelemetry counts them."""
+    """Seconds since the epoch as nanoseconds, which OpenTelemetry counts in."""
     return int(at_s * 1e9)
 
 
 def is_sampled(trace_parent: str) -> bool:
-    """Whether a traceparent header says that its trace is recorded."""
+    """Whether a W3C traceparent header says that its trace is recorded."""
     return bool(int(trace_parent.rsplit("-", 1)[1], 16) & 1)
 
 
 def _otlp_exporter(endpoint: str) -> SpanExporter:
-    """Headers, timeout, compression and certificates come from OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_...)."""
+    """The OTLP exporter; OpenTelemetry's environment variables (OTEL_EXPORTER_OTLP_...) set headers, timeout, compression,
+    certificates."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     has_path = urlsplit(endpoint).path not in ("", "/")

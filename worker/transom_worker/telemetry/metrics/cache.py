@@ -1,4 +1,10 @@
-"""Families of the KV cache: pages, blocks by group and state, checkpoints, and what prompts found."""
+"""Metric families of the KV cache: pages, blocks by group and state, checkpoints, and prefix hits.
+
+- **group**: the layers that keep the KV of the same tokens; each group has blocks of its own size.
+- **page**: a piece of the KV pool that one group leases at a time and divides into blocks.
+- **checkpoint**: a position of a cached prefix from which a request can continue, with the blocks of every group for it.
+- **window repair**: computing the last tokens of a hit again, where its sliding-window blocks are evicted.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
-    """All of them."""
+    """Every family of the KV cache."""
     yield from _prefixes(own, stats)
     yield from _arena(own, stats)
     yield from _checkpoints(own, stats.checkpoints)
@@ -32,7 +38,7 @@ def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 
 def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     fixed = ("hit", "repaired", *(f"missed_{reason}" for reason in MISS_REASONS))
-    yield own.counter(  # of the same moment as their outcomes, so that these sum to it on every page
+    yield own.counter(  # of the same moment as the outcomes, which must sum to it on every page
         "transom_prompt_tokens", "Prompt tokens of admitted requests.", sum(stats.outcome_tokens.values())
     )
     yield own.counters(
@@ -89,7 +95,7 @@ def _arena(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
     yield own.gauges(
         "transom_kv_checkpoints",
-        "Checkpoints in the prefix cache, places that a request can go on from, by why they were placed.",
+        "Checkpoints in the prefix cache (positions that a request can continue from), by kind: what they were placed for.",
         ("kind",),
         [((kind,), count) for kind, count in with_zeros(CHECKPOINT_KINDS, stats.current).items()],
     )
@@ -101,8 +107,8 @@ def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_kv_checkpoint_changes",
-        "What became of checkpoints, by kind: placed, given_up (with the end of its chain), windows_given_up (its chain stays "
-        "and can be repaired), hit (a request went on from there).",
+        "Changes of checkpoints, by kind: placed, given_up (evicted, with the end of its chain), windows_given_up (its window "
+        "blocks are evicted; its chain stays and can be repaired), hit (a request continued from it).",
         ("kind", "change"),
         [
             ((kind, change), count)
@@ -129,7 +135,7 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.gauges(
         "transom_kv_held_blocks",
-        "Cached blocks that a checkpoint keeps, by group; the other cached blocks are left behind and go first.",
+        "Cached blocks that a checkpoint pins, by group; the other cached blocks are evicted first.",
         ("group",),
         [((group.name,), group.pinned_blocks) for group in groups],
     )
@@ -141,7 +147,7 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_kv_evicted_blocks",
-        "Cached blocks that were evicted, by group and by who wanted the memory: own_group, other_group, compaction, or reset.",
+        "Cached blocks that were evicted, by group and by what needed the memory: own_group, other_group, compaction, or reset.",
         ("group", "reason"),
         [
             ((group.name, reason), count)

@@ -1,4 +1,4 @@
-"""Label values that are known beforehand: their series are there, at 0, before the first event, so that rates work."""
+"""Label values that are known in advance. Their series exist, at 0, before the first event: a rate needs the value before it."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ CHECKPOINT_KINDS = ("system", "turn", "prompt", "generation", "fork", "preempted
 
 
 def with_zeros(values: Iterable[str], counts: dict[str, int]) -> dict[str, int]:
-    """Counts by label value, with 0 for those that are missing."""
+    """Counts by label value, with 0 for each of `values` that has no count."""
     return dict.fromkeys(values, 0) | counts

@@ -1,4 +1,4 @@
-"""What a worker is: versions, settings as they were resolved, and how long it took to start."""
+"""Metric families of a worker's identity: versions, settings as they were resolved, and the time that its start took."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CONFIG_LABELS = (
 
 
 def build_versions(*packages: str) -> dict[str, str]:
-    """Versions of Transom (`version`), Python and packages, which are not imported; "" for one that is not installed."""
+    """Versions of Transom (as `version`), Python and `packages`, by name; "" for a package that is not installed. Imports none."""
     found = {"version": _version("transom"), "python": platform.python_version()}
     return found | {package: _version(package) for package in packages}
 
 
 class Identity(Collector):
-    """Two families that are always 1, the limits of batch and queue, and the time of the start."""
+    """Two families whose value is always 1, the limits of batch and queue, and the seconds of the start."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own
@@ -47,7 +47,7 @@ class Identity(Collector):
         self.start_s = 0.0
 
     def configure(self, config: EngineConfig, info: ExecutorInfo) -> None:
-        """The engine has started: device and number format are known, and the longest sequence."""
+        """Set the values that are known once the executor has started: device, number format and longest sequence."""
         scheduler = config.scheduler
         values = (
             info.plan.kv_dtype,
@@ -65,7 +65,7 @@ class Identity(Collector):
         self._limits = {"running": scheduler.max_num_seqs, "waiting": scheduler.max_waiting}
 
     def collect(self) -> Iterator[Metric]:
-        """At scrape time."""
+        """Make the metric families; the client library calls this at each scrape."""
         yield self._own.gauges(
             "transom_build_info",
             "Versions of Transom, Python and the libraries that the worker runs on; the value is always 1.",

@@ -1,4 +1,4 @@
-"""Families of one process: every sample carries the labels that say which model and worker it is of."""
+"""Makes the metric families of one process: every sample has the process's own labels, such as `model` and `worker`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, value
 
 
 class Buckets(NamedTuple):
-    """One histogram: values by bucket, those above every bound last, and their sum."""
+    """One histogram: the number of values by bucket, those above every bound last, and the sum of all values."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -20,29 +20,29 @@ class Buckets(NamedTuple):
 
 
 class OwnLabels:
-    """Makes families at scrape time. A method's `labels` are those that a family has besides."""
+    """Makes families at a scrape. A method's `labels` are the family's labels besides the process's own."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self.names = tuple(labels)
         self.values = tuple(labels.values())
 
     def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        """A single value."""
+        """A gauge with one sample."""
         return self.gauges(name, text, (), [((), value)])
 
     def gauges(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> GaugeMetricFamily:
-        """Values by label."""
+        """A gauge with samples by label."""
         family = GaugeMetricFamily(name, text, labels=(*self.names, *labels))
         for values, value in samples:
             family.add_metric((*self.values, *values), value)
         return family
 
     def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        """A single count; the name is without its `_total`."""
+        """A counter with one sample; `name` is without its `_total`."""
         return self.counters(name, text, (), [((), value)])
 
     def counters(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> CounterMetricFamily:
-        """Counts by label; the name is without its `_total`."""
+        """A counter with samples by label; `name` is without its `_total`."""
         family = CounterMetricFamily(name, text, labels=(*self.names, *labels))
         for values, value in samples:
             family.add_metric((*self.values, *values), value)
@@ -51,7 +51,7 @@ class OwnLabels:
     def histograms(
         self, name: str, text: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], Buckets]]
     ) -> HistogramMetricFamily:
-        """Histograms by label."""
+        """A histogram with samples by label."""
         family = HistogramMetricFamily(name, text, labels=(*self.names, *labels))
         for values, buckets in samples:
             bounds = (*map(str, map(float, buckets.bounds)), "+Inf")

@@ -1,4 +1,4 @@
-"""What a process uses, worker or router, read from the system at scrape time."""
+"""Metric families of the CPU time and the memory that a process uses, worker or router, read from the system at a scrape."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transom_worker.telemetry.metrics.own_labels import OwnLabels
 
 
 class Process(Collector):
-    """The client library's figures under our own names and labels; no samples where the system does not tell (macOS).
+    """The client library's process metrics with Transom's names and labels; no samples on systems without /proc (macOS).
 
-    Names begin with `prefix`; `whose` is the process, for people.
+    Names begin with `prefix`; `whose` names the process in the HELP texts.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Process(Collector):
         self._reader = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
-        """At scrape time."""
+        """Make the metric families; the client library calls this at each scrape."""
         found = {family.name: [((), sample.value) for sample in family.samples] for family in self._reader.collect()}
         yield self._own.counters(
             f"{self._prefix}_cpu_seconds",

@@ -1,4 +1,4 @@
-"""Families of the worker's ranks."""
+"""Metric families of a worker's ranks, the processes that split every layer of its model: memory, time, steps and identity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Metric]:
-    """Each rank's memory, time and process."""
+    """Every family of the ranks."""
     named = [(str(rank), report) for rank, report in enumerate(ranks)]
     yield own.gauges(
         "transom_rank_memory_bytes",
@@ -45,7 +45,7 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
 
 
 def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
-    """What each has done so far."""
+    """Each rank's seconds and steps since its process began."""
     yield own.counters(
         "transom_rank_forward_seconds",
         "Seconds that a rank has spent in forward passes, waiting for other ranks inside them included.",
@@ -60,7 +60,7 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.counters(
         "transom_rank_steps",
-        "Steps that a rank has computed, by how its forward pass came about: launched (by the host, kernel by kernel) or replayed "
+        "Steps that a rank has computed, by how its forward pass ran: launched (by the host, kernel by kernel) or replayed "
         "(a decode step, from a CUDA graph).",
         ("rank", "forward"),
         [
@@ -75,5 +75,5 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
 
 
 def _host(address: str) -> str:
-    """The address that others know this machine by, where a rank gave the one that only its neighbours do."""
+    """A rank's host: its IP address, or this machine's name where the address is a loopback address."""
     return platform.node() if address.startswith("127.") else address

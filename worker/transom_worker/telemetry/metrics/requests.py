@@ -31,12 +31,12 @@ class Requests:
         )
         request_s = self._family(
             "transom_request_seconds",
-            "Seconds from a request's arrival (here, where it goes on from a lost worker) to its end, by how it ended.",
+            "Seconds from a request's arrival (here, where it migrated from a lost worker) to its end, by how it ended.",
             "finish_reason",
         )
         refused = Counter(
             "transom_requests_refused",
-            "Requests that the worker did not take, by reason: overloaded (its queue is full), worker_unavailable (its ranks start "
+            "Requests that the worker refused, by reason: overloaded (its queue is full), worker_unavailable (its ranks start "
             "again, or its engine has ended), request_refused (wrong, or too long) or internal_error. With the first two the "
             "router tries another worker.",
             (*own.names, "reason"),
@@ -47,18 +47,19 @@ class Requests:
         self._request_s = {reason: request_s.labels(*own.values, reason) for reason in FINISH_REASONS}
         self._prompt_length = self._lengths("transom_request_prompt_tokens", "Prompt tokens of each admitted request.")
         self._output_length = self._lengths(
-            "transom_request_output_tokens", "Tokens of each answer that ended, those from lost workers included."
+            "transom_request_output_tokens",
+            "Output tokens of each request that ended, those from lost workers included.",
         )
         self._queue_s = self._histogram(
             "transom_queue_seconds",
-            "Seconds from a request's arrival (here, where it goes on from a lost worker) to the first step that computes it.",
+            "Seconds from a request's arrival (here, where it migrated from a lost worker) to the first step that computes it.",
         )
         self._prefill_s = self._histogram(
             "transom_prefill_seconds", "Seconds from the first step that computes a request to its first token."
         )
         self._first_token_s = self._histogram(
             "transom_first_token_seconds",
-            "Seconds from a request's arrival (here, where it goes on from a lost worker) to its first token from this worker.",
+            "Seconds from a request's arrival (here, where it migrated from a lost worker) to its first token from this worker.",
         )
         self._decode_s = self._histogram(
             "transom_decode_seconds", "Seconds from a request's first token to its last one."

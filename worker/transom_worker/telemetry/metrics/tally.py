@@ -1,4 +1,5 @@
-"""A histogram for the hot path: no lock and no label look-up, since one thread feeds it and scrapes only read."""
+"""`Tally`: a histogram for the step loop. It needs neither lock nor label look-up: one thread adds values, and scrapes only
+read."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from bisect import bisect_left
 
 
 class Tally:
-    """`counts[i]` values lie in `(bounds[i - 1], bounds[i]]`, the last ones above every bound."""
+    """`counts[i]` is the number of values in `(bounds[i - 1], bounds[i]]`; the last count is of those above every bound."""
 
     __slots__ = ("bounds", "counts", "sum")
 

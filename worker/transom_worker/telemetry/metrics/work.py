@@ -1,4 +1,4 @@
-"""Families of queue and scheduler: who runs, what was computed and why, what others choose by."""
+"""Metric families of queue and scheduler: running and waiting requests, computed tokens by cause, preemptions, and the load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
-    """All of them."""
+    """Every family of queue and scheduler."""
     yield from _computed(own, state.work)
     yield own.counters(
         "transom_preemptions",
