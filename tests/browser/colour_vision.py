@@ -29,7 +29,7 @@ def contrast(first: str, second: str) -> float:
 
 
 def distance(first: str, second: str, vision: str) -> float:
-    """The distance in OKLab of two #rrggbb as somebody with that vision sees them; 0.02 is just noticed side by side."""
+    """The distance in OKLab of two #rrggbb as a person with that vision sees them; 0.02 is just noticed side by side."""
     a, b = (_lab([max(0.0, value) for value in _times(VISIONS[vision], _linear(colour))]) for colour in (first, second))
     return sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5
 

@@ -133,7 +133,7 @@ def test_an_evicted_block_that_is_in_use_again_keeps_its_hue(block_map: MapPage,
     block_map.send(worker.frame(whole=True))
     worker.put(0, 5, EVICTED, references=1)
     block_map.send(worker.frame())
-    assert block_map.colours(0, 5) == {BLUE, WHITE}, "a full pool would look as if nobody used it"
+    assert block_map.colours(0, 5) == {BLUE, WHITE}, "a full pool would look unused"
 
 
 def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWorker) -> None:

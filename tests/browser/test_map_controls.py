@@ -43,7 +43,7 @@ def test_part_of_a_request_id_dims_the_others(block_map: MapPage, worker: FakeWo
     assert lit(block_map, worker) == [True, True, False, False, True, False]
     block_map.page.fill("#request-filter", "CMPL")
     assert lit(block_map, worker) == [True] * 6
-    block_map.page.fill("#request-filter", "nobody")
+    block_map.page.fill("#request-filter", "unknown")
     assert lit(block_map, worker) == [False] * 6
     block_map.page.click("#clear-filters")
     assert lit(block_map, worker) == [True] * 6

@@ -113,7 +113,7 @@ def test_the_last_worker_leaves_its_past(block_map: MapPage) -> None:
     block_map.page.click("#toggle")
     assert block_map.all_pixels() == before
     block_map.pass_time(400)
-    assert shown(block_map) == ["w0"], "nobody takes away what is looked at"
+    assert shown(block_map) == ["w0"], "what the user looks at stays"
     block_map.page.click("#go-live")
     block_map.pass_time(2)
     assert block_map.evaluate("transomBlockMap.workers.size") == 0

@@ -85,7 +85,7 @@ async def test_a_draining_replica_is_reached_as_long_as_it_is_held(
     assert list(running_replicas_of(deployment.name, "app").replicas) == ["two"]
 
 
-async def test_a_call_that_names_nobody_waits_for_the_first(
+async def test_a_call_without_a_worker_waits_for_the_first(
     router: ReplicaRequestRouter, deployment: DeploymentID
 ) -> None:
     waiting = asyncio.create_task(router._choose_replica_for_request(call("")))

@@ -70,7 +70,7 @@ async def test_one_that_fails_or_is_late_costs_only_its_own_answer() -> None:
     assert (answer, lost) == (1, died)
 
 
-async def test_nobody_is_asked_where_serve_knows_nobody() -> None:
+async def test_no_router_is_asked_where_serve_knows_none() -> None:
     def nothing() -> Any:
         raise KeyError("no such deployment")
 
