@@ -1,4 +1,4 @@
-"""A CRD's schema as a plain JSON schema that refuses what the API server would drop without a word: fields that nobody knows."""
+"""Turns a CRD's schema into a JSON schema that refuses unknown fields, which the API server would drop silently."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_misspelt_keys_are_caught(found: list[dict[str, Any]]) -> None:
         assert any("intervall" in problem for problem in problems(monitor))
 
 
-def test_everything_is_labelled_for_whoever_looks_for_it(found: list[dict[str, Any]]) -> None:
+def test_every_object_has_the_labels_that_selectors_look_for(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["metadata"]["namespace"] == "models"
         assert one["metadata"]["labels"]["app.kubernetes.io/name"] == "transom"
