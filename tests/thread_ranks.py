@@ -147,7 +147,7 @@ class KeptLogits:
         self.logits: list[torch.Tensor] = []
 
     def prepared(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
-        run = self._forward.prepared(plan, store)
+        run = self._forward.prepare(plan, store)
 
         def kept() -> torch.Tensor:
             self.logits.append(run().clone())  # sampling may write into it

@@ -273,17 +273,21 @@ def test_an_input_that_is_kept_from_the_first_step_is_noticed(
         assert runner.info.num_graphs == 0 or "differs by up to" in caplog.text
 
 
-def no_room(*_: object) -> None:
+def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("Tried to allocate 20 MiB")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("_NoiseSteps.spread", no_room, "capturing them failed (OutOfMemoryError: Tried to allocate 20 MiB)"),
+        (
+            "_RandomSteps.fill_blocks",
+            out_of_memory,
+            "capturing them failed (OutOfMemoryError: Tried to allocate 20 MiB)",
+        ),
         ("LIMIT_S", -1.0, "from 2 sequences at level 0 on run without CUDA graphs: capturing took too long"),
     ],
-    ids=["no room for noise", "no time"],
+    ids=["no memory for random blocks", "no time"],
 )
 def test_a_start_without_room_or_time_does_without_graphs(
     checkpoint: Path,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_worker.execution.graphs.decode_sizes import MOST_ITEMS, DecodeSize, DecodeSizes, StepSize
+from transom_worker.execution.graphs.decode_sizes import MAX_ITEMS, DecodeSize, DecodeSizes, StepSize
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 
 FULL = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
@@ -77,7 +77,7 @@ def test_steps_with_few_programs_always_find_room(max_model_len: int, max_num_se
     step = need([1 + int(share * (max_model_len - 1)) for share in shares[:max_num_seqs]])
     found = made.smallest_for(step)
     added = min(num for num in made.num_seqs if num >= step.num_seqs) - step.num_seqs
-    if step.num_items + added <= MOST_ITEMS:
+    if step.num_items + added <= MAX_ITEMS:
         assert found in made.all
         assert made.num_items(found) >= step.num_items + added
         assert not step.has_combine_items or made.num_combine_items(found) > 0

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import pytest
-from hand_scheduler import HandScheduler, engine_config
+import torch
+from hand_scheduler import engine_config
 from toy_decoder import ToyDecoder, layer, load_toy
 
-from transom_worker.execution import dummy_run
+from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.dummy_run import warm_up, worst_case_start
+from transom_worker.execution.batch.slab import allocate_slab, block_rows
+from transom_worker.execution.dummy_run import dummy_run, prompt_steps, warm_up, worst_case_start
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.scheduling.step import StepPlan
+
+CPU = torch.device("cpu")
+
+
+class RecordingBuilder(BatchBuilder):
+    """A builder over a runner's layout, in a slab of its own, that records the plans of dummy runs."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        layout = runner.info.layout
+        self.slab = allocate_slab(layout, CPU)
+        super().__init__(layout, self.slab, CPU)
+        self.groups = [group.spec for group in layout.groups]
+        self.plans: list[StepPlan] = []
+
+    def build(self, plan: StepPlan, store: SequenceStore) -> ForwardBatch:
+        self.plans.append(plan)
+        return super().build(plan, store)
 
 
 def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
@@ -24,37 +43,31 @@ def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
 
 
 @pytest.mark.parametrize("max_model_len", [1, 3, 4, 100])
-def test_steps_stay_within_the_limits(max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_stays_within_the_limits(max_model_len: int) -> None:
     runner, model = make(100)
-    monkeypatch.setattr(dummy_run, "MORE_TOKENS", (20, 60, 500))
-    seen: list[tuple[int, int]] = []
-    plain = dummy_run.dummy_run
-
-    def watched(*args: object, start: int = 0) -> object:
-        counts = args[3]
-        assert isinstance(counts, list)
-        seen.append((start, counts[0]))
-        return plain(*args, start=start)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(dummy_run, "dummy_run", watched)
-    logits = warm_up(model, runner._builder, runner._groups, most_tokens=64, max_model_len=max_model_len, compiles=True)
+    builder = RecordingBuilder(runner)
+    logits = warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=max_model_len, compiles=True)
     assert logits.shape[0] == 1
-    assert all(start + count <= max_model_len and count <= 64 for start, count in seen)
+    steps = [(plan.start[0], plan.count[0]) for plan in builder.plans]
+    assert all(start + count <= max_model_len and count <= 64 for start, count in steps)
     if max_model_len == 100:
-        assert seen == [(0, 16), (0, 20), (0, 60), (97, 3), (97, 1), (0, 1)]
+        assert steps == [(0, 16), (0, 64), (97, 3), (97, 1), (0, 1)]
 
 
-def test_nothing_is_left_behind() -> None:
+def test_warm_up_tries_every_kind_of_step_where_kernels_are_compiled() -> None:
+    steps = prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=True)
+    assert steps == [(0, 16), (0, 64), (0, 256), (0, 1024), (0, 4096), (2100, 3), (2100, 1)]
+    assert prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=False) == [(0, 16)]
+
+
+def test_warm_up_writes_to_dump_blocks_only() -> None:
     runner, model = make(100)
-    warm_up(model, runner._builder, runner._groups, most_tokens=64, max_model_len=100, compiles=True)
-    hand = HandScheduler(runner.info.layout)
-    prompt = list(range(3, 20))
-    hand.add(0, prompt)
-    found = []
-    for count in (9, 8, 1, 1):
-        plan = hand.plan({0: count})
-        found += hand.received(plan, runner.execute(plan)).values()
-    assert found == model.continue_greedily(prompt, 3)
+    builder = RecordingBuilder(runner)
+    warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=100, compiles=True)
+    assert builder.slab.any()
+    for group in range(len(builder.groups)):
+        block_rows(builder.layout, builder.slab, group)[builder.layout.dump_block(group)] = 0
+    assert not builder.slab.any()
 
 
 def test_the_step_that_needs_most_memory_stands_behind_a_whole_sequence_where_entries_are_listed() -> None:
@@ -64,15 +77,9 @@ def test_the_step_that_needs_most_memory_stands_behind_a_whole_sequence_where_en
     assert worst_case_start([plain, entries], 50, 100) == 50
 
 
-def test_only_the_first_sequence_of_a_dry_run_has_a_past(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_sequence_of_a_dummy_run_has_a_context() -> None:
     runner, model = make(100)
-    plans: list[StepPlan] = []
-    build = runner._builder.build
-
-    def watched(plan: StepPlan, store: SequenceStore) -> ForwardBatch:
-        plans.append(plan)
-        return build(plan, store)
-
-    monkeypatch.setattr(runner._builder, "build", watched)
-    logits = dummy_run.dummy_run(model, runner._builder, runner._groups, [5, 1], start=90)
-    assert (plans[0].start, plans[0].count, plans[0].logits_from, len(logits)) == ([90, 0], [5, 1], [94, 0], 2)
+    builder = RecordingBuilder(runner)
+    logits = dummy_run(model, builder, builder.groups, [5, 1], start=90)
+    plan = builder.plans[0]
+    assert (plan.start, plan.count, plan.logits_from, len(logits)) == ([90, 0], [5, 1], [94, 0], 2)

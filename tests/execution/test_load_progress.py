@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from transom_worker.execution import load_progress
-from transom_worker.execution.load_progress import fetched
+from transom_worker.execution.load_progress import fetch_with_progress
 
 
 def test_a_long_download_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_a_long_download_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(told) == 2:
             told_twice.set()
 
-    assert fetched(lambda: told_twice.wait(120), tell)
+    assert fetch_with_progress(lambda: told_twice.wait(120), tell)
     assert told[:2] == [(0.0, 0)] * 2
 
 
@@ -28,4 +28,4 @@ def test_what_a_download_raises() -> None:
         raise TimeoutError("no answer")
 
     with pytest.raises(TimeoutError, match="no answer"):
-        fetched(fail, lambda share, num_bytes: None)
+        fetch_with_progress(fail, lambda share, num_bytes: None)

@@ -21,15 +21,15 @@ def never() -> None:
 
 def test_a_set_size_is_taken_as_it_is() -> None:
     cache = CacheConfig(kv_cache_memory_bytes=123_456)
-    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=10, profile=never) == 123_456
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=10, run_worst_case=never) == 123_456
 
 
 def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_cpu_bytes", lambda: 8_000_000)
     cache = CacheConfig()
     room = int(8_000_000 * DEFAULT_CPU_KV_SHARE)
-    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=2**40, profile=never) == room
-    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=1000, profile=never) == 1000
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=2**40, run_worst_case=never) == room
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=1000, run_worst_case=never) == 1000
 
 
 @pytest.mark.parametrize(

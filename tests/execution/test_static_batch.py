@@ -12,7 +12,7 @@ from transom_kernels.paged_attention.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.graphs.graph_memory import GRAPH_BYTES, graph_bytes
-from transom_worker.execution.graphs.static_batch import StaticBatch, bytes_of, plan_work_by_key, requirements_of
+from transom_worker.execution.graphs.static_batch import StaticBatch, buffer_bytes, plan_work_by_key, size_of
 from transom_worker.execution.runner import ModelRunner
 
 SPLIT = 1024
@@ -46,12 +46,12 @@ def decoding(runner: ModelRunner, lengths: list[int]) -> StepArrays:
 def test_a_step_in_a_larger_size() -> None:
     runner, sizes = make()
     builder, size = runner._builder, DecodeSize(level=1, num_seqs=4)
-    host, device = (torch.full((bytes_of(size, sizes, ASKS, builder),), 77, dtype=torch.uint8) for _ in range(2))
+    host, device = (torch.full((buffer_bytes(size, sizes, ASKS, builder),), 77, dtype=torch.uint8) for _ in range(2))
     batch = StaticBatch(size, sizes, ASKS, builder, host=host, device=device)
     for lengths in ([1500, 3, 40, 9], [5, 1100, 11]):  # what the first leaves does not matter
         arrays = decoding(runner, lengths)
         works = plan_work_by_key(arrays, ASKS)
-        assert sizes.smallest_for(requirements_of(arrays, works)) == size
+        assert sizes.smallest_for(size_of(arrays, works)) == size
         batch.write(arrays, works)
         device.copy_(host)
     got, wanted = batch.forward_batch(), builder.batch(arrays)
@@ -109,4 +109,4 @@ def test_memory_is_set_aside_for_what_graphs_hold() -> None:
     held = graph_bytes(sizes, architecture, scheduler, "float32")
     top = DecodeSize(level=sizes.num_levels - 1, num_seqs=8)
     partials = sizes.num_items(top) * 2 * 16 * 10 * 4  # KV heads, rows, values with a maximum and a sum
-    assert held > len(sizes.all) * GRAPH_BYTES + partials + bytes_of(top, sizes, ASKS, runner._builder) // 2
+    assert held > len(sizes.all) * GRAPH_BYTES + partials + buffer_bytes(top, sizes, ASKS, runner._builder) // 2

@@ -1,1 +1,1 @@
-"""Plan to tensors: runner, executor, block copies."""
+"""Execution of scheduler plans: executors, the model runner of a rank, block copies, CUDA graphs, and warm-up."""

@@ -1,4 +1,8 @@
-"""Steps over no sequence's blocks: to warm a model up, and to see its peak memory."""
+"""Forward passes over made-up sequences: to warm a model up, and to measure the peak memory of the largest step.
+
+A dummy run reads and writes no block of a real sequence: its sequences read block 0, and write to the dump block alone, which
+is the block of each group that no sequence owns.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,9 @@ from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
 WARM_UP_TOKENS = 16
-MORE_TOKENS = (
-    64,
-    256,
-    1024,
-    4096,
-)  # the tiles of experts, and torch's choice of matrix products, go by the number of rows
-PAST_TOKENS = 2100  # so many that one token's keys are shared out over programs
+# The tiles of experts' kernels, and torch's choice of matrix products, depend on the number of rows.
+COMPILED_TOKENS = (64, 256, 1024, 4096)
+LONG_CONTEXT_TOKENS = 2100  # long enough that attention splits one token's keys into several work items
 
 
 def warm_up(
@@ -28,29 +28,38 @@ def warm_up(
     builder: BatchBuilder,
     groups: Sequence[GroupSpec],
     *,
-    most_tokens: int,
+    max_tokens: int,
     max_model_len: int,
     compiles: bool,
 ) -> torch.Tensor:
-    """Lets operators pick and cache what they need for a prompt and for decoding; returns logits [1, V].
+    """Run a few steps, so that operators choose and cache their algorithms for prompts and for decoding; return logits [1, V].
 
-    Where kernels are compiled when first launched, every kind of step is tried, so that no request waits for a compiler.
+    Where kernels are compiled on their first launch (`compiles`), every kind of step runs, so that no request waits for a
+    compiler.
     """
-    steps = [(0, min(WARM_UP_TOKENS, most_tokens, max_model_len))]
-    if compiles:
-        steps += [(0, count) for count in MORE_TOKENS if count <= min(most_tokens, max_model_len)]
-        past = min(PAST_TOKENS, max_model_len - 3)
-        steps += [(past, count) for count in (3, 1) if past > 0 and count <= most_tokens]
-    for start, count in steps:
+    for start, count in prompt_steps(max_tokens=max_tokens, max_model_len=max_model_len, compiles=compiles):
         dummy_run(model, builder, groups, [count], start=start)
     return dummy_run(model, builder, groups, [1])
+
+
+def prompt_steps(*, max_tokens: int, max_model_len: int, compiles: bool) -> list[tuple[int, int]]:
+    """Return the steps of a warm-up, each as (tokens before the new ones, new tokens), except the last one, which decodes."""
+    steps = [(0, min(WARM_UP_TOKENS, max_tokens, max_model_len))]
+    if compiles:
+        steps += [(0, count) for count in COMPILED_TOKENS if count <= min(max_tokens, max_model_len)]
+        context = min(LONG_CONTEXT_TOKENS, max_model_len - 3)
+        steps += [(context, count) for count in (3, 1) if context > 0 and count <= max_tokens]
+    return steps
 
 
 def dummy_run(
     model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int], *, start: int = 0
 ) -> torch.Tensor:
-    """One forward pass over sequences of `counts` new tokens, the first one's behind `start`: reads block 0 throughout, writes to
-    the dump blocks alone. Returns their logits, [B, V]."""
+    """Run one forward pass over sequences of `counts` new tokens each; return their logits, [B, V].
+
+    The first sequence has `start` tokens before its new ones, the others have none. All read block 0 and write to the dump
+    block.
+    """
     store = SequenceStore(groups, max_num_seqs=len(counts))
     starts = [start] + [0] * (len(counts) - 1)
     ends = [first + count for first, count in zip(starts, counts, strict=True)]
@@ -60,7 +69,7 @@ def dummy_run(
             blocks = [0] * -(-end // tables.block_size)
             tables.apply(store[seq_id].row, dropped=0, first_block=0, blocks=blocks)
     plan = StepPlan(
-        step_id=-1,
+        step_id=0,
         seq_ids=list(range(len(counts))),
         start=starts,
         count=list(counts),
@@ -75,20 +84,25 @@ def dummy_run(
 
 
 def worst_case_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
-    """Tokens of each sequence in a step that needs the most memory: long prompts, and as many rows of logits as may be."""
+    """Return the new tokens of each sequence in the step that needs the most memory: long prompts, and as many sequences as
+    possible.
+
+    For example, 8 sequences and 100 batched tokens with a long context limit: [93, 1, 1, 1, 1, 1, 1, 1].
+    """
     counts = [1] * min(max_num_seqs, max_num_batched_tokens)
-    left = max_num_batched_tokens - len(counts)
+    remaining = max_num_batched_tokens - len(counts)
     for index in range(len(counts)):
-        more = min(left, max_model_len - 1)
+        more = min(remaining, max_model_len - 1)
         counts[index] += more
-        left -= more
+        remaining -= more
     return counts
 
 
 def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int) -> int:
-    """Tokens before the longest of those prompts, of `count` new tokens, in that step.
+    """Return how many tokens precede the `count` new tokens of the longest sequence in that step.
 
-    An indexer's scores, and lists of the entries that queries read, grow with the whole sequence.
+    Compressed layers need memory that grows with the whole sequence (the indexer's scores, and the lists of entries that
+    queries read), so their longest sequence fills the context. Other layers need none, so the prompt starts at 0.
     """
     return max(0, max_model_len - count) if any(group.ratio for group in groups) else 0
 

@@ -1,4 +1,10 @@
-"""The interface between the engine and the ranks: an `Executor` takes step plans and returns their results in order."""
+"""The interface between the engine and the ranks: an `Executor` takes step plans and returns their results in order.
+
+- rank: one of the processes that share a model by tensor parallelism.
+- plan (`StepPlan`): what the scheduler wants computed in one step.
+- in flight: a plan that was submitted and whose result was not received yet.
+- arena: the KV pool of a worker, divided into blocks; `ArenaLayout` says where each block lies.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Where a worker's memory went, in bytes, for the start-up log."""
+    """What a worker's memory holds, in bytes, for the start-up log."""
 
     device: str
     weight_bytes: int
@@ -24,7 +30,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """One of several ranks: its process, on which host, and what it holds."""
+    """One of several ranks: its process, the address of its host, and its memory."""
 
     process_id: int
     ip: str
@@ -33,8 +39,11 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUsage:
-    """What one rank has used since its process began: seconds in forward passes and in steps altogether, steps whose kernels the
-    host launched and steps replayed from a graph, and the memory that it has now beyond weights and KV."""
+    """What one rank has used since its process began.
+
+    `num_eager_steps` counts the steps whose kernels the host launched one by one; `num_graph_steps` counts the steps that were
+    replayed from a CUDA graph. `other_bytes` is the memory that the process holds now beyond weights and KV pool.
+    """
 
     forward_s: float = 0.0
     busy_s: float = 0.0
@@ -45,7 +54,7 @@ class RankUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank as its executor last heard of it."""
+    """One rank's process and the usage that it reported last."""
 
     info: RankInfo
     usage: RankUsage
@@ -53,34 +62,36 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorInfo:
-    """What a started executor tells the engine: the cache it owns and the limits of its model."""
+    """What a started executor tells the engine: the plan of the cache that it owns, and the limits of its model."""
 
     plan: CachePlan
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     memory: MemoryReport
-    ranks: tuple[RankInfo, ...] = ()  # where there are several; `memory` is theirs together
-    num_graphs: int = 0  # sizes of decode steps that are replayed instead of launched
+    ranks: tuple[
+        RankInfo, ...
+    ] = ()  # empty for a single rank in the engine's process; `memory` is the sum over all ranks
+    num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
 
     @property
     def layout(self) -> ArenaLayout:
-        """Where every block lies."""
+        """The arena's layout: where every block lies."""
         return self.plan.layout
 
 
 class Executor(ABC):
     """Runs plans on every rank of a worker.
 
-    `submit` hands over one plan and returns at once; `receive` waits for the oldest unanswered plan's result. A failing step
-    raises StepFailed from `receive`; plans submitted after it are dropped. After RankLost, from `submit` or `receive`, nothing
-    works until `restart`. Only the engine's thread calls these, and it calls `shutdown` whatever happened before; `lost` and
-    `interrupt` are for any thread.
+    `submit` hands over one plan and returns at once; `receive` waits for the result of the oldest plan in flight. If a step
+    fails, `receive` raises StepFailed, and the executor drops the plans that were submitted after it. If a rank is lost,
+    `submit` or `receive` raises RankLost, and nothing works until `restart`. Only the engine's thread calls the executor,
+    except for `lost` and `interrupt`, which any thread may call. The engine calls `shutdown` in every case.
     """
 
     @abstractmethod
     def start(self) -> ExecutorInfo:
-        """Load the model, size and allocate the arena, warm up."""
+        """Load the model, size and allocate the arena, and warm up."""
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> None:
@@ -88,40 +99,40 @@ class Executor(ABC):
 
     @abstractmethod
     def receive(self) -> StepResult:
-        """Wait for the oldest plan's result. Raises StepFailed."""
+        """Wait for the result of the oldest plan in flight. Raises StepFailed."""
 
     @abstractmethod
     def drop_in_flight(self) -> None:
-        """Forget every unanswered plan: its result will not be asked for."""
+        """Forget every plan in flight: the engine will not receive their results."""
 
     @property
     @abstractmethod
     def lost(self) -> bool:
-        """Whether a rank has ended by itself, which `check` raises; from any thread."""
+        """Whether a rank has ended by itself, which makes `check` raise; any thread may read it."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises RankLost when a rank has ended by itself."""
+        """Raise RankLost when a rank has ended by itself."""
 
     @abstractmethod
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, on any thread, when `lost` becomes true."""
+        """Call `callback`, on any thread, when `lost` becomes true."""
 
     def rank_reports(self) -> tuple[RankReport, ...]:
-        """What is known of each rank, in order; for whoever looks on."""
+        """Return the last report of each rank, in order of rank, for metrics."""
         return ()
 
     def restart(self) -> ExecutorInfo:
-        """Start again after RankLost: every rank anew, with an empty arena of the same layout.
+        """Start every rank again after RankLost, with an empty arena of the same layout.
 
         Raises:
-            RankLost: it did not come up.
+            RankLost: the ranks did not start.
         """
         raise RankLost("This executor has no ranks that could be started again.")
 
-    def interrupt(self) -> None:  # noqa: B027  most executors start nothing that others could wait for
-        """Have a start that is under way, and every later one, raise RankLost soon; from any thread. `shutdown` follows."""
+    def interrupt(self) -> None:  # noqa: B027  an executor whose start never waits for a process has nothing to interrupt
+        """Make a running start, and every later one, raise RankLost soon. Any thread may call this; `shutdown` is called next."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Free everything, end every process; idempotent."""
+        """Free all memory and end every process; idempotent."""

@@ -1,4 +1,4 @@
-"""Creates the executor that a config asks for. Only the modules of that executor are imported."""
+"""Creates the executor that a config asks for, and imports only the modules of that executor."""
 
 from __future__ import annotations
 

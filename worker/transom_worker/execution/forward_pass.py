@@ -1,4 +1,4 @@
-"""The model's forward pass over one slab: replayed from a graph where one was captured for the step, else launched by the host."""
+"""Runs the model's forward pass: replays a CUDA graph where one was captured for the step, and launches the kernels otherwise."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ _CAPTURED_KINDS = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.
 
 
 class ForwardPass:
-    """Runs steps, and counts how."""
+    """Prepares forward passes over one slab, and counts the eager steps and the steps that were replayed from a graph."""
 
     def __init__(self, model: Model, builder: BatchBuilder) -> None:
         self._model, self._builder = model, builder
         self._graphs: DecodeGraphs | None = None
-        self.num_eager_steps = 0  # steps of which the host launched every kernel
-        self.num_graph_steps = 0
+        self.num_eager_steps = 0  # steps whose kernels the host launched one by one
+        self.num_graph_steps = 0  # steps that were replayed from a graph
 
     @property
     def num_graphs(self) -> int:
-        """Sizes of decode steps that are replayed."""
+        """How many CUDA graphs were captured, one for each size of decode steps."""
         return 0 if self._graphs is None else self._graphs.num_graphs
 
     def capture(self, sizes: DecodeSizes, slab: torch.Tensor) -> None:
-        """Capture decode steps; without success all steps are launched as before."""
+        """Capture CUDA graphs of decode steps. If capturing fails, all steps stay eager."""
         device = capture_device(slab.device)
         if device is not None:
             self._graphs = capture_decode_graphs(self._model, self._builder, sizes, device, slab=slab)
 
-    def prepared(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
-        """Brings a step's numbers to the device; what then computes its logits, [R, V].
+    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
+        """Copy the inputs of a step to the device, and return the function that then computes its logits, [R, V].
 
         Raises:
-            ValueError: a plan that contradicts what is known of the sequences.
+            ValueError: the plan contradicts what this rank knows of the sequences.
         """
         arrays = self._builder.arrays(plan, store)
-        replay = None if self._graphs is None else self._graphs.prepared(arrays)
+        replay = None if self._graphs is None else self._graphs.prepare(arrays)
         if replay is not None:
             self.num_graph_steps += 1
             return replay
@@ -61,10 +61,11 @@ class ForwardPass:
 def decode_sizes(
     config: EngineConfig, parallel: Parallel, groups: list[GroupSpec], *, max_model_len: int, device: torch.device
 ) -> DecodeSizes | None:
-    """The sizes of decode steps to capture; None where none are.
+    """Return the sizes of decode steps to capture as CUDA graphs, or None where decode steps are always launched.
 
-    Several ranks launch theirs: what they exchange between kernels goes through the host on gloo, and on nccl each rank would
-    have to capture and give up the same sizes. Latent and compressed layers choose what they read with the host's help.
+    Several ranks always launch: on gloo their collectives go through the host, and on nccl each rank would have to capture, and
+    give up, the same sizes as the others. Latent and compressed attention layers always launch: they choose what they read with
+    the host's help.
     """
     if config.model.enforce_eager or parallel.size > 1 or capture_device(device) is None:
         return None

@@ -1,4 +1,8 @@
-"""How far loading has come, told now and then: weights that count what is asked of them."""
+"""Reports the progress of downloading and loading a model.
+
+The caller passes an `OnProgress` callback. It gets the share of the tensors that were read and the bytes of them, about once a
+second: the executor takes a rank that reports nothing for two minutes for hung.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,12 @@ T = TypeVar("T")
 PERIOD_S = 1.0
 
 
-def fetched(fetch: Callable[[], T], on_progress: OnProgress) -> T:
-    """What `fetch` gives or raises. It may download for long and tell nothing: `on_progress` says once a second that it does."""
+def fetch_with_progress(fetch: Callable[[], T], on_progress: OnProgress) -> T:
+    """Call `fetch`, and return its result or raise its exception.
+
+    A download may take long and reports nothing by itself, so `on_progress` is called with zeros every second until `fetch`
+    returns.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="transom-fetch") as pool:
         future = pool.submit(fetch)
         while not wait([future], timeout=PERIOD_S).done:
@@ -29,32 +37,34 @@ def fetched(fetch: Callable[[], T], on_progress: OnProgress) -> T:
 
 
 class ProgressWeights:
-    """A checkpoint that calls `on_progress` at most once a second: the share of its tensors that were read, and their bytes."""
+    """An open checkpoint that reports how much of it was read: the share of its tensors, and their bytes, at most once a
+    second.
+    """
 
     def __init__(self, weights: Weights, on_progress: OnProgress) -> None:
         self._weights, self._on_progress = weights, on_progress
         self._num_tensors = max(1, len(weights.names))
         self._num_bytes = 0
-        self._told_s = time.monotonic()
+        self._reported_s = time.monotonic()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As the checkpoint has them."""
+        """The names of the checkpoint's tensors."""
         return self._weights.names
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """As the checkpoint has them."""
+        """The names of the tensors that were not read yet."""
         return self._weights.unread
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """One tensor, or a part of it, as the checkpoint reads it."""
+        """Read one tensor, or a part of it, from the checkpoint."""
         tensor = self._weights(name, shape=shape, part=part)
         self._count(tensor.nbytes)
         return tensor
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """As the checkpoint stores it, where that is MXFP4."""
+        """Read one tensor as the checkpoint stores it, if it is stored as MXFP4; else return None."""
         found = read_mxfp4(self._weights, name, shape=shape, part=part)
         if found is not None:
             self._count(sum(half.nbytes for half in found))
@@ -62,10 +72,10 @@ class ProgressWeights:
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        if time.monotonic() - self._told_s > PERIOD_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._reported_s > PERIOD_S:
+            self._reported_s = time.monotonic()
             self._on_progress(1 - len(self._weights.unread) / self._num_tensors, self._num_bytes)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the checkpoint's files."""
         self._weights.close()

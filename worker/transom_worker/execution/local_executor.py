@@ -1,4 +1,4 @@
-"""One rank in the engine's own process."""
+"""Runs the only rank of a worker in the engine's own process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 
 class LocalExecutor(Executor):
-    """Executes the oldest plan, on the calling thread, when its result is asked for."""
+    """Executes the oldest plan, on the calling thread, when its result is received."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
-        """`loaded` replaces the model that the config names."""
+        """Create an executor for the model that the config names, or for `loaded` in its place."""
         self._config = config
         self._loaded = loaded
         self._runner: ModelRunner | None = None
         self._plans: deque[StepPlan] = deque()
 
     def start(self) -> ExecutorInfo:
-        """Load the model, size and allocate the arena, warm up.
+        """Load the model, size and allocate the arena, and warm up.
 
         Raises:
-            ConfigError: settings that the model or the memory cannot meet.  ModelError: the model cannot be loaded.
+            ConfigError: the model or the memory cannot meet the settings.  ModelError: the model cannot be loaded.
         """
         self._runner = ModelRunner(self._config, loaded=self._loaded)
         return self._runner.allocate(self._runner.pool_bytes())
@@ -41,28 +41,28 @@ class LocalExecutor(Executor):
         self._plans.append(plan)
 
     def receive(self) -> StepResult:
-        """Execute the oldest plan. Raises StepFailed, and drops the plans behind it."""
+        """Execute the oldest plan. If it fails, raise StepFailed and drop the plans behind it."""
         if self._runner is None or not self._plans:
-            raise StepFailed("A result was asked for, but no plan is waiting.")
+            raise StepFailed("A result was requested, but no plan was submitted.")
         plan = self._plans.popleft()
         try:
             return self._runner.execute(plan)
         except BaseException as error:
             self._runner.abandon(plan)
             self.drop_in_flight()
-            if not isinstance(error, Exception):  # an interrupt is for whoever runs the engine
+            if not isinstance(error, Exception):  # a KeyboardInterrupt must reach the program that runs the engine
                 raise
             raise StepFailed(f"Step {plan.step_id} failed: {type(error).__name__}: {error}") from error
 
     def drop_in_flight(self) -> None:
-        """Forget the waiting plans."""
+        """Forget the queued plans."""
         for plan in self._plans:
             assert self._runner is not None
             self._runner.abandon(plan)
         self._plans.clear()
 
     def rank_reports(self) -> tuple[RankReport, ...]:
-        """The one rank, as it is now."""
+        """Return a report of the only rank, as it is now."""
         if self._runner is None:
             return ()
         info = RankInfo(process_id=os.getpid(), ip=platform.node(), memory=self._runner.memory_report)
@@ -70,17 +70,17 @@ class LocalExecutor(Executor):
 
     @property
     def lost(self) -> bool:
-        """Never: the one rank ends with this process."""
+        """Always false: the only rank ends with this process."""
         return False
 
     def check(self) -> None:
-        """Nothing can be wrong."""
+        """Do nothing: the only rank cannot be lost."""
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """`callback` is never called."""
+        """Do nothing: the only rank cannot be lost, so `callback` is never called."""
 
     def shutdown(self) -> None:
-        """Free the model, the slab and the waiting plans; idempotent."""
+        """Free the model, the slab and the queued plans; idempotent."""
         self._plans.clear()
         self._runner = None
         self._loaded = None

@@ -1,4 +1,4 @@
-"""How large the KV pool may be, and where a worker's memory went."""
+"""Decides how large a rank's KV pool may be, and reports how much memory a process uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ STATM = Path("/proc/self/statm")
 
 
 class ControlGroup(NamedTuple):
-    """Where a version of control groups keeps a process's memory limit and use, and the statistic of cache that it gives back."""
+    """The files in which one version of Linux control groups (cgroups) keeps the memory limit and the memory use of this
+    process.
+
+    `cache` names the line of `memory.stat` that counts file cache: the kernel frees it as soon as a process needs memory.
+    """
 
     folder: Path
     limit: str
@@ -40,29 +44,32 @@ def pool_bytes(
     *,
     device: torch.device,
     max_useful_bytes: int,
-    profile: Callable[[], None],
+    run_worst_case: Callable[[], None],
     graph_bytes: int = 0,
     ranks_on_host: int = 1,
 ) -> int:
-    """Bytes for a rank's KV pool: as set, else what the device has room for, at most what could ever be used.
+    """Return the bytes of a rank's KV pool: the configured number, else what the device has free, up to `max_useful_bytes`.
 
-    On CUDA `profile` runs one worst-case step, whose peak is left free, and so is what graphs will hold. On CPUs all ranks of a
-    host share its memory.
+    On CUDA, `run_worst_case` runs a step that needs the most memory; its peak stays free, and so do `graph_bytes` for CUDA
+    graphs. On CPUs, the `ranks_on_host` ranks of a host share its memory equally.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: no memory is left for a pool.
     """
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     if device.type == "cuda":
-        room = _cuda_room(cache.gpu_memory_utilization, device, profile, graph_bytes)
+        free_bytes = _cuda_free_bytes(cache.gpu_memory_utilization, device, run_worst_case, graph_bytes)
     else:
-        room = int(available_cpu_bytes() * DEFAULT_CPU_KV_SHARE) // ranks_on_host
-    return min(room, max_useful_bytes)
+        free_bytes = int(available_cpu_bytes() * DEFAULT_CPU_KV_SHARE) // ranks_on_host
+    return min(free_bytes, max_useful_bytes)
 
 
 def max_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, max_model_len: int) -> int:
-    """Bytes of the longest possible sequences in every place, all groups at full length, and a page's worth of slack."""
+    """Return the bytes that `max_num_seqs` sequences of `max_model_len` tokens take in all groups, and some pages of slack.
+
+    A larger pool would hold no more running sequences.
+    """
     blocks = [-(-max_model_len // group.spec.block_size) + 1 for group in groups]
     sequence = sum(count * group.stride_bytes for count, group in zip(blocks, groups, strict=True))
     slack = 8 * len(groups) * max(group.stride_bytes for group in groups)
@@ -70,7 +77,7 @@ def max_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, 
 
 
 def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dtype: torch.dtype) -> int:
-    """An estimate of what one worst-case step needs beside weights and KV: a layer's widest tensors, and the logits."""
+    """Estimate what one step of the largest size needs beside weights and KV pool: a layer's widest tensors, and the logits."""
     layer = architecture.layers[0]
     attention = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size
     per_token = (4 * architecture.hidden_size + attention + _feed_forward_width(architecture)) * dtype.itemsize
@@ -79,7 +86,7 @@ def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dty
 
 
 def _feed_forward_width(architecture: Architecture) -> int:
-    """Elements per token; of experts for each one chosen, what goes in and what comes out besides."""
+    """The elements that a feed-forward layer holds per token; experts also hold each chosen expert's input and output."""
     mixture = architecture.mixture
     if mixture is None:
         return 3 * architecture.intermediate_size
@@ -87,7 +94,9 @@ def _feed_forward_width(architecture: Architecture) -> int:
 
 
 def process_memory_bytes(device: torch.device) -> int:
-    """What this process holds: reserved by PyTorch on a GPU, else resident in memory; 0 where the system does not tell."""
+    """Return this process's memory: what PyTorch has reserved on a GPU, else resident memory; 0 where the system does not
+    report it.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     try:
@@ -97,7 +106,9 @@ def process_memory_bytes(device: torch.device) -> int:
 
 
 def available_cpu_bytes() -> int:
-    """Memory that this process could still take: the machine's, or what its control group leaves."""
+    """Return how much memory this process could still take: what the machine has available, or what the control group's limit
+    leaves.
+    """
     available = _meminfo_available()
     for group in CGROUPS:
         try:
@@ -110,7 +121,9 @@ def available_cpu_bytes() -> int:
 
 
 def _reclaimable_bytes(group: ControlGroup) -> int:
-    """File cache that counts as use, such as weights that were just read, and goes as soon as memory is wanted."""
+    """File cache that counts as used memory, such as weights that were just read; the kernel frees it when a process needs
+    memory.
+    """
     try:
         lines = (group.folder / "memory.stat").read_text().splitlines()
     except OSError:
@@ -126,20 +139,23 @@ def _meminfo_available() -> int:
     raise ConfigError(f"{MEMINFO} does not say how much memory is available; give --kv-cache-memory-bytes.")
 
 
-def _cuda_room(utilization: float, device: torch.device, profile: Callable[[], None], graph_bytes: int) -> int:
+def _cuda_free_bytes(
+    utilization: float, device: torch.device, run_worst_case: Callable[[], None], graph_bytes: int
+) -> int:
+    """The bytes of `utilization` of the device that other processes, this process's peak in a step, and CUDA graphs leave free."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    profile()
+    run_worst_case()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    room = int(total * utilization) - others - peak - graph_bytes
-    if room <= 0:
+    free_bytes = int(total * utilization) - others - peak - graph_bytes
+    if free_bytes <= 0:
         raise ConfigError(
             f"--gpu-memory-utilization {utilization} of {total} bytes leaves nothing for the KV pool: weights and "
-            f"activations peak at {peak}, others hold {others}, CUDA graphs will take {graph_bytes}; raise it, lower "
+            f"activations peak at {peak}, other processes hold {others}, CUDA graphs will take {graph_bytes}; raise it, lower "
             "--max-num-batched-tokens or give --enforce-eager."
         )
-    return room
+    return free_bytes

@@ -1,4 +1,4 @@
-"""From settings to a model in memory: files, shape, device, number format, weights."""
+"""Loads a model for one rank: finds its files, reads its architecture, chooses device and dtype, and reads the rank's weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
-from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetched
+from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetch_with_progress
 from transom_worker.model_config.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_worker.model_config.sharding import check_size
 from transom_worker.model_files.resolve import ModelFiles, resolve_model
@@ -27,17 +27,17 @@ logger = logging.getLogger("transom.worker")
 
 ONE_RANK = Parallel()
 
-# A decoder's own, as far as they are weights: not a picture encoder's, no frequencies.
-_IN_A_LAYER = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?layers\.\d+\.(?!.*inv_freq)")
+# Tensors of the text decoder's layers, without rotary frequencies and without the layers of an image encoder.
+_DECODER_TENSOR = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?layers\.\d+\.(?!.*inv_freq)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on its device, and what the engine must know of it."""
+    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"."""
 
     model: Model
     architecture: Architecture
-    dtype: str  # torch's name of it
+    dtype: str
     device: torch.device
     eos_token_ids: tuple[int, ...]
 
@@ -45,13 +45,17 @@ class LoadedModel:
 def load_model(
     config: ModelConfig, parallel: Parallel = ONE_RANK, on_progress: OnProgress | None = None
 ) -> LoadedModel:
-    """Resolve a model and load a rank's part of it.
+    """Resolve a model and load the part of it that belongs to one rank.
 
     Raises:
-        ModelError: its files are missing, broken or of an unknown family.  ConfigError: the device is not there, or
-            the model cannot be shared by so many ranks.
+        ModelError: the model's files are missing, broken or of an unknown family.  ConfigError: the configured device does not
+            exist, or so many ranks cannot share the model.
     """
-    files = fetched(lambda: resolve_model(config.model), on_progress) if on_progress else resolve_model(config.model)
+    files = (
+        fetch_with_progress(lambda: resolve_model(config.model), on_progress)
+        if on_progress
+        else resolve_model(config.model)
+    )
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
@@ -67,7 +71,7 @@ def load_model(
             quantization=config.quantization,
             parallel=parallel,
         )
-        _warn_of_unread(weights.unread, files.path)
+        _warn_about_unread(weights.unread, files.path)
     finally:
         weights.close()
     return LoadedModel(
@@ -75,9 +79,12 @@ def load_model(
     )
 
 
-def _warn_of_unread(unread: Sequence[str], path: Path) -> None:
-    """A tensor of a layer that no code asked for, such as a bias that the config does not mention, may mean a wrong model."""
-    names = [name for name in unread if _IN_A_LAYER.match(name)]
+def _warn_about_unread(unread: Sequence[str], path: Path) -> None:
+    """Warn about tensors of decoder layers that the model code did not read.
+
+    An unread tensor, such as a bias that config.json does not mention, may mean that the model computes something wrong.
+    """
+    names = [name for name in unread if _DECODER_TENSOR.match(name)]
     if names:
         logger.warning(
             "%s: %d tensors of its layers are not used, such as %s; config.json and weights may not belong together.",
@@ -88,7 +95,7 @@ def _warn_of_unread(unread: Sequence[str], path: Path) -> None:
 
 
 def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
-    """The checkpoint's shape, with the windows and chunks that the settings ask for."""
+    """Return the checkpoint's architecture, with the attention windows and chunks that the settings ask for."""
     architecture = runnable(read_architecture(files.config))
     if config.window is None and config.chunk is None:
         return architecture
@@ -98,7 +105,11 @@ def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device for a setting; `auto` takes CUDA where there is one."""
+    """Return the device for a setting; `auto` chooses CUDA where torch finds a CUDA device.
+
+    Raises:
+        ConfigError: the setting is `cuda`, and torch finds no CUDA device.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no CUDA device; use --device cpu or auto.")
     if device == "auto":
@@ -107,12 +118,12 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, architecture: Architecture) -> str:
-    """The number format for a setting; `auto` is bfloat16, float32 for a float32 checkpoint."""
+    """Return the dtype for a setting; `auto` means float32 for a float32 checkpoint and bfloat16 for every other checkpoint."""
     return architecture.served_dtype if dtype == "auto" else dtype
 
 
 def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
-    """Ids that end a text: those of the generation config, else of the config, else of its text decoder's."""
+    """Return the ids that end a text: from the generation config, else from the config, else from its text decoder's config."""
     inner = files.config.get("text_config")
     for config in (files.generation_config, files.config, inner if isinstance(inner, Mapping) else {}):
         ids = _id_list(config, "eos_token_id")
@@ -122,15 +133,15 @@ def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
 
 
 def set_threads(num_threads: int | None, *, ranks_on_host: int = 1) -> None:
-    """Threads of this process's CPU operators; None: every core that it may run on, which the ranks on a host share.
+    """Set the number of threads of this process's CPU operators; None divides the usable cores among the ranks on the host.
 
-    OMP_NUM_THREADS does not count: Ray sets it to an actor's share of CPUs, usually 1.
+    OMP_NUM_THREADS is ignored, because Ray sets it to an actor's share of CPUs, usually 1.
     """
     torch.set_num_threads(num_threads or max(1, num_usable_cores() // ranks_on_host))
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that the operating system lets this process run on."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

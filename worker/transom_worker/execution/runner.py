@@ -1,4 +1,11 @@
-"""One rank: loads a model, owns its slab and sequences, and executes plans.
+"""Runs scheduler plans on one rank: loads this rank's part of the model, owns its KV pool, and turns each `StepPlan` into a
+`StepResult`.
+
+- rank: one of the processes that share a model by tensor parallelism; a worker with one rank runs it in the engine's process.
+- plan (`StepPlan`): what the scheduler wants computed in one step: which tokens of which sequences, and which cache blocks to
+  change.
+- slab: the one allocation of memory that holds this rank's whole KV pool; `ArenaLayout` says where each block lies in it.
+- group: layers whose caches share block tables, because they keep the same tokens (all of them, a window, a chunk).
 
 Legend: B scheduled sequences, R rows with logits, V vocabulary.
 """
@@ -32,7 +39,7 @@ from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_ca
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult
 
-WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1)  # penalties are a kernel of their own
+WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1)  # so that the kernel for penalties is compiled too
 
 logger = logging.getLogger("transom.worker")
 
@@ -40,8 +47,9 @@ logger = logging.getLogger("transom.worker")
 class ModelRunner:
     """Executes plans in order on one device.
 
-    Construction loads the model; `pool_bytes` is what then fits, and `allocate` makes the cache of what fits every rank.
-    Several ranks call all three at the same time: what they run meets in their communicator.
+    A runner is set up in three calls. The constructor loads the model; `pool_bytes` says how large a KV pool then fits into
+    memory; and `allocate` makes the pool, at the size that fits every rank. With several ranks, each rank makes the three calls
+    at the same time as the others, because the forward passes in them contain collectives.
     """
 
     def __init__(
@@ -53,10 +61,10 @@ class ModelRunner:
         ranks_on_host: int = 1,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`loaded` replaces the model that the config names. Ranks on one host share its cores and memory.
+        """Load the model, or take over `loaded` in its place. `ranks_on_host` ranks share this host's cores and memory.
 
         Raises:
-            ConfigError: settings that the model cannot meet.  ModelError: the model cannot be loaded.
+            ConfigError: the model cannot meet the settings.  ModelError: the model cannot be loaded.
         """
         set_threads(config.num_threads, ranks_on_host=ranks_on_host)
         self._config, self._parallel, self._ranks_on_host = config, parallel, ranks_on_host
@@ -68,15 +76,17 @@ class ModelRunner:
             config, parallel, groups, max_model_len=self._max_model_len, device=self._loaded.device
         )
         self._clock = step_clock(self._loaded.device)
-        self.in_forward = False  # of the last step: whether it came to what ranks do together
-        self._forward_s = 0.0  # since start
-        self._busy_s = 0.0
+        self.reached_collectives = (
+            False  # whether the last step began its forward pass, in which ranks wait for each other
+        )
+        self._forward_s = 0.0  # seconds in forward passes since the start
+        self._busy_s = 0.0  # seconds in steps since the start
 
     def pool_bytes(self) -> int:
-        """Bytes of the KV pool that this rank has room for.
+        """Return how many bytes of KV pool fit into this rank's memory.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no memory is left for a pool.
         """
         groups, scheduler = self._groups_of(self._parallel.rank), self._config.scheduler
         small = make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
@@ -85,15 +95,15 @@ class ModelRunner:
             device=self._loaded.device,
             max_useful_bytes=memory.max_useful_bytes(groups, scheduler, self._max_model_len),
             ranks_on_host=self._ranks_on_host,
-            profile=lambda: self._profile(small),
+            run_worst_case=lambda: self._forward_probe(small),
             graph_bytes=graph_bytes(self._decode_sizes, self._loaded.architecture, scheduler, self._loaded.dtype),
         )
 
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
-        """Plan the cache for a pool that every rank has room for, allocate this rank's part, and warm up.
+        """Plan the cache for a pool that fits every rank, allocate this rank's part of it, and warm up.
 
         Raises:
-            ConfigError: a pool that is too small for the model, or larger than the memory.
+            ConfigError: the pool is too small for the model, or larger than the memory.
         """
         self._plan = self._plan_cache(pool_bytes)
         self._layout = rank_layout(self._plan.layout, self._groups_of(self._parallel.rank))
@@ -105,13 +115,13 @@ class ModelRunner:
         self._sampler = ShardedSampler(
             self._parallel, first_id=self._model.vocab.start, eos_token_ids=self._loaded.eos_token_ids
         )
-        self._sampled_by_row: dict[int, int] = {}
+        self._previous_sampled: dict[int, int] = {}
         self._warm_up()
         return self.info
 
     @property
     def info(self) -> ExecutorInfo:
-        """The cache and the limits, for the engine."""
+        """The cache plan and the limits of the model, for the engine."""
         architecture = self._loaded.architecture
         return ExecutorInfo(
             plan=self._plan,
@@ -124,7 +134,7 @@ class ModelRunner:
 
     @property
     def memory_report(self) -> MemoryReport:
-        """Where this rank's memory went."""
+        """How many bytes of this rank's memory hold weights, activations and the KV pool."""
         dtype: torch.dtype = getattr(torch, self._loaded.dtype)
         return MemoryReport(
             device=str(self._loaded.device),
@@ -135,24 +145,26 @@ class ModelRunner:
 
     @property
     def usage(self) -> RankUsage:
-        """What this rank has used until now."""
-        known = self._model.weight_bytes + self._layout.slab_bytes
+        """The time and memory that this rank has used since it started."""
+        weights_and_kv = self._model.weight_bytes + self._layout.slab_bytes
         return RankUsage(
             forward_s=self._forward_s,
             busy_s=self._busy_s,
             num_eager_steps=self._forward.num_eager_steps,
             num_graph_steps=self._forward.num_graph_steps,
-            other_bytes=max(0, memory.process_memory_bytes(self._loaded.device) - known),
+            other_bytes=max(0, memory.process_memory_bytes(self._loaded.device) - weights_and_kv),
         )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply a plan's changes, run its copies and its forward pass, and sample; log-probabilities are the first rank's alone.
+        """Execute one plan: update the sequences, copy blocks, run the forward pass, and sample.
+
+        With several ranks, only the result of rank 0 contains log-probabilities.
 
         Raises:
-            StepFailed: a plan of another version.  ValueError: a plan that contradicts what this rank knows.
+            StepFailed: the plan has another version.  ValueError: the plan contradicts what this rank knows of its sequences.
         """
-        self.in_forward = False
+        self.reached_collectives = False
         if plan.version != STEP_VERSION:
             raise StepFailed(
                 f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
@@ -165,12 +177,12 @@ class ModelRunner:
         clock.mark(Mark.COPIED)
         result = StepResult(step_id=plan.step_id, num_copies_done=num_copies)
         if plan.seq_ids:
-            forward = self._forward.prepared(plan, self._store)
+            forward = self._forward.prepare(plan, self._store)
             clock.mark(Mark.PREPARED)
-            self.in_forward = True
+            self.reached_collectives = True
             logits_RV = forward()
             clock.mark(Mark.FORWARDED)
-            self._sampled_by_row = sample_step(plan, logits_RV, result, sampler=self._sampler, store=self._store)
+            self._previous_sampled = sample_step(plan, logits_RV, result, sampler=self._sampler, store=self._store)
             clock.mark(Mark.SAMPLED)
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
@@ -178,13 +190,14 @@ class ModelRunner:
         return result
 
     def abandon(self, plan: StepPlan) -> None:
-        """Take note of a plan that will not run: its finished sequences are forgotten."""
+        """Remove the sequences that a plan declares finished; the runner does not execute the plan itself."""
         for seq_id in plan.finished:
-            self._forget(seq_id)
+            self._remove_sequence(seq_id)
 
     def _apply(self, plan: StepPlan) -> None:
+        """Bring the sequences up to date: remove finished ones, add new ones, update block tables, and append input tokens."""
         for seq_id in plan.finished:
-            self._forget(seq_id)
+            self._remove_sequence(seq_id)
         for new in plan.new_sequences:
             self._store.add(new)
             self._sampler.add(
@@ -197,19 +210,27 @@ class ModelRunner:
             )
         self._store.update_tables(plan)
         for b, seq_id in enumerate(plan.seq_ids):
-            token_id = self._input(plan, b)
-            if token_id != NO_ID and self._store[seq_id].learn(plan.start[b] + plan.count[b] - 1, token_id):
+            token_id = self._input_token(plan, b)
+            if token_id is not None and self._store[seq_id].append_token(plan.start[b] + plan.count[b] - 1, token_id):
                 self._sampler.append(seq_id, token_id)
 
-    def _input(self, plan: StepPlan, b: int) -> int:
+    def _input_token(self, plan: StepPlan, b: int) -> int | None:
+        """The input token of batch row `b`; None where the plan names none, because the sequence's tokens are all known
+        already.
+
+        With two steps in flight, the scheduler plans a decode step before the previous step has sampled its input token. The
+        plan then names the previous step's batch row (`input_row`) in place of the token (`input_id`).
+        """
         row = plan.input_row[b]
         if row == NO_ID:
-            return plan.input_id[b]
-        if row not in self._sampled_by_row:
-            raise ValueError(f"Batch row {b} continues row {row} of the step before, which sampled nothing.")
-        return self._sampled_by_row[row]
+            return None if plan.input_id[b] == NO_ID else plan.input_id[b]
+        if row not in self._previous_sampled:
+            raise ValueError(
+                f"Batch row {b} takes its input from row {row} of the previous step, which sampled no token."
+            )
+        return self._previous_sampled[row]
 
-    def _forget(self, seq_id: int) -> None:
+    def _remove_sequence(self, seq_id: int) -> None:
         self._store.remove(seq_id)
         self._sampler.remove(seq_id)
 
@@ -249,7 +270,10 @@ class ModelRunner:
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
         return BatchBuilder(layout, slab, self._loaded.device)
 
-    def _profile(self, layout: ArenaLayout) -> None:
+    def _forward_probe(self, layout: ArenaLayout) -> None:
+        """Run the forward pass that needs the most memory, over a small slab, so that the device's peak memory can be read
+        afterwards.
+        """
         scheduler = self._config.scheduler
         counts = worst_case_counts(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -265,11 +289,12 @@ class ModelRunner:
         scheduler, compiles = self._config.scheduler, self._loaded.device.type == "cuda"
         logits_1V = warm_up(
             self._model, self._builder, self._groups,
-            most_tokens=scheduler.max_num_batched_tokens, max_model_len=self._max_model_len, compiles=compiles,
+            max_tokens=scheduler.max_num_batched_tokens, max_model_len=self._max_model_len, compiles=compiles,
         )  # fmt: skip
         if compiles:
-            self._sampler.add(-1, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
-            self._sampler.sample(logits_1V, [-1])
-            self._sampler.remove(-1)
+            warm_up_id = 0  # no sequence exists yet, so every id is free
+            self._sampler.add(warm_up_id, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
+            self._sampler.sample(logits_1V, [warm_up_id])
+            self._sampler.remove(warm_up_id)
         if self._decode_sizes is not None:
             self._forward.capture(self._decode_sizes, self._slab)

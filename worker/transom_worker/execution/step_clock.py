@@ -1,8 +1,8 @@
-"""What a step's seconds went into.
+"""Measures what a step's seconds went into: preparing inputs, block copies, the forward pass, and sampling.
 
-A device works behind the host: launching a forward pass takes the host less time than computing it takes the device, and the host
-then waits where it reads the sampled ids. There events on the device say what copies and the forward pass took. They are read when
-the sampled ids have been, so that nothing waits for them.
+A GPU runs behind the host. The host launches a forward pass in less time than the GPU computes it, and then waits where it
+reads the sampled ids. So on a GPU, events on the device measure the copies and the forward pass. The clock reads these events
+after the host has read the sampled ids, so that reading them never waits.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from transom_worker.scheduling.step import StepTimings
 
 
 class Mark(IntEnum):
-    """Moments of a step, in order."""
+    """Moments of a step at which the clock notes the time, in order."""
 
     BEGIN = 0
-    APPLIED = 1  # the plan's changes
-    COPIED = 2  # its blocks
-    PREPARED = 3  # the forward pass's inputs
-    FORWARDED = 4
-    SAMPLED = 5
+    APPLIED = 1  # sequences and block tables are updated
+    COPIED = 2  # block copies are launched
+    PREPARED = 3  # the inputs of the forward pass are on their way to the device
+    FORWARDED = 4  # the forward pass is launched
+    SAMPLED = 5  # the host has read the sampled ids
 
 
 _ON_DEVICE = (Mark.APPLIED, Mark.COPIED, Mark.PREPARED, Mark.FORWARDED)
 
 
 class DeviceEvent(Protocol):
-    """A moment in what a device does."""
+    """A point in the stream of work that was launched on a device, such as a `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """It is when what was launched until now is done."""
+        """Place the event behind all work that was launched until now."""
         ...
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return whether the device has reached the event."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to `end_event`; both have come."""
+        """Return the milliseconds from this event to `end_event`; the device must have reached both."""
         ...
 
 
 class StepClock:
-    """Times one step after the other; without events by the host's clock alone."""
+    """Measures one step after the other. Without `make_event` it uses the host's clock for everything."""
 
     def __init__(
         self,
@@ -61,23 +61,23 @@ class StepClock:
         self._times_s: dict[Mark, float] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins, and drop the times of the previous step."""
         self._times_s = {}
         self.mark(Mark.BEGIN)
 
     def mark(self, mark: Mark) -> None:
-        """The host has come so far."""
+        """Note that the host has reached this moment of the step."""
         self._times_s[mark] = self._now_s()
         if mark in self._events:
             self._events[mark].record()
 
     @property
     def busy_s(self) -> float:
-        """From the step's begin to its last mark."""
+        """Seconds from the beginning of the step to its last mark."""
         return self._times_s[max(self._times_s)] - self._times_s[Mark.BEGIN]
 
     def timings(self) -> StepTimings:
-        """The parts of a step that has come to its last mark; they add up to `busy_s`."""
+        """Return the seconds of each part of a step that has reached its last mark; they add up to `busy_s`."""
         at = self._times_s
         before_s, after_s = at[Mark.PREPARED] - at[Mark.BEGIN], at[Mark.SAMPLED] - at[Mark.PREPARED]
         copy_s = min(self._between(Mark.APPLIED, Mark.COPIED), before_s)
@@ -91,14 +91,14 @@ class StepClock:
         )
 
     def _between(self, first: Mark, last: Mark) -> float:
-        # not where nothing was sampled, hence nothing waited for
+        # A step that samples nothing does not wait for the device, so its events may not have been reached yet.
         if last in self._events and self._events[last].query():
             return float(self._events[first].elapsed_time(self._events[last])) / 1e3
         return self._times_s[last] - self._times_s[first]
 
 
 def step_clock(device: torch.device) -> StepClock:
-    """The clock for steps on a device."""
+    """Return the clock for steps on a device: with CUDA events on a GPU, without events elsewhere."""
     return StepClock(_cuda_event) if device.type == "cuda" else StepClock()
 
 

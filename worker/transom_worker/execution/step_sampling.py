@@ -1,6 +1,6 @@
-"""A step's logits to its result: which rows sample, and which prompts ask for log-probabilities.
+"""Turns a step's logits into its result: picks the rows that are sampled, and computes log-probabilities of prompts.
 
-Legend: R rows with logits, S sampling rows, V vocabulary.
+Legend: R rows with logits, S rows that are sampled, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 def sample_step(
     plan: StepPlan, logits_RV: torch.Tensor, result: StepResult, *, sampler: ShardedSampler, store: SequenceStore
 ) -> dict[int, int]:
-    """Fill the result in; returns each batch row's token."""
+    """Sample, write tokens and log-probabilities into `result`, and return the sampled token of each batch row that was
+    sampled.
+    """
     ends = _logit_row_ends(plan)
     rows = [b for b, sample in enumerate(plan.sample) if sample]
     last_rows = [ends[b] - 1 for b in rows]
@@ -50,7 +52,7 @@ def _prompt_logprobs(
 
 
 def _logit_row_ends(plan: StepPlan) -> list[int]:
-    """One past each sequence's last row of logits, [B]."""
+    """The end of each sequence's rows among the R rows of logits, [B]: sequence b has rows [ends[b - 1], ends[b])."""
     ends, total = [], 0
     for start, count, first in zip(plan.start, plan.count, plan.logits_from, strict=True):
         total += max(0, start + count - first)

@@ -1,1 +1,1 @@
-"""The tensors of one step: block tables, sequences, the cache's slab, and the batch for a forward pass."""
+"""The inputs of one step: block tables, sequences, the slab (the memory of the KV pool), and the batch for a forward pass."""

@@ -1,4 +1,4 @@
-"""A step's numbers to the forward pass's tensors: each array becomes a tensor once; on CPUs a tensor shares numpy's memory."""
+"""Turns a step's numpy arrays into the tensors of a forward pass. On CPUs a tensor shares the array's memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from transom_worker.scheduling.step import StepPlan
 
 
 class BatchBuilder:
-    """Builds ForwardBatches over one slab."""
+    """Builds the `ForwardBatch` of each step over one slab, the memory of a rank's KV pool."""
 
     def __init__(self, layout: ArenaLayout, slab: torch.Tensor, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.caches, self._compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
         self.group_of_layer = group_of_layer(layout)
-        # Triton's kernels do: a list of a long batch's tables takes milliseconds
-        self._finds_blocks_itself = uses_triton(slab)
+        # Triton's kernels read block tables on the device. Other operators need them as lists, which take milliseconds to make.
+        self._kernels_read_tables = uses_triton(slab)
 
     def build(self, plan: StepPlan, store: SequenceStore) -> ForwardBatch:
-        """The forward pass that the plan asks for; see `arrays`."""
+        """Return the forward pass's inputs for a plan; see `arrays`."""
         return self.batch(self.arrays(plan, store))
 
     def arrays(self, plan: StepPlan, store: SequenceStore) -> StepArrays:
-        """The numbers that the plan asks for; deltas and new tokens are applied already.
+        """Return the numbers that a plan asks for. The sequences' new tokens and block tables must be up to date.
 
         Raises:
             ValueError: a token that is to be written has no block.
@@ -39,13 +39,15 @@ class BatchBuilder:
         return step_arrays(plan, store, self.layout)
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:
-        """The same as tensors, over this slab."""
-        bounds = self._bounds(arrays.spans)
+        """Return these arrays as tensors on the device, with the caches of this slab."""
+        offsets_and_starts = self._offsets_and_starts(arrays.rows)
         return ForwardBatch(
             token_ids=self._tensor(arrays.token_ids),
-            positions=self._tensor(arrays.spans.positions),
+            positions=self._tensor(arrays.rows.positions),
             groups=tuple(
-                self._paged_batch(group, bounds if group.spans is arrays.spans else self._bounds(group.spans))
+                self._paged_batch(
+                    group, offsets_and_starts if group.rows is arrays.rows else self._offsets_and_starts(group.rows)
+                )
                 for group in arrays.groups
             ),
             group_of_layer=self.group_of_layer,
@@ -54,7 +56,7 @@ class BatchBuilder:
             logit_rows=self._tensor(arrays.logit_rows),
         )
 
-    def _paged_batch(self, group: GroupArrays, bounds: tuple[torch.Tensor, torch.Tensor]) -> PagedBatch:
+    def _paged_batch(self, group: GroupArrays, offsets_and_starts: tuple[torch.Tensor, torch.Tensor]) -> PagedBatch:
         return PagedBatch(
             block_size=group.block_size,
             num_sink_blocks=group.num_sink_blocks,
@@ -62,18 +64,18 @@ class BatchBuilder:
             first_block=self._tensor(group.first_block.astype(np.int32)),
             attend_from=self._tensor(np.array(group.attend_from_host, dtype=np.int32)),
             slots=self._tensor(group.slots),
-            query_offset=bounds[0],
-            start=bounds[1],
-            block_table_host=[] if self._finds_blocks_itself else group.block_table.tolist(),
+            query_offset=offsets_and_starts[0],
+            start=offsets_and_starts[1],
+            block_table_host=[] if self._kernels_read_tables else group.block_table.tolist(),
             first_block_host=group.first_block_host,
             attend_from_host=group.attend_from_host,
             start_host=group.start_host,
             count_host=group.count_host,
         )
 
-    def _bounds(self, spans: RowRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    def _offsets_and_starts(self, rows: RowRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """`query_offset` and `start` of paged batches over these rows."""
-        return self._tensor(spans.offset.astype(np.int32)), self._tensor(spans.start.astype(np.int32))
+        return self._tensor(rows.offset.astype(np.int32)), self._tensor(rows.start.astype(np.int32))
 
     def _tensor(self, array: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -1,10 +1,18 @@
-"""One group's block tables on a rank: a matrix with a row per sequence, kept up by deltas.
+"""The block tables of one group on a rank: a matrix with a row per sequence, which plans update by deltas.
 
-Legend: B batch rows, N columns, P tokens per block.
+A logical block is a range of `block_size` positions of a sequence: block 0 holds positions [0, block_size). The table maps
+logical blocks to block ids. A group with a window loses blocks as the window moves on, but keeps the sink blocks, which hold
+the first tokens:
 
-Row layout: [0, num_sink_blocks) are the sink blocks, [num_sink_blocks, length) a run of consecutive logical blocks from
-`first_block`.
-A row shorter than num_sink_blocks has no run yet. Everything from `length` on is -1.
+    column   0 .. num_sink_blocks - 1   num_sink_blocks .. length - 1            length ..
+    holds    logical blocks 0, 1, ...   logical blocks first_block, +1, +2, ...  NO_BLOCK
+             (sink blocks, never        (the run: consecutive, dropped from
+             dropped)                   the front)
+
+Example: 1 sink block, first_block 5 and length 4 means columns [logical 0, logical 5, logical 6, logical 7]; logical blocks 1
+to 4 were dropped. A row with at most `num_sink_blocks` columns has no run yet.
+
+Legend: B batch rows, N columns.
 """
 
 from __future__ import annotations
@@ -15,44 +23,46 @@ from numpy.typing import NDArray
 from transom_worker.kvcache.groups import GroupSpec
 
 Ints = NDArray[np.int64]
+NO_BLOCK = -1  # fills columns without a block
 
 
 class BlockTables:
-    """All sequences' tables of one group, by row number."""
+    """The block tables of all sequences of one group, by row number."""
 
     def __init__(self, spec: GroupSpec, *, num_rows: int, num_columns: int = 64) -> None:
         self.block_size = spec.block_size
         self.num_sink_blocks = spec.num_sink_blocks
-        self._blocks = np.full((num_rows, max(num_columns, self.num_sink_blocks + 1)), -1, dtype=np.int32)
+        self._blocks = np.full((num_rows, max(num_columns, self.num_sink_blocks + 1)), NO_BLOCK, dtype=np.int32)
         self._length = np.zeros(num_rows, dtype=np.int64)
         self._first = np.full(num_rows, self.num_sink_blocks, dtype=np.int64)
 
     def apply(self, row: int, *, dropped: int, first_block: int, blocks: list[int]) -> None:
-        """Drop blocks from the front of the run, then append at the table's end; the run then starts at `first_block`.
+        """Drop `dropped` blocks from the front of a row's run, then append `blocks` to the row; the run then begins at
+        `first_block`.
 
         Raises:
-            ValueError: the run is shorter than `dropped`, or a pinned column would be left out.
+            ValueError: the run is shorter than `dropped`.
         """
-        length, pinned = int(self._length[row]), self.num_sink_blocks
-        if dropped > max(0, length - pinned):
-            raise ValueError(f"A delta drops {dropped} blocks of a run of {max(0, length - pinned)}.")
+        length, num_sinks = int(self._length[row]), self.num_sink_blocks
+        if dropped > max(0, length - num_sinks):
+            raise ValueError(f"A delta drops {dropped} blocks of a run of {max(0, length - num_sinks)}.")
         if dropped:
             table = self._blocks[row]
-            table[pinned : length - dropped] = table[pinned + dropped : length]
-            table[length - dropped : length] = -1
+            table[num_sinks : length - dropped] = table[num_sinks + dropped : length]
+            table[length - dropped : length] = NO_BLOCK
             length -= dropped
         end = length + len(blocks)
         if end > self._blocks.shape[1]:
             self._widen(end)
         self._blocks[row, length:end] = blocks
         self._length[row] = end
-        self._first[row] = max(first_block, pinned)
+        self._first[row] = max(first_block, num_sinks)
 
     def move(self, row: int, *, logical: int, block: int) -> None:
-        """Logical block `logical` is `block` from now on.
+        """Replace the block id of logical block `logical` by `block`.
 
         Raises:
-            ValueError: the row has no such block.
+            ValueError: the row does not have that logical block.
         """
         first = int(self._first[row])
         column = logical if logical < self.num_sink_blocks else logical - first + self.num_sink_blocks
@@ -62,31 +72,35 @@ class BlockTables:
         self._blocks[row, column] = block
 
     def clear(self, row: int) -> None:
-        """Forget a row's table."""
-        self._blocks[row, : self._length[row]] = -1
+        """Empty a row."""
+        self._blocks[row, : self._length[row]] = NO_BLOCK
         self._length[row] = 0
         self._first[row] = self.num_sink_blocks
 
     def add_rows(self, num_rows: int) -> None:
-        """Room for more sequences."""
-        more = np.full((num_rows, self._blocks.shape[1]), -1, dtype=np.int32)
+        """Add rows for more sequences."""
+        more = np.full((num_rows, self._blocks.shape[1]), NO_BLOCK, dtype=np.int32)
         self._blocks = np.concatenate([self._blocks, more])
         self._length = np.concatenate([self._length, np.zeros(num_rows, dtype=np.int64)])
         self._first = np.concatenate([self._first, np.full(num_rows, self.num_sink_blocks, dtype=np.int64)])
 
     def gather(self, rows: Ints, end: Ints) -> tuple[NDArray[np.int32], Ints]:
-        """Tables [B, N] and first blocks [B] of `rows`, with only the columns that hold a position below `end` [B]."""
+        """Return the tables [B, N] and first blocks [B] of `rows`, with only the columns of blocks that begin below position
+        `end` [B].
+        """
         length, first = self._length[rows], self._first[rows]
         num_logical = -(-end // self.block_size)
         holding = np.minimum(num_logical, self.num_sink_blocks) + np.maximum(0, num_logical - first)
         valid = np.minimum(length, holding)
         table = self._blocks[rows, : max(1, int(valid.max(initial=0)))]
         if (valid < length).any():
-            table[np.arange(table.shape[1]) >= valid[:, None]] = -1
+            table[np.arange(table.shape[1]) >= valid[:, None]] = NO_BLOCK
         return table, first
 
     def columns(self, logical: Ints, first: Ints) -> Ints:
-        """The column of each logical block, given its row's first block; negative or too large where it has none."""
+        """Return the column of each logical block, given its row's first block; negative or too large where the row has no such
+        block.
+        """
         run = logical - first + self.num_sink_blocks
         if self.num_sink_blocks == 0:
             return run
@@ -94,5 +108,5 @@ class BlockTables:
 
     def _widen(self, num_columns: int) -> None:
         more = max(num_columns, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
-        padding = np.full((self._blocks.shape[0], more), -1, dtype=np.int32)
+        padding = np.full((self._blocks.shape[0], more), NO_BLOCK, dtype=np.int32)
         self._blocks = np.concatenate([self._blocks, padding], axis=1)

@@ -1,4 +1,4 @@
-"""What a rank remembers of the sequences between plans: token ids and block tables."""
+"""What a rank remembers of its sequences between plans: token ids and block tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transom_worker.scheduling.step import NewSequence, StepPlan
 
 
 class SequenceTokens:
-    """One sequence's token ids in a growing buffer, and its row in the block tables."""
+    """One sequence's token ids, in a growing buffer, and the number of its row in the block tables."""
 
     def __init__(self, new: NewSequence, row: int) -> None:
         self.row = row
@@ -24,20 +24,20 @@ class SequenceTokens:
         self._ids[: self.num_tokens] = new.token_ids
 
     def tokens(self, start: int, end: int) -> NDArray[np.int64]:
-        """Token ids at positions [start, end).
+        """Return the token ids at positions [start, end).
 
         Raises:
-            ValueError: not all of them are known.
+            ValueError: the rank does not have all of these tokens yet.
         """
         if end > self.num_tokens:
             raise ValueError(f"A plan computes up to position {end}; only {self.num_tokens} tokens are known.")
         return self._ids[start:end]
 
-    def learn(self, position: int, token_id: int) -> bool:
-        """Take the token at `position`, at most one past the end; whether it is new.
+    def append_token(self, position: int, token_id: int) -> bool:
+        """Store the token at `position`, at most one past the end; return whether the rank did not have it yet.
 
         Raises:
-            ValueError: a gap, or another token than the known one.
+            ValueError: there is a gap before `position`, or the rank has another token there.
         """
         if position < self.num_tokens:
             if int(self._ids[position]) != token_id:
@@ -53,7 +53,7 @@ class SequenceTokens:
 
 
 class SequenceStore:
-    """All sequences of a rank, by id, and their tables, by group."""
+    """All sequences of a rank, by id, and their block tables, by group."""
 
     def __init__(self, groups: Sequence[GroupSpec], *, max_num_seqs: int) -> None:
         self.tables = tuple(BlockTables(spec, num_rows=max_num_seqs) for spec in groups)
@@ -68,14 +68,14 @@ class SequenceStore:
             raise ValueError(f"A plan names sequence {seq_id}, which was never given or has finished.") from None
 
     def add(self, new: NewSequence) -> None:
-        """A sequence with empty tables; replaces one of the same id."""
+        """Add a sequence with empty tables; it replaces a sequence of the same id."""
         self.remove(new.seq_id)
         if not self._free_rows:
             self._add_rows()
         self._sequences[new.seq_id] = SequenceTokens(new, self._free_rows.pop())
 
     def remove(self, seq_id: int) -> None:
-        """Forget a sequence; unknown ids are ignored, since a dropped plan may have been their only mention."""
+        """Forget a sequence. Unknown ids are ignored: the plan that named the sequence first may have been dropped."""
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             for tables in self.tables:
@@ -83,10 +83,10 @@ class SequenceStore:
             self._free_rows.append(sequence.row)
 
     def update_tables(self, plan: StepPlan) -> None:
-        """Apply the plan's deltas to the block tables, then its moves.
+        """Apply the plan's deltas to the block tables, then its moves of single blocks.
 
         Raises:
-            ValueError: a sequence or a block that is not there.
+            ValueError: the plan names a sequence or a block that does not exist.
         """
         for index, seq_id in enumerate(plan.delta_seq):
             self.tables[plan.delta_group[index]].apply(

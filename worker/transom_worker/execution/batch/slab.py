@@ -1,4 +1,8 @@
-"""The slab: one run of bytes per rank, and views of it as each layer's caches.
+"""The slab: the one allocation of memory that holds a rank's KV pool, and views of it as the caches of each layer.
+
+- group: layers whose caches share block tables; a block id names one block in each of the group's layers.
+- dump block: the last block of a group, which no sequence owns; tokens that need not be stored are written there.
+- role: what a tensor of a layer holds: keys and values, or what a compressed layer keeps besides (see `CompressedCache`).
 
 Legend: N block ids of a group (the dump block included), P rows per block, H KV heads, D head size.
 """
@@ -17,10 +21,10 @@ Parts = dict[tuple[int, Role], CachePart]  # by layer and role
 
 
 def allocate_slab(layout: ArenaLayout, device: torch.device) -> torch.Tensor:
-    """Zeroed bytes for all pages and dump blocks.
+    """Allocate zeroed bytes for all pages and dump blocks.
 
-    Zeros matter: masked keys still enter products, and garbage could be NaN. On CPUs the pages come zeroed from the
-    operating system when first touched, so that a large pool costs nothing until it is used.
+    The zeros matter: masked keys still take part in matrix products, where garbage could be NaN. On CPUs the operating system
+    provides zeroed pages on first touch, so that a large pool costs nothing until it is used.
     """
     if device.type == "cpu":
         return torch.frombuffer(_lazy_memory(layout.slab_bytes), dtype=torch.uint8)
@@ -28,29 +32,29 @@ def allocate_slab(layout: ArenaLayout, device: torch.device) -> torch.Tensor:
 
 
 def _lazy_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory in huge pages where the system has them.
+    """Return zeroed memory, in huge pages where the system has them.
 
-    A layer's part of a block is a few KiB in a row and the next block's lies far away: with small pages every one of them
-    misses the address cache. Decoding 32 sequences was 1.26 times as fast with huge ones.
+    A layer's part of a block is a few KiB, and the next block's part lies far away, so with small pages each part misses the
+    address cache (TLB). Huge pages made decoding 32 sequences 1.26 times as fast.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(
         -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # shared memory would get small pages
-    with contextlib.suppress(OSError):  # a kernel without them
+    )  # private, because shared memory would get small pages
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def layer_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[LayerCache, ...]:
-    """Views of every layer's K and V, by layer."""
+    """Return views of every layer's K and V, by layer."""
     parts = _parts(layout, slab)
     return tuple(parts[layer, Role.KV].cache for layer in _layers(layout))
 
 
 def group_of_layer(layout: ArenaLayout) -> tuple[int, ...]:
-    """The index of the group that holds a layer's K and V, by layer."""
+    """Return the index of the group that holds a layer's K and V, by layer."""
     groups = {
         tensors.layer: index
         for index, group in enumerate(layout.groups)
@@ -61,7 +65,7 @@ def group_of_layer(layout: ArenaLayout) -> tuple[int, ...]:
 
 
 def compressed_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[CompressedCache | None, ...]:
-    """What layers that compress keep besides K and V, by layer; empty where no layer does."""
+    """Return what compressed layers keep besides K and V, by layer; empty where no layer is compressed."""
     parts = _parts(layout, slab)
     caches = tuple(_compressed_cache(parts, layer) for layer in _layers(layout))
     return caches if any(caches) else ()
@@ -89,7 +93,7 @@ def _compressed_cache(parts: Parts, layer: int) -> CompressedCache | None:
 
 
 def block_rows(layout: ArenaLayout, slab: torch.Tensor, group: int) -> torch.Tensor:
-    """A group's blocks as rows of bytes, [N, stride]."""
+    """Return a group's blocks as rows of bytes, [N, stride]."""
     stride = layout.groups[group].stride_bytes
     num_ids = layout.num_block_ids(group)
     return slab[: num_ids * stride].view(num_ids, stride)
@@ -105,10 +109,10 @@ def _layer_cache(slab: torch.Tensor, group: GroupLayout, layer: LayerTensors, nu
 def _view(
     slab: torch.Tensor, group: GroupLayout, layer: LayerTensors, num_ids: int, *, offset: int, size: int
 ) -> torch.Tensor:
-    """[N, P, H, D], one block every stride.
+    """Return one cache tensor of a layer as [N, P, H, D], with a stride of one block between blocks.
 
-    Inside a block a head's tokens lie together: attention gathers (block, head) pieces, and decodes 1.4 to 1.6 times as fast
-    at 32 sequences on a CPU as with a token's heads together.
+    Inside a block, the tokens of one head lie together, because attention gathers (block, head) pieces. On a CPU at 32
+    sequences this decodes 1.4 to 1.6 times as fast as with the heads of one token together.
     """
     dtype: torch.dtype = getattr(torch, layer.dtype)
     heads, rows = layer.num_kv_heads, group.rows_per_block

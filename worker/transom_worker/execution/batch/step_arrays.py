@@ -1,6 +1,10 @@
-"""StepPlan and sequences to the numbers that a forward pass reads, in numpy over whole batches.
+"""Turns a plan and the sequences into the numbers that a forward pass reads, in numpy over the whole batch.
 
-Legend: B sequences, T tokens, R rows with logits, N table columns, P rows per block.
+- row: one token that the step computes, or, in a group of compressed layers, one compressed entry that the step completes.
+- slot: where a row is written in a group's cache: block id x rows per block + place in the block.
+- dump block: the block of a group that no sequence owns. A row below `write_from` is in the cache already, and goes there.
+
+Legend: B sequences, T rows, R rows with logits, N table columns, P rows per block.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from transom_worker.execution.batch.block_tables import BlockTables
+from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import StepPlan
@@ -20,12 +24,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(slots=True, kw_only=True)
 class RowRanges:
-    """Rows that a step computes of each sequence: of tokens, or of the compressed entries that it closes."""
+    """The rows that a step computes of each sequence."""
 
-    start: Ints  # [B]
-    count: Ints  # [B]
-    offset: Ints  # [B + 1] first row of each sequence among the T
-    row_of_token: Ints  # [T] batch row
+    start: Ints  # [B] position of each sequence's first row
+    count: Ints  # [B] number of each sequence's rows
+    offset: Ints  # [B + 1] each sequence's first row among the T
+    row_of_token: Ints  # [T] which of the B sequences a row belongs to
     positions: Ints  # [T]
     start_host: list[int]
     count_host: list[int]
@@ -33,7 +37,9 @@ class RowRanges:
 
 @dataclass(slots=True, kw_only=True)
 class GroupArrays:
-    """One group's side of a step: a `PagedBatch` on the host, whose programs can be planned."""
+    """One group's inputs of a step on the host: everything that planning attention work needs, with the field names of
+    `PagedBatch`.
+    """
 
     block_size: int
     num_sink_blocks: int
@@ -41,85 +47,85 @@ class GroupArrays:
     first_block: Ints  # [B]
     attend_from_host: list[int]  # [B]
     slots: Ints  # [T]
-    spans: RowRanges
+    rows: RowRanges
 
     @property
     def first_block_host(self) -> list[int]:
-        """`first_block`, [B]."""
+        """`first_block` as a list, [B]."""
         numbers: list[int] = self.first_block.tolist()
         return numbers
 
     @property
     def start_host(self) -> list[int]:
-        """Positions of the first rows, [B]."""
-        return self.spans.start_host
+        """The position of each sequence's first row, [B]."""
+        return self.rows.start_host
 
     @property
     def count_host(self) -> list[int]:
-        """Numbers of rows, [B]."""
-        return self.spans.count_host
+        """The number of each sequence's rows, [B]."""
+        return self.rows.count_host
 
 
 @dataclass(slots=True, kw_only=True)
 class StepArrays:
-    """A `ForwardBatch` on the host, without the caches."""
+    """The numbers of a `ForwardBatch`, on the host and without the caches."""
 
     token_ids: Ints  # [T]
-    spans: RowRanges
+    rows: RowRanges
     logit_rows: Ints  # [R]
     groups: tuple[GroupArrays, ...]
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every sequence computes one token and wants its logits."""
-        return len(self.logit_rows) == len(self.token_ids) == len(self.spans.count) and bool(
-            (self.spans.count == 1).all()
+        """Whether every sequence computes exactly one token and its logits."""
+        return len(self.logit_rows) == len(self.token_ids) == len(self.rows.count) and bool(
+            (self.rows.count == 1).all()
         )
 
 
 def step_arrays(plan: StepPlan, store: SequenceStore, layout: ArenaLayout) -> StepArrays:
-    """What the plan asks for; deltas and new tokens are applied already.
+    """Return the numbers that the plan asks for. The sequences' new tokens and block tables must be up to date.
 
     Raises:
         ValueError: a token that is to be written has no block.
     """
     sequences = [store[seq_id] for seq_id in plan.seq_ids]
     table_rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
-    spans = _spans(plan.start, plan.count)
+    rows = _row_ranges(plan.start, plan.count)
     ends = [start + count for start, count in zip(plan.start, plan.count, strict=True)]
     tokens = [s.tokens(start, end) for s, start, end in zip(sequences, plan.start, ends, strict=True)]
     return StepArrays(
         token_ids=np.concatenate(tokens),
-        spans=spans,
-        logit_rows=_logit_rows(plan, spans),
+        rows=rows,
+        logit_rows=_logit_rows(plan, rows),
         groups=tuple(
-            _group_arrays(index, tables, plan, table_rows, spans, layout) for index, tables in enumerate(store.tables)
+            _group_arrays(index, tables, plan, table_rows, rows, layout) for index, tables in enumerate(store.tables)
         ),
     )
 
 
 def _group_arrays(
-    index: int, tables: BlockTables, plan: StepPlan, table_rows: Ints, spans: RowRanges, layout: ArenaLayout
+    index: int, tables: BlockTables, plan: StepPlan, table_rows: Ints, rows: RowRanges, layout: ArenaLayout
 ) -> GroupArrays:
     group = layout.groups[index]
-    block_table, first_block = tables.gather(table_rows, spans.start + spans.count)
+    block_table, first_block = tables.gather(table_rows, rows.start + rows.count)
     attend_from, write_from = plan.attend_from[index], plan.write_from[index]
     if group.tokens_per_row > 1:
-        spans = _entry_spans(spans, group.tokens_per_row, write_from)
+        rows = _entry_rows(rows, group.tokens_per_row, write_from)
         attend_from = write_from = [0] * len(table_rows)
-    places = _places(tables, group.rows_per_block, block_table, first_block, spans)
+    blocks = _blocks_of_rows(tables, group.rows_per_block, block_table, first_block, rows)
     return GroupArrays(
         block_size=group.rows_per_block,
         num_sink_blocks=tables.num_sink_blocks,
         block_table=block_table,
         first_block=first_block,
         attend_from_host=attend_from,
-        slots=_slots(places, group.rows_per_block, spans, write_from, layout.dump_block(index)),
-        spans=spans,
+        slots=_slots(blocks, group.rows_per_block, rows, write_from, layout.dump_block(index)),
+        rows=rows,
     )
 
 
-def _spans(start_host: list[int], count_host: list[int]) -> RowRanges:
+def _row_ranges(start_host: list[int], count_host: list[int]) -> RowRanges:
     start, count = np.array(start_host, dtype=np.int64), np.array(count_host, dtype=np.int64)
     offset = np.zeros(len(count) + 1, dtype=np.int64)
     np.cumsum(count, out=offset[1:])
@@ -136,38 +142,43 @@ def _spans(start_host: list[int], count_host: list[int]) -> RowRanges:
     )
 
 
-def _entry_spans(spans: RowRanges, ratio: int, write_from: list[int]) -> RowRanges:
-    """Entries whose last token is computed here, at `write_from` or beyond: those before are in the cache."""
+def _entry_rows(rows: RowRanges, ratio: int, write_from: list[int]) -> RowRanges:
+    """Return the compressed entries that this step completes, from `write_from` on; earlier entries are in the cache.
+
+    With `ratio` 4, entry 2 is made of tokens 8 to 11, so the step that computes token 11 completes it.
+    """
     first = np.array(write_from, dtype=np.int64) // ratio
-    count = np.maximum(0, (spans.start + spans.count) // ratio - first)
-    return _spans(first.tolist(), count.tolist())
+    count = np.maximum(0, (rows.start + rows.count) // ratio - first)
+    return _row_ranges(first.tolist(), count.tolist())
 
 
-def _places(
-    tables: BlockTables, block_size: int, block_table: NDArray[np.int32], first_block: Ints, spans: RowRanges
+def _blocks_of_rows(
+    tables: BlockTables, block_size: int, block_table: NDArray[np.int32], first_block: Ints, rows: RowRanges
 ) -> Ints:
-    """The block of each row, [T]; -1 where there is none."""
-    rows = spans.row_of_token
-    columns = tables.columns(spans.positions // block_size, first_block[rows])
+    """Return the block id of each row, [T], or NO_BLOCK where the sequence has no block for it."""
+    batch_rows = rows.row_of_token
+    columns = tables.columns(rows.positions // block_size, first_block[batch_rows])
     inside = (columns >= 0) & (columns < block_table.shape[1])
-    blocks = block_table[rows, np.where(inside, columns, 0)].astype(np.int64)
-    blocks[~inside] = -1
+    blocks = block_table[batch_rows, np.where(inside, columns, 0)].astype(np.int64)
+    blocks[~inside] = NO_BLOCK
     return blocks
 
 
-def _slots(blocks: Ints, block_size: int, spans: RowRanges, write_from: list[int], dump_block: int) -> Ints:
-    """Where each row is written, [T]; in the dump block below `write_from`."""
-    rows = spans.row_of_token
-    blocks[spans.positions < np.array(write_from, dtype=np.int64)[rows]] = dump_block
-    if (blocks < 0).any():
-        token = int(np.argmax(blocks < 0))
-        raise ValueError(f"Position {spans.positions[token]} of batch row {rows[token]} has no block to be written to.")
-    return blocks * block_size + spans.positions % block_size
+def _slots(blocks: Ints, block_size: int, rows: RowRanges, write_from: list[int], dump_block: int) -> Ints:
+    """Return the slot of each row, [T]: in its own block, or in the dump block if its position is below `write_from`."""
+    batch_rows = rows.row_of_token
+    blocks[rows.positions < np.array(write_from, dtype=np.int64)[batch_rows]] = dump_block
+    if (blocks == NO_BLOCK).any():
+        token = int(np.argmax(blocks == NO_BLOCK))
+        raise ValueError(
+            f"Position {rows.positions[token]} of batch row {batch_rows[token]} has no block to be written to."
+        )
+    return blocks * block_size + rows.positions % block_size
 
 
-def _logit_rows(plan: StepPlan, spans: RowRanges) -> Ints:
-    """Rows of T whose logits are wanted, sequence by sequence, [R]."""
+def _logit_rows(plan: StepPlan, rows: RowRanges) -> Ints:
+    """Return which of the T rows need logits, sequence by sequence, [R]."""
     logits_from = np.array(plan.logits_from, dtype=np.int64)
-    if (spans.count == 1).all() and (logits_from == spans.start).all():
-        return spans.offset[:-1].copy()
-    return np.flatnonzero(spans.positions >= logits_from[spans.row_of_token])
+    if (rows.count == 1).all() and (logits_from == rows.start).all():
+        return rows.offset[:-1].copy()
+    return np.flatnonzero(rows.positions >= logits_from[rows.row_of_token])

@@ -1,1 +1,1 @@
-"""CUDA graphs of decode steps: sizes, capture, warm-up, and the static batch that they replay."""
+"""CUDA graphs of decode steps: their sizes, their input arrays, capturing and replaying them, and checking them at start-up."""

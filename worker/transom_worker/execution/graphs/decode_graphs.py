@@ -1,7 +1,8 @@
-"""Decode steps as captured graphs: the host writes a step's numbers, copies them once and replays, launching nothing else.
+"""Decode steps as captured CUDA graphs: the host writes a step's inputs, copies them once, and replays a graph.
 
-Captured at start for every size, and only trusted after a replay over other inputs has given what the same forward pass gives.
-Whatever fails there turns graphs off, and steps run as they would without.
+Every size of decode steps is captured at start-up (`decode_sizes`). A graph is trusted only after a replay over other inputs
+has given what the forward pass gives over these inputs. If a capture or a check fails, all decode steps are launched kernel by
+kernel.
 
 Legend: B sequences of a size, V vocabulary.
 """
@@ -23,14 +24,14 @@ from transom_worker.execution.graphs.graph_capture import CaptureDevice, Replaya
 from transom_worker.execution.graphs.static_batch import (
     GroupLaunchKey,
     StaticBatch,
-    bytes_of,
+    buffer_bytes,
     plan_work_by_key,
-    requirements_of,
+    size_of,
 )
 from transom_worker.models.model import Model
 
-# Of the largest logit. Equal bits are expected, but cuBLAS promises them only on one stream and with one workspace, and graphs are
-# captured on a stream of their own. A number of another step shows far above this.
+# Accepted differences, as a share of the largest logit. Equal bits are expected, but cuBLAS promises them only on one stream and
+# with one workspace, and graphs are captured on a stream of their own. A graph that reads a wrong input differs by far more.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 logger = logging.getLogger("transom.worker")
@@ -38,12 +39,14 @@ logger = logging.getLogger("transom.worker")
 
 @dataclass(slots=True)
 class _Captured:
+    """One size's graph and the input arrays that it reads."""
+
     batch: StaticBatch
     graph: Replayable
 
 
 class DecodeGraphs:
-    """Graphs of one model's decode steps, by size."""
+    """The graphs of one model's decode steps, by size."""
 
     def __init__(
         self,
@@ -53,42 +56,45 @@ class DecodeGraphs:
         launch_keys: Sequence[GroupLaunchKey],
         device: CaptureDevice,
     ) -> None:
-        """`launch_keys` are those of all layers: see `parts.launch_keys_of`."""
+        """`launch_keys` are the launch keys of all attention layers, see `launches.launch_keys_of`."""
         self.builder, self.sizes = builder, sizes
         self._model, self._launch_keys, self._device = model, tuple(launch_keys), device
         self._tolerance = TOLERANCES[builder.caches[0].k.dtype]
-        num_bytes = max(bytes_of(size, sizes, launch_keys, builder) for size in sizes.all)
+        num_bytes = max(buffer_bytes(size, sizes, launch_keys, builder) for size in sizes.all)
         self._host = device.host_buffer(num_bytes)
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=builder.device)
         num_columns = model.vocab.stop - model.vocab.start
-        # graphs share it: results in a memory of their own would add up over all sizes
+        # One tensor for all graphs, because a tensor for each of them would add up over all sizes.
         self._logits_BV = torch.zeros(sizes.num_seqs[-1], num_columns, dtype=torch.float32, device=builder.device)
         self._captured: dict[DecodeSize, _Captured] = {}
 
     @property
     def num_graphs(self) -> int:
-        """Those that steps may replay."""
+        """How many graphs steps may replay."""
         return len(self._captured)
 
-    def prepared(self, arrays: StepArrays) -> Callable[[], torch.Tensor] | None:
-        """Brings a decode step's numbers to the device; what then replays it and returns logits [sequences, V], good until the
-        next step. None where no graph is for it, and nothing has been done."""
+    def prepare(self, arrays: StepArrays) -> Callable[[], torch.Tensor] | None:
+        """Copy a decode step's inputs to the device, and return the function that replays its graph.
+
+        The function returns logits [sequences, V], which stay valid until the next step. If no graph fits the step, `prepare`
+        does nothing and returns None.
+        """
         if not arrays.only_decodes:
             return None
-        works = plan_work_by_key(arrays, self._launch_keys)
-        size = self.sizes.smallest_for(requirements_of(arrays, works))
+        work_plans = plan_work_by_key(arrays, self._launch_keys)
+        size = self.sizes.smallest_for(size_of(arrays, work_plans))
         captured = None if size is None else self._captured.get(size)
         if captured is None:
             return None
-        self._load(captured.batch, arrays, works)
+        self._load(captured.batch, arrays, work_plans)
         return partial(self._replayed, captured.graph, len(arrays.token_ids))
 
     def capture(self, size: DecodeSize, first: StepArrays, second: StepArrays) -> None:
-        """Capture one size over the first step, and check it over the second. Both are run; they write into the cache.
+        """Capture one size over the first step, and check the graph over the second. Both steps run, and write into the cache.
 
         Raises:
-            GraphMismatch: a replay over the second step gives something else than its forward pass.  Any other error: the device
-            cannot capture.
+            GraphMismatch: a replay over the second step gives other logits than its forward pass.  Any other error: the device
+                cannot capture.
         """
         batch = StaticBatch(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
         self._load(batch, first, plan_work_by_key(first, self._launch_keys))
@@ -106,15 +112,15 @@ class DecodeGraphs:
         graph.replay()
         return self._logits_BV[:num_seqs]
 
-    def _load(self, batch: StaticBatch, arrays: StepArrays, works: Sequence[WorkPlan]) -> None:
+    def _load(self, batch: StaticBatch, arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> None:
         self._device.wait_uploaded()
-        batch.write(arrays, works)
+        batch.write(arrays, work_plans)
         self._device.upload(self._host[: batch.num_bytes], self._inputs[: batch.num_bytes])
 
     def _compare(self, size: DecodeSize, replayed_BV: torch.Tensor, logits_BV: torch.Tensor) -> None:
         if torch.equal(replayed_BV, logits_BV):
             return
-        # of what is finite: infinities must be the same ones
+        # The tolerance is for finite logits; infinite ones must be equal.
         most = float(logits_BV.abs().nan_to_num(posinf=0.0).max())
         differs = float((replayed_BV - logits_BV).abs().nan_to_num(nan=most).max())
         if not torch.allclose(replayed_BV, logits_BV, rtol=0.0, atol=self._tolerance * most, equal_nan=True):
@@ -125,4 +131,4 @@ class DecodeGraphs:
 
 
 class GraphMismatch(Exception):
-    """A graph that does not compute what its forward pass does; never leaves the start-up."""
+    """A graph does not compute what its forward pass computes; start-up catches this error and goes on without graphs."""

@@ -1,7 +1,7 @@
-"""What captures a forward pass and replays it: CUDA graphs, behind a protocol that a test can stand in for.
+"""Captures a forward pass and replays it: CUDA graphs, behind a protocol that tests implement without a GPU.
 
-Capturing runs the host's side of the pass once and keeps what it would have launched, addresses and numbers included. A replay
-launches just that: a number that the host worked out for one step stays as it was.
+Capturing runs the host's code of the pass once, and records the kernels that it would launch, with their addresses and numbers.
+A replay launches exactly these kernels: a number that the host computed during the capture keeps its value in every replay.
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ import torch
 
 
 class Replayable(Protocol):
-    """A captured pass."""
+    """A captured forward pass."""
 
     def replay(self) -> None:
-        """Launch it over what its inputs hold now."""
+        """Launch the captured kernels over the current content of the input buffers."""
         ...
 
 
 class CaptureDevice(Protocol):
-    """A device that can capture."""
+    """A device that can capture graphs."""
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed bytes on the host that the device can read without the host waiting."""
+        """Return zeroed bytes on the host, which the device can read while the host goes on."""
         ...
 
     def upload(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Copy bytes, in order with what is launched before and after; the host does not wait."""
+        """Copy bytes to the device, in order with what is launched before and after; the host does not wait."""
         ...
 
     def wait_uploaded(self) -> None:
-        """Return when the last upload has read its source, which may be written to then."""
+        """Wait until the last upload has read its source, so that the host may overwrite it."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Replayable:
-        """What `run` launches: it runs once, so that kernels are compiled, and is then captured, when nothing is computed."""
+        """Capture what `run` launches. `run` is called twice: first to compile its kernels, then to record them without
+        computing.
+        """
         ...
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool, captured on one stream: they are replayed one at a time.
+    """Captures CUDA graphs into one memory pool and on one stream, since they are replayed one at a time.
 
-    Graphs live and die together: from torch 2.12 on destroying one frees cuBLAS's workspace of the stream, which all of them use.
+    All graphs must be freed together: from torch 2.12 on, freeing one also frees cuBLAS's workspace of the stream, which all of
+    them use.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,32 +57,33 @@ class CudaCapture:
         self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """See `CaptureDevice`."""
+        """See `CaptureDevice.host_buffer`; the memory is pinned."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """See `CaptureDevice`."""
+        """See `CaptureDevice.upload`."""
         device.copy_(host, non_blocking=True)
         self._uploaded.record(torch.cuda.current_stream(self._device))
 
     def wait_uploaded(self) -> None:
-        """See `CaptureDevice`. Sampled ids are read at the end of nearly every step, so that this hardly ever waits."""
+        """See `CaptureDevice.wait_uploaded`. It hardly ever waits, because nearly every step ends with reading the sampled ids."""
         self._uploaded.synchronize()
 
     def capture(self, run: Callable[[], None]) -> Replayable:
-        """See `CaptureDevice`. What other threads of the process do on the device meanwhile is no error."""
-        # on the stream of the capture, for which cuBLAS then has its workspace outside the graphs' pool
+        """See `CaptureDevice.capture`. Work of other threads of this process on the device does not disturb the capture."""
+        # The first run is on the capture's stream too, so that cuBLAS allocates its workspace for it outside the graphs' pool.
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
         try:
             with torch.cuda.stream(self._stream):
                 run()
-        finally:  # behind an error too: what was launched before it still runs
+        finally:  # after an error too, because kernels that were launched before the error still run
             now.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # a capture cannot free what is cached to make room
+        torch.cuda.empty_cache()  # a capture cannot free cached memory when it needs some
         graph = torch.cuda.CUDAGraph()
-        # not torch.cuda.graph: where a capture fails its end fails too, which hides why, and leaves this thread on the stream
+        # `torch.cuda.graph` is not used: if a capture fails, ending it fails as well, which hides the first error and leaves this
+        # thread on the capture's stream.
         with torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -91,17 +95,18 @@ class CudaCapture:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Neither stream nor allocator is left capturing.
+        """End a failed capture, so that neither the stream nor the allocator stays in capture mode.
 
-        With torch 2.11 the allocator would be, if ending fails: it then never frees again what it has cached, and memory runs out.
-        The pool stays allocated: to release it once too often, where torch does so itself, would end the process.
+        With torch 2.11, the allocator stays in capture mode if ending the capture fails: it then never frees cached memory
+        again, until memory runs out. The pool stays allocated, because releasing it a second time, where torch has released it,
+        would end the process.
         """
         with contextlib.suppress(Exception):
             graph.capture_end()
-        with contextlib.suppress(Exception):  # private, and an error where nothing is left to end
+        with contextlib.suppress(Exception):  # a private function, which raises where the allocator is not capturing
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
 
 
 def capture_device(device: torch.device) -> CaptureDevice | None:
-    """What captures on this device, if anything does."""
+    """Return the device that captures graphs on `device`; None where graphs cannot be captured."""
     return CudaCapture(device) if device.type == "cuda" else None

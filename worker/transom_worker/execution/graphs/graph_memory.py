@@ -1,4 +1,4 @@
-"""What captured decode steps hold beside a profiled step's peak, estimated before the KV pool is sized."""
+"""Estimates the memory that captured decode steps need beside a step's peak, before the KV pool is sized."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.model_config.architecture import Architecture
 
-# Of one graph in the driver: some hundred launches and their arguments. An estimate, never measured here.
+# What the driver needs for one graph: some hundred launches and their arguments. An estimate, which was never measured.
 GRAPH_BYTES = 8 * 2**20
-# Of cuBLAS for the stream of captures, on Hopper; a profiled step has only its own stream's.
+# cuBLAS's workspace on Hopper for the stream of captures; the measured peak of a step includes only its own stream's workspace.
 WORKSPACE_BYTES = 32 * 2**20
 FLOAT_BYTES = 4
 
@@ -23,22 +23,27 @@ FLOAT_BYTES = 4
 def graph_bytes(
     sizes: DecodeSizes | None, architecture: Architecture, scheduler: SchedulerConfig, dtype_name: str
 ) -> int:
-    """All sizes share a pool for activations, a tensor of logits, and buffers of inputs; each has a graph of its own."""
+    """Return the bytes of all graphs: one pool of activations, one tensor of logits and one input buffer for all, and the
+    graphs themselves.
+    """
     if sizes is None:
         return 0
     dtype: torch.dtype = getattr(torch, dtype_name)
     most_seqs = sizes.num_seqs[-1]
     decoding = replace(scheduler, max_num_batched_tokens=most_seqs, max_num_seqs=most_seqs)
     pool = activation_bytes(architecture, decoding, dtype) + max(
-        _split_bytes(size, sizes, architecture) for size in sizes.all
+        _partial_bytes(size, sizes, architecture) for size in sizes.all
     )
     logits = most_seqs * architecture.vocab_size * FLOAT_BYTES
     inputs = max(_table_bytes(size, sizes) for size in sizes.all)
     return pool + logits + inputs + WORKSPACE_BYTES + len(sizes.all) * GRAPH_BYTES
 
 
-def _split_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:
-    """What programs of one layer leave for the join: rows of values, each with a maximum and a sum."""
+def _partial_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:
+    """The partial results that the work items of one attention layer write before they are combined.
+
+    A partial result holds, for each query row, the values and two numbers more: the largest score and the sum of weights.
+    """
     if size.level == 0:
         return 0
     widest = 0
@@ -49,5 +54,5 @@ def _split_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architectur
 
 
 def _table_bytes(size: DecodeSize, sizes: DecodeSizes) -> int:
-    """Block tables, beside which the other inputs are nothing."""
+    """The bytes of a size's block tables; its other inputs are negligible beside them."""
     return sum(size.num_seqs * sizes.num_columns(size, group) * 4 for group in range(sizes.num_groups))

@@ -1,6 +1,7 @@
-"""Captures every size at start, over made-up sequences in a cache of noise; whatever goes wrong leaves the worker without graphs.
+"""Captures and checks the graph of every size at start-up. If anything goes wrong, the worker runs without graphs.
 
-Noise matters: over a blank cache a graph that reads the wrong keys would give the right result.
+The made-up decode steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
+right result.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
-LIMIT_S = 120.0  # sizes that have no graph by then run without; the usual ones come first
-MOST_NOISE_BLOCKS = 64  # of a group, beside one for each sequence to write to
+LIMIT_S = 120.0  # sizes that have no graph by then run without one; the sizes that are used most come first
+MAX_RANDOM_BLOCKS = 64  # of a group, besides the block that each sequence writes to
 
 logger = logging.getLogger("transom.worker")
 
@@ -35,24 +36,26 @@ logger = logging.getLogger("transom.worker")
 def capture_decode_graphs(
     model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CaptureDevice, *, slab: torch.Tensor
 ) -> DecodeGraphs | None:
-    """Graphs of all sizes that `LIMIT_S` suffices for; None, and a warning, if one cannot be captured or computes something else.
+    """Capture graphs of all sizes that `LIMIT_S` suffices for; return None, and log a warning, if a graph cannot be captured or
+    is wrong.
 
-    The slab is as blank behind it as before. An error of a forward pass that is not captured is raised.
+    The slab is blank again afterwards. An error of a forward pass that is not captured is raised.
     """
-    steps = _NoiseSteps(builder.layout, vocab_size=model.architecture.vocab_size, most_seqs=sizes.num_seqs[-1])
+    steps = _RandomSteps(builder.layout, vocab_size=model.architecture.vocab_size, max_seqs=sizes.num_seqs[-1])
     launch_keys = _launch_keys(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
 
     def make() -> DecodeGraphs:
-        steps.spread(builder, slab)
+        steps.fill_blocks(builder, slab)
         return DecodeGraphs(model, builder, sizes, launch_keys, device)
 
     try:
-        return _captured(make, steps)
+        return _capture_all(make, steps)
     finally:
-        steps.wipe(builder.layout, slab)
+        steps.clear_blocks(builder.layout, slab)
 
 
-def _captured(make: Callable[[], DecodeGraphs], steps: _NoiseSteps) -> DecodeGraphs | None:
+def _capture_all(make: Callable[[], DecodeGraphs], steps: _RandomSteps) -> DecodeGraphs | None:
+    """Create the graphs with `make`, and capture and check every size until `LIMIT_S` is over."""
     begin_s, size = time.perf_counter(), None
     try:
         graphs = make()
@@ -77,77 +80,86 @@ def _captured(make: Callable[[], DecodeGraphs], steps: _NoiseSteps) -> DecodeGra
 
 
 def _launch_keys(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[GroupLaunchKey, ...]:
-    """What the model's layers ask of each group's programs, as a forward pass shows."""
+    """Run a forward pass, and return the launch keys that the model's attention layers use in each group."""
     batch = builder.batch(arrays)
     model.forward(batch)
-    return tuple((index, asked) for index, group in enumerate(batch.groups) for asked in launch_keys_of(group))
+    return tuple((index, key) for index, group in enumerate(batch.groups) for key in launch_keys_of(group))
 
 
-class _NoiseSteps:
-    """Decode steps of made-up sequences over blocks of noise; each sequence writes to a block of its own."""
+class _RandomSteps:
+    """Decode steps of made-up sequences over blocks of random numbers. Each sequence writes to a block of its own."""
 
-    def __init__(self, layout: ArenaLayout, *, vocab_size: int, most_seqs: int) -> None:
+    def __init__(self, layout: ArenaLayout, *, vocab_size: int, max_seqs: int) -> None:
         groups = range(len(layout.groups))
         self._vocab_size, self._specs = vocab_size, [group.spec for group in layout.groups]
-        self._blocks = [_own_blocks(layout, group, MOST_NOISE_BLOCKS + most_seqs) for group in groups]
+        self._blocks = [_own_blocks(layout, group, MAX_RANDOM_BLOCKS + max_seqs) for group in groups]
 
-    def spread(self, builder: BatchBuilder, slab: torch.Tensor) -> None:
-        """Fill the blocks with noise."""
+    def fill_blocks(self, builder: BatchBuilder, slab: torch.Tensor) -> None:
+        """Fill the blocks with random numbers."""
         generator = torch.Generator(slab.device).manual_seed(0)
         for layer, group in enumerate(builder.group_of_layer):
             rows = torch.tensor(self._blocks[group], device=slab.device)
             for cache in (builder.caches[layer].k, builder.caches[layer].v):
-                noise = torch.randn(
+                values = torch.randn(
                     (len(rows), *cache.shape[1:]), generator=generator, device=slab.device, dtype=torch.float32
                 )
-                cache[rows] = noise.to(cache.dtype)
+                cache[rows] = values.to(cache.dtype)
 
-    def wipe(self, layout: ArenaLayout, slab: torch.Tensor) -> None:
-        """Make the blocks blank again, and what padding was written to."""
+    def clear_blocks(self, layout: ArenaLayout, slab: torch.Tensor) -> None:
+        """Zero the blocks again, and the dump blocks, to which padding sequences write."""
         for group, blocks in enumerate(self._blocks):
             rows = torch.tensor([*blocks, layout.dump_block(group)], device=slab.device)
             block_rows(layout, slab, group)[rows] = 0
 
     def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
-        """A step that fills the size's sequences, one of them long, with the first seed as its level allows, the others short."""
+        """Make a step that fills the size's sequences: one long sequence, the others short.
+
+        With seed 1 the long sequence is as long as the size's level allows, otherwise five eighths of that.
+        """
         random = np.random.default_rng(seed)
-        num, specs = size.num_seqs, self._specs
-        starts = random.integers(0, sizes.reach_tokens(0), num)
+        num_seqs, specs = size.num_seqs, self._specs
+        starts = random.integers(0, sizes.reach_tokens(0), num_seqs)
         longest = sizes.longest_tokens(size)
-        starts[random.integers(num)] = longest - 1 if seed == 1 else longest * 5 // 8
-        # lower bounds, as a repair has them, so that they are checked too
-        lowest = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
-        store = SequenceStore(specs, max_num_seqs=num)
-        ids = random.integers(0, self._vocab_size, num)
+        starts[random.integers(num_seqs)] = longest - 1 if seed == 1 else longest * 5 // 8
+        # Random lower bounds, as attention has them during a window repair, so that graphs are checked with them too.
+        attend_from = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
+        store = SequenceStore(specs, max_num_seqs=num_seqs)
+        ids = random.integers(0, self._vocab_size, num_seqs)
         for seq_id, start in enumerate(starts.tolist()):
             store.add(_sequence(seq_id, start, int(ids[seq_id])))
             for group in range(len(specs)):
-                self._fill_table(store, seq_id, num, group, start, random)
+                self._fill_table(store, seq_id, num_seqs, group, start, random)
         plan = StepPlan(
-            step_id=-1,
-            seq_ids=list(range(num)),
+            step_id=0,
+            seq_ids=list(range(num_seqs)),
             start=starts.tolist(),
-            count=[1] * num,
-            attend_from=lowest,
+            count=[1] * num_seqs,
+            attend_from=attend_from,
             write_from=[self._write_from(group, starts.tolist()) for group in range(len(specs))],
             logits_from=starts.tolist(),
         )
         return builder.arrays(plan, store)
 
     def _write_from(self, group: int, starts: list[int]) -> list[int]:
-        """Where tokens are written to blocks of their own; else they go to the dump block: two in one place would be a race."""
+        """The position of each token if every sequence has a block of its own; else one more, so that tokens are written to the
+        dump block.
+
+        Two tokens in one place would be a race.
+        """
         writes = len(self._blocks[group]) > len(starts)
         return [start if writes else start + 1 for start in starts]
 
     def _fill_table(
         self, store: SequenceStore, seq_id: int, num_seqs: int, group: int, start: int, random: np.random.Generator
     ) -> None:
-        """What would be kept of the sequence: blocks of noise that all share, and its own as the last."""
+        """Give a sequence the blocks that its group would keep: random ones that all sequences share, and its own block as the
+        last.
+        """
         tables, spec, own = store.tables[group], self._specs[group], self._blocks[group]
         shared = own[num_seqs:] or own
-        live = spec.live(start)
+        live_ranges = spec.live(start)
         last = start // spec.block_size
-        first = max(live[-1][0] // spec.block_size if live else last, spec.num_sink_blocks)
+        first = max(live_ranges[-1][0] // spec.block_size if live_ranges else last, spec.num_sink_blocks)
         num_sink_blocks = min(spec.num_sink_blocks, last + 1)
         num_blocks = num_sink_blocks + max(0, last - first + 1)
         chosen = random.choice(np.array(shared), num_blocks).tolist()
@@ -155,14 +167,14 @@ class _NoiseSteps:
         tables.apply(store[seq_id].row, dropped=0, first_block=first, blocks=chosen)
 
 
-def _own_blocks(layout: ArenaLayout, group: int, most: int) -> list[int]:
-    """Blocks of the group's turn of pages, so that no other group's lie over them."""
+def _own_blocks(layout: ArenaLayout, group: int, max_blocks: int) -> list[int]:
+    """Blocks in pages that belong to this group alone, so that no other group's blocks overlap them."""
     blocks: list[int] = []
     for page in range(group, layout.num_pages, len(layout.groups)):
         blocks += range(layout.first_block(page, group), layout.end_block(page, group))
-        if len(blocks) >= most:
+        if len(blocks) >= max_blocks:
             break
-    return blocks[:most] or [0]
+    return blocks[:max_blocks] or [0]
 
 
 def _sequence(seq_id: int, start: int, token_id: int) -> NewSequence:

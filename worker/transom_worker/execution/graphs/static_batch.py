@@ -1,9 +1,10 @@
-"""A decode step's inputs where a captured graph looks for them: written on the host, and brought to the device in one copy.
+"""The input arrays of one captured size, at fixed addresses: written on the host, and copied to the device at once.
 
-What is added to bring a step to its size is harmless: each added sequence has one program that reads no key and writes zeros, its
-token goes to the dump block, and nobody looks at its logits. Programs beyond those have no tokens.
+A step with fewer sequences than the size is padded, in a way that changes nothing: each padding sequence has one work item that
+reads no key and writes zeros, its token is written to the dump block (which no sequence owns), and its logits are not read.
+Programs beyond those have no tokens.
 
-Legend: B sequences of the size, N table columns, W programs and J combine_items of a kind of attention layer.
+Legend: B sequences of the size, N table columns, W work items and J combined sequences of an attention layer.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from numpy.typing import NDArray
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey, set_launches
-from transom_kernels.paged_attention.work_items import ITEM_FIELDS, Work, WorkPlan, plan_work
+from transom_kernels.paged_attention.work_items import ITEM_FIELDS, NO_PARTIAL, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes, StepSize
 from transom_worker.layers.forward_batch import ForwardBatch
 
-ALIGNMENT = 64  # of each array: kernels are compiled for pointers that are multiples of 16 as torch's own are
-BEFORE_ALL = -1  # a position at which an added sequence's query sees no key
+ALIGNMENT = 64  # of each array, because kernels are compiled for pointers that are multiples of 16, as torch's own are
+BEFORE_ALL = -1  # the position of a padding sequence's query, which lies before every key
 
 Array = NDArray[np.int64] | NDArray[np.int32]
-GroupLaunchKey = tuple[int, LaunchKey]  # a group, and what one kind of its layers launch_keys for
+GroupLaunchKey = tuple[int, LaunchKey]  # index of a group, and the key of one kind of its attention layers
 
 
 def plan_work_by_key(arrays: StepArrays, launch_keys: Sequence[GroupLaunchKey]) -> list[WorkPlan]:
-    """A decode step's programs, by ask."""
-    return [plan_work(arrays.groups[index], asked.rule, asked.tilings[0]) for index, asked in launch_keys]
+    """Return a decode step's work items for each launch key."""
+    return [plan_work(arrays.groups[index], key.rule, key.tilings[0]) for index, key in launch_keys]
 
 
-def requirements_of(arrays: StepArrays, works: Sequence[WorkPlan]) -> StepSize:
-    """The room that a step takes."""
+def size_of(arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> StepSize:
+    """Return what a step needs."""
     return StepSize(
         num_seqs=len(arrays.token_ids),
-        num_items=max((len(work.items) for work in works), default=0),
-        has_combine_items=any(len(work.combine_items) for work in works),
+        num_items=max((len(work.items) for work in work_plans), default=0),
+        has_combine_items=any(len(work.combine_items) for work in work_plans),
         num_columns=tuple(group.block_table.shape[1] for group in arrays.groups),
     )
 
 
 class StaticBatch:
-    """One size's arrays in a host buffer and a device buffer, which other sizes use too."""
+    """One size's arrays, in a host buffer and a device buffer that all sizes share."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class StaticBatch:
         host: torch.Tensor,
         device: torch.Tensor,
     ) -> None:
-        """Buffers are bytes, at least `bytes_of(size)` of them."""
+        """Lay the arrays out in the buffers, which have at least `buffer_bytes(size)` bytes each."""
         self._launch_keys, self._builder, self._num_seqs = tuple(launch_keys), builder, size.num_seqs
         self._host: dict[str, Array] = {}
         self._device: dict[str, torch.Tensor] = {}
@@ -70,32 +71,35 @@ class StaticBatch:
             begin = _aligned(end)
         self.num_bytes = begin
 
-    def write(self, arrays: StepArrays, works: Sequence[WorkPlan]) -> None:
-        """Fill the host's side with a step that the size has room for."""
-        to, real, layout = self._host, len(arrays.token_ids), self._builder.layout
+    def write(self, arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> None:
+        """Write a step that fits into the size to the host buffer."""
+        to, num_real, layout = self._host, len(arrays.token_ids), self._builder.layout
         _fill(to["token_ids"], arrays.token_ids)
-        _fill(to["positions"], arrays.spans.positions)
-        _fill(to["start"], arrays.spans.start)
+        _fill(to["positions"], arrays.rows.positions)
+        _fill(to["start"], arrays.rows.start)
         to["logit_rows"][:] = np.arange(self._num_seqs)
         to["query_offset"][:] = np.arange(self._num_seqs + 1)
         for index, group in enumerate(arrays.groups):
             table = to[f"block_table {index}"]
-            table[:real, : group.block_table.shape[1]] = group.block_table  # other columns are not read
+            table[:num_real, : group.block_table.shape[1]] = group.block_table  # other columns are not read
             _fill(to[f"first_block {index}"], group.first_block)
             _fill(to[f"attend_from {index}"], group.attend_from_host)
-            _fill(to[f"slots {index}"], group.slots, added=layout.dump_block(index) * group.block_size)
-        for index, work in enumerate(works):
-            self._with_added(work, real).write(to[f"items {index}"], to[f"combine_items {index}"])  # type: ignore[arg-type]
+            _fill(to[f"slots {index}"], group.slots, padding=layout.dump_block(index) * group.block_size)
+        for index, work in enumerate(work_plans):
+            self._with_padding(work, num_real).write(to[f"items {index}"], to[f"combine_items {index}"])  # type: ignore[arg-type]
 
     def forward_batch(self) -> ForwardBatch:
-        """The device's side. New for each forward pass, whose scratch must not outlive it, and without the host's numbers: they
-        are another step's when the graph is replayed."""
+        """Return a `ForwardBatch` over the device buffer.
+
+        Each forward pass needs a new one, because its scratch must not outlive the pass. The batch has none of the lists that
+        operators read on the host: when the graph is replayed, those would belong to another step.
+        """
         on, builder = self._device, self._builder
         groups = tuple(self._paged_batch(index) for index in range(len(builder.layout.groups)))
-        for index, (group, asked) in enumerate(self._launch_keys):
+        for index, (group, key) in enumerate(self._launch_keys):
             items, combine_items = on[f"items {index}"], on[f"combine_items {index}"]
             work = Work(items=items, combine_items=combine_items, num_partials=len(items) if len(combine_items) else 0)
-            set_launches(groups[group], asked, [AttentionLaunch(work, asked.tilings[0].tile_tokens)])
+            set_launches(groups[group], key, [AttentionLaunch(work, key.tilings[0].tile_tokens)])
         return ForwardBatch(
             token_ids=on["token_ids"],
             positions=on["positions"],
@@ -105,12 +109,13 @@ class StaticBatch:
             logit_rows=on["logit_rows"],
         )
 
-    def _with_added(self, work: WorkPlan, num_real: int) -> WorkPlan:
-        """The step's programs, and one for each added sequence, which sees no key."""
-        added = np.zeros((self._num_seqs - num_real, ITEM_FIELDS), dtype=np.int32)
-        added[:, 0] = added[:, 3] = np.arange(num_real, self._num_seqs)  # its row and its sequence
-        added[:, 1], added[:, 2], added[:, 8] = 1, BEFORE_ALL, -1
-        return replace(work, items=np.concatenate([work.items, added]))
+    def _with_padding(self, work: WorkPlan, num_real: int) -> WorkPlan:
+        """The step's work items, and one work item that sees no key for each padding sequence."""
+        padding = np.zeros((self._num_seqs - num_real, ITEM_FIELDS), dtype=np.int32)
+        row, tokens, position, sequence, partial = 0, 1, 2, 3, 8  # fields of a work item, see `work_items`
+        padding[:, row] = padding[:, sequence] = np.arange(num_real, self._num_seqs)
+        padding[:, tokens], padding[:, position], padding[:, partial] = 1, BEFORE_ALL, NO_PARTIAL
+        return replace(work, items=np.concatenate([work.items, padding]))
 
     def _paged_batch(self, index: int) -> PagedBatch:
         group, on = self._builder.layout.groups[index], self._device
@@ -131,8 +136,10 @@ class StaticBatch:
         )
 
 
-def bytes_of(size: DecodeSize, sizes: DecodeSizes, launch_keys: Sequence[GroupLaunchKey], builder: BatchBuilder) -> int:
-    """Bytes of a size's arrays."""
+def buffer_bytes(
+    size: DecodeSize, sizes: DecodeSizes, launch_keys: Sequence[GroupLaunchKey], builder: BatchBuilder
+) -> int:
+    """Return the bytes of a size's arrays."""
     fields = _fields(size, sizes, launch_keys, builder).values()
     return sum(_aligned(int(np.prod(shape)) * dtype.itemsize) for shape, dtype in fields)
 
@@ -140,7 +147,7 @@ def bytes_of(size: DecodeSize, sizes: DecodeSizes, launch_keys: Sequence[GroupLa
 def _fields(
     size: DecodeSize, sizes: DecodeSizes, launch_keys: Sequence[GroupLaunchKey], builder: BatchBuilder
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]]:
-    """Every array's shape and kind, in order."""
+    """Return the name, shape and dtype of every array, in order."""
     long, short, num = np.dtype(np.int64), np.dtype(np.int32), size.num_seqs
     fields: dict[str, tuple[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]] = {
         "token_ids": ((num,), long),
@@ -160,9 +167,9 @@ def _fields(
     return fields
 
 
-def _fill(array: Array, values: Array | list[int], *, added: int = 0) -> None:
-    """The step's values, and `added` behind them."""
-    array[: len(values)], array[len(values) :] = values, added
+def _fill(array: Array, values: Array | list[int], *, padding: int = 0) -> None:
+    """Write the step's values, and `padding` behind them."""
+    array[: len(values)], array[len(values) :] = values, padding
 
 
 def _aligned(num_bytes: int) -> int:

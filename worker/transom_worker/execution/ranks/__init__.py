@@ -1,1 +1,1 @@
-"""Tensor-parallel ranks as processes or Ray actors: starting them, messages to them, and noticing a lost one."""
+"""Tensor-parallel ranks as processes or Ray actors: launching them, exchanging messages with them, and detecting a lost rank."""

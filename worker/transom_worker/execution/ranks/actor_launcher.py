@@ -1,6 +1,7 @@
-"""Ranks as Ray actors, placed by the placement group that this process runs in: bundle i + 1 for rank i, bundle 0 is its own.
+"""Launches ranks as Ray actors in the placement group that this process runs in: rank i in bundle i + 1, this process in bundle
+0.
 
-Ray ends the actors when this process ends, however that comes about.
+Ray ends the actors when this process ends, for whatever reason it ends.
 """
 
 from __future__ import annotations
@@ -20,64 +21,69 @@ from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import RankSetup
 
 KILL_TIMEOUT_S = 10.0
-LOOK_PERIOD_S = 0.5  # between looks at whether anybody still wants to know; an end is seen at once
+POLL_PERIOD_S = (
+    0.5  # how often the watching thread checks whether the launcher was killed; it sees an actor's end at once
+)
 
 
 class RankActor:
-    """One rank's process."""
+    """The Ray actor in whose process one rank runs."""
 
-    def live(self, setup: RankSetup) -> None:
-        """The whole life of a rank; returns when it cannot go on, and has told the executor why."""
+    def run(self, setup: RankSetup) -> None:
+        """Run the rank; returns only when the rank cannot go on and has reported the reason to the executor."""
         from transom_worker.execution.ranks.rank_main import run_rank
 
         run_rank(setup, ip=get_node_ip_address())
 
 
 class RankActors(Launcher):
-    """One actor a rank, each with the resources of its bundle."""
+    """Launches one actor for each rank, with the resources of the rank's bundle."""
 
     def __init__(self) -> None:
         self._actors: list[Any] = []
-        self._lives: list[Any] = []
+        self._runs: list[Any] = []
         self._killed = threading.Event()
 
     @property
     def ip(self) -> str | None:
-        """Ranks may be on other nodes."""
+        """The address of this node, because ranks may run on other nodes."""
         return str(get_node_ip_address())
 
-    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
-        """Start every rank's actor. Raises ConfigError where this process runs in no placement group with a bundle for each."""
-        group = _placement(len(setups))
+    def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
+        """Start every rank's actor. Raises ConfigError where this process runs in no placement group with a bundle for each
+        rank.
+        """
+        group = _placement_group(len(setups))
         for setup in setups:
             self._actors.append(_create(group, 1 + setup.rank))
-        self._lives = [actor.live.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
-        threading.Thread(target=self._watch, args=(on_end,), name="transom-ranks", daemon=True).start()
+        self._runs = [actor.run.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
+        threading.Thread(target=self._watch, args=(on_exit,), name="transom-ranks", daemon=True).start()
 
     def kill(self) -> None:
-        """End all actors."""
+        """Kill all actors."""
         self._killed.set()
         for actor in self._actors:
             ray.kill(actor)
 
     def close(self) -> None:
-        """Wait until they are gone."""
-        if self._lives:
-            ray.wait(self._lives, num_returns=len(self._lives), timeout=KILL_TIMEOUT_S)
-        self._actors, self._lives = [], []
+        """Wait until all actors are gone."""
+        if self._runs:
+            ray.wait(self._runs, num_returns=len(self._runs), timeout=KILL_TIMEOUT_S)
+        self._actors, self._runs = [], []
 
-    def _watch(self, on_end: OnRankExit) -> None:
-        running = {life: rank for rank, life in enumerate(self._lives)}
+    def _watch(self, on_exit: OnRankExit) -> None:
+        """Wait for the end of each actor's `run`, and report it, until the launcher kills the actors."""
+        running = {run_ref: rank for rank, run_ref in enumerate(self._runs)}
         while running and not self._killed.is_set():
-            ended, _ = ray.wait(list(running), timeout=LOOK_PERIOD_S)
-            for life in ended:
-                rank = running.pop(life)
+            ended, _ = ray.wait(list(running), timeout=POLL_PERIOD_S)
+            for run_ref in ended:
+                rank = running.pop(run_ref)
                 if not self._killed.is_set():
-                    on_end(rank, _how_it_ended(life))
+                    on_exit(rank, _exit_reason(run_ref))
 
 
-def _placement(num_ranks: int) -> PlacementGroup:
-    """The group that this process runs in."""
+def _placement_group(num_ranks: int) -> PlacementGroup:
+    """Return the placement group that this process runs in."""
     group = get_current_placement_group()
     if group is None or group.bundle_count != num_ranks + 1:
         found = (
@@ -102,9 +108,10 @@ def _create(group: PlacementGroup, bundle: int) -> Any:
     return ray.remote(RankActor).options(**options).remote()
 
 
-def _how_it_ended(life: Any) -> str | None:
+def _exit_reason(run_ref: Any) -> str | None:
+    """Wait for an actor's `run`, and return how the actor ended; None where `run` returned normally."""
     try:
-        ray.get(life)
+        ray.get(run_ref)
     except RayError as error:
         return f"its actor ended: {' '.join(str(error).split())}"
     return None

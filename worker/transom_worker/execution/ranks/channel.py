@@ -1,8 +1,8 @@
-"""The wire between an executor and its ranks: one ZeroMQ socket at the executor, one at each rank.
+"""The connection between an executor and its ranks: one ZeroMQ socket at the executor, and one at each rank.
 
-It is encrypted with keys that are made for each start (CURVE): who does not hold the executor's public key, which travels with a
-rank's setup alone, can neither read nor connect. On one host it is a local socket without a file, so that nothing is left
-however processes end; across hosts TCP on the node's address.
+The connection is encrypted (CURVE) with keys that are made for each start. Only a rank's setup contains the executor's public
+key, so a process without the setup can neither read messages nor connect. On one host the socket is a local socket without a
+file, so that no file remains however the processes end. Across hosts it is a TCP socket on the node's address.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ import zmq
 
 from transom_worker.execution.ranks.messages import RankSetup, decode, encode
 
-LINGER_S = 1.0  # for a rank's last words
+LINGER_S = 1.0  # for the message in which an ending rank reports its reason
 
 
 class ExecutorChannel:
-    """The executor's end. One thread uses it; `wake` may be called from any."""
+    """The executor's end of the connection. Only one thread uses it; any thread may call `wake`."""
 
     def __init__(self, ip: str | None = None) -> None:
-        """`ip`: the node's own address, where ranks may be on other hosts."""
+        """Open the socket. `ip` is the node's own address, where ranks may be on other hosts; None where all are on this host."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message to nobody is lost unseen
+        # Without this option, a message to a rank that is not connected disappears without an error.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.server_key, secret = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -44,17 +45,17 @@ class ExecutorChannel:
         self._poller.register(self._woken, zmq.POLLIN)
 
     def send(self, rank: int, message: object) -> None:
-        """Hand a message to one rank, which has spoken before; never waits."""
+        """Send a message to one rank, from which a message must have arrived before; never waits."""
         self._send(rank, zmq.Frame(encode(message)))
 
     def send_all(self, size: int, message: object) -> None:
-        """One message to all ranks, turned into bytes once."""
+        """Send one message to all ranks; it is pickled only once."""
         frame = zmq.Frame(encode(message))
         for rank in range(size):
             self._send(rank, frame)
 
     def receive(self, timeout_s: float) -> tuple[int, Any] | None:
-        """The next message and the rank it comes from; None when the time is over or somebody called `wake`."""
+        """Return the next message and its rank; None when the timeout is over or another thread has called `wake`."""
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1e3)))
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -65,12 +66,14 @@ class ExecutorChannel:
         return int(identity.split()[1]), decode(data)
 
     def wake(self) -> None:
-        """Let `receive` return at once, now or when it is next called."""
-        with contextlib.suppress(OSError):  # full: it will wake; closed: nobody waits
+        """Make `receive` return at once: the current call, or the next one."""
+        with contextlib.suppress(
+            OSError
+        ):  # a full socket wakes `receive` anyway; a closed one has no `receive` to wake
             self._waker.send(b"\0")
 
     def close(self) -> None:
-        """Let go of the sockets; idempotent."""
+        """Close the sockets; idempotent."""
         self._socket.close()
         self._context.term()
         self._woken.close()
@@ -80,22 +83,22 @@ class ExecutorChannel:
         try:
             self._socket.send_multipart([_identity(rank), frame], copy=False)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # it has ended, which its launcher tells
+            if error.errno != zmq.EHOSTUNREACH:  # the rank has ended, which its launcher reports
                 raise
 
     def _bind(self, ip: str | None) -> str:
         if ip is None and sys.platform == "linux":
-            endpoint = f"ipc://@transom-{os.getpid()}-{secrets.token_hex(8)}"  # a name that belongs to no folder
+            endpoint = f"ipc://@transom-{os.getpid()}-{secrets.token_hex(8)}"  # an abstract name, without a file
             self._socket.bind(endpoint)
             return endpoint
         ip = ip or "127.0.0.1"
         self._socket.setsockopt(zmq.IPV6, int(":" in ip))
-        place = f"tcp://[{ip}]" if ":" in ip else f"tcp://{ip}"
-        return f"{place}:{self._socket.bind_to_random_port(place)}"
+        interface = f"tcp://[{ip}]" if ":" in ip else f"tcp://{ip}"
+        return f"{interface}:{self._socket.bind_to_random_port(interface)}"
 
 
 class RankChannel:
-    """A rank's end."""
+    """A rank's end of the connection."""
 
     def __init__(self, setup: RankSetup) -> None:
         self._context = zmq.Context()
@@ -111,7 +114,7 @@ class RankChannel:
         self._socket.connect(setup.endpoint)
 
     def send(self, message: object) -> None:
-        """Hand a message to the executor."""
+        """Send a message to the executor."""
         self._socket.send(encode(message))
 
     def receive(self) -> Any:
@@ -119,7 +122,7 @@ class RankChannel:
         return decode(self._socket.recv())
 
     def close(self) -> None:
-        """Send what is waiting, if the executor takes it in time, and close."""
+        """Send the queued messages, if the executor takes them within `LINGER_S`, and close the socket."""
         self._socket.close(linger=int(LINGER_S * 1e3))
         self._context.term()
 

@@ -1,7 +1,15 @@
-"""Several ranks, each a process of its own: plans go to all of them, results come from the first.
+"""The executor of several ranks, each in a process of its own: it sends every plan to all ranks, and reads the results from
+rank 0.
 
-All ranks run the same plans in the same order, one after another, so that with two steps in flight the next plan lies ready when
-a step ends. Whatever happens to one rank happens to all: they are ended, and started again together.
+All ranks run the same plans in the same order. With two steps in flight, the next plan waits at each rank when a step ends.
+
+    start -> running -> (a rank is lost: all ranks are killed) -> restart -> running
+                     -> (all ranks refuse a step: StepFailed)  -> running, in the next epoch
+
+- epoch: how many steps have failed so far. A plan carries the epoch in which it was submitted; after a failed step, the ranks
+  drop plans of the old epoch.
+- lost rank: a rank that crashed, hung or contradicted the others. The others wait for it in their collectives, so all ranks are
+  killed and started again together.
 """
 
 from __future__ import annotations
@@ -22,16 +30,19 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 T = TypeVar("T")
 
-SILENCE_TIMEOUT_S = 120.0  # in start-up, without a word from any rank: those that load tell of it every second
-FAILURE_TIMEOUT_S = 10.0  # within which a step that failed on one rank has failed on all, if it is the same failure
-HANG_GRACE_S = (
-    5.0  # after a step's time is over: ranks that wait for one another say which of them hangs, if they get to run
+SILENCE_TIMEOUT_S = (
+    120.0  # longest time in start-up without a message from any rank; a rank that loads reports every second
 )
+FAILURE_TIMEOUT_S = (
+    10.0  # a step that every rank refuses has been refused by all ranks within this time of the first refusal
+)
+# Added to the step timeout: ranks that wait for a hanging rank report which one it is, and need time to run for that.
+HANG_GRACE_S = 5.0
 INTERRUPTED = "The start of the ranks was interrupted: their worker shuts down."
 
 
 class RanksExecutor(Executor):
-    """Owns the ranks of one worker. `make_launcher` gives a launcher for each start."""
+    """The executor of the ranks of one worker. Each start launches them with a new launcher from `make_launcher`."""
 
     def __init__(
         self,
@@ -44,18 +55,18 @@ class RanksExecutor(Executor):
         self._group: RankGroup | None = None
         self._starting: RankGroup | None = None
         self._interrupted = False
-        self._killed = False  # after a loss, until the next start
+        self._killed = False  # true from the loss of a rank until the next start
         self._pool_bytes: int | None = None
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
-        self._usages: list[RankUsage] = []  # by rank, as last told
+        self._usages: list[RankUsage] = []  # each rank's last report
         self._on_lost: Callable[[], None] = lambda: None
         self._forget_steps()
 
     def start(self) -> ExecutorInfo:
-        """Start all ranks, load, agree on an arena.
+        """Start all ranks, load the model, and agree on an arena.
 
         Raises:
-            ConfigError, ModelError: settings or checkpoint are wrong; names the rank.  RankLost: a rank died or hung.
+            ConfigError, ModelError: settings or checkpoint are wrong; the message names the rank.  RankLost: a rank died or hung.
         """
         try:
             return self._start()
@@ -70,59 +81,63 @@ class RanksExecutor(Executor):
         assert self._group is not None
         try:
             self._group.send_all(RunStep(self._epoch, plan))
-        except BaseException:  # such as an interrupt: some ranks may have the plan and others not
+        except BaseException:  # such as an interrupt: some ranks may have received the plan, and others not
             self._kill()
             raise
         self._in_flight.append((plan.step_id, time.monotonic()))
 
     def receive(self) -> StepResult:
-        """Wait for the oldest plan's result. Raises StepFailed, and RankLost when a rank died, hung or went its own way."""
+        """Wait for the oldest plan's result.
+
+        Raises:
+            StepFailed: every rank refused the step before its first collective.  RankLost: a rank died, hung, or failed alone.
+        """
         if not self._in_flight:
-            raise StepFailed("A result was asked for, but no plan is waiting.")
+            raise StepFailed("A result was requested, but no plan was submitted.")
         return self._kill_if_lost(self._receive)
 
     def check(self) -> None:
-        """Raises RankLost when a rank has ended since it was last heard of."""
+        """Raise RankLost when a rank's process has ended."""
         if self._group is None or self._killed:
             raise RankLost("The ranks are not running.")
         self._kill_if_lost(self._group.check)
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has ended by itself; from any thread."""
+        """Whether a rank's process has ended by itself; any thread may read it."""
         group = self._group
         return group is not None and group.lost and not self._killed
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, on another thread, when `lost` becomes true."""
+        """Call `callback`, on another thread, when `lost` becomes true."""
         self._on_lost = callback
 
     def drop_in_flight(self) -> None:
-        """Ranks run what they have been sent; their results are thrown away."""
+        """Forget the plans in flight: the ranks still run them, and the executor ignores their results."""
         self._in_flight.clear()
 
     def rank_reports(self) -> tuple[RankReport, ...]:
-        """Every rank of the last start; a rank tells of itself once a second while it works."""
+        """Return the last report of every rank of the last start; a rank reports its usage once a second while it works."""
         return tuple(RankReport(info=info, usage=usage) for info, usage in zip(self.ranks, self._usages, strict=True))
 
     def restart(self) -> ExecutorInfo:
-        """Start all ranks again, with the pool that they had. Raises RankLost."""
+        """Start all ranks again, with a KV pool of the same size. Raises RankLost."""
         self._close()
         return self._start()
 
     def interrupt(self) -> None:
-        """Kill the ranks that are being started, now and ever after."""
+        """Kill the ranks that are being started, and make every later start fail too."""
         self._interrupted = True
         group = self._starting
         if group is not None:
             group.interrupt(INTERRUPTED)
 
     def shutdown(self) -> None:
-        """End all ranks; idempotent."""
+        """Kill all ranks and wait until they are gone; idempotent."""
         self._close()
 
     def _kill_if_lost(self, action: Callable[[], T]) -> T:
-        """What `action` gives; with one rank all of them go, at once. The next start waits until they are gone."""
+        """Call `action`, and kill all ranks if it raises RankLost. The next start waits until they are gone."""
         try:
             return action()
         except RankLost:
@@ -158,50 +173,61 @@ class RanksExecutor(Executor):
             try:
                 rank, message = self._group.receive(self._deadline_s())
             except RankLost as error:
-                raise self._failed_alone() or error from error.__cause__
+                raise self._refusal() or error from error.__cause__
             if isinstance(message, StepDone):
                 if self._in_flight and message.result.step_id == self._in_flight[0][0]:
                     self._in_flight.popleft()
-                    self._answered_s = time.monotonic()
+                    self._last_result_s = time.monotonic()
                     return message.result
             elif isinstance(message, RankUsed):
                 self._usages[rank] = message.usage
             else:
-                self._failed(rank, message)
+                self._collect_failure(rank, message)
 
     def _deadline_s(self) -> float:
-        """When the oldest step is too late; a step that failed on some ranks must soon have failed on the others."""
-        if self._failures:
-            return self._failed_s + FAILURE_TIMEOUT_S
-        return max(self._in_flight[0][1], self._answered_s) + self._config.ranks.step_timeout_s + HANG_GRACE_S
+        """When to stop waiting for a message.
 
-    def _failed(self, rank: int, failed: RankFailed) -> None:
-        """A step that failed on every rank before they did anything together leaves them as they were."""
+        If some ranks have reported that the step failed, the others must report it within `FAILURE_TIMEOUT_S`. Otherwise the
+        oldest plan must be done within the step timeout, counted from when the rank could begin it.
+        """
+        if self._failures:
+            return self._first_failure_s + FAILURE_TIMEOUT_S
+        return max(self._in_flight[0][1], self._last_result_s) + self._config.ranks.step_timeout_s + HANG_GRACE_S
+
+    def _collect_failure(self, rank: int, failure: RankFailed) -> None:
+        """Note that a rank refused the oldest step; once all ranks have, raise StepFailed.
+
+        A step that fails on every rank before its first collective leaves all ranks as they were, so that they can run later
+        steps.
+        """
         assert self._group is not None
         if not self._failures:
-            self._failed_s = time.monotonic()
-        self._failures[rank] = failed
+            self._first_failure_s = time.monotonic()
+        self._failures[rank] = failure
         if len(self._failures) < self._group.size:
             return
         self._failures.clear()
         self._epoch += 1
         if self._in_flight:
             self._in_flight.clear()
-            raise StepFailed(f"Step {failed.step_id} failed: {failed.error.message}")
+            raise StepFailed(f"Step {failure.step_id} failed: {failure.error.message}")
 
-    def _failed_alone(self) -> RankLost | None:
-        """What a rank said that refused a step which others began: they can only say that they waited for it."""
+    def _refusal(self) -> RankLost | None:
+        """Return the error of a rank that refused a step which other ranks began; None where no rank refused.
+
+        The other ranks can only report that they waited for that rank, so its own message is the better reason.
+        """
         if not self._failures:
             return None
-        rank, failed = next(iter(self._failures.items()))
-        return RankLost(f"Rank {rank} of {self._config.ranks.size}: {failed.error.message}")
+        rank, failure = next(iter(self._failures.items()))
+        return RankLost(f"Rank {rank} of {self._config.ranks.size}: {failure.error.message}")
 
     def _forget_steps(self) -> None:
         self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were submitted
-        self._answered_s = 0.0
-        self._epoch = 0  # steps that have failed
-        self._failures: dict[int, RankFailed] = {}  # of the step that fails now, by rank
-        self._failed_s = 0.0
+        self._last_result_s = 0.0  # when the last result arrived
+        self._epoch = 0
+        self._failures: dict[int, RankFailed] = {}  # refusals of the oldest step, by rank
+        self._first_failure_s = 0.0
 
     def _close(self) -> None:
         self._in_flight.clear()

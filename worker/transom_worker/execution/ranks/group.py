@@ -1,10 +1,16 @@
-"""The ranks of one start, as their executor sees them: their processes, the channel to them, and what goes wrong first."""
+"""The ranks of one start, as their executor sees them: the processes, the connection to them, and the first reason why one was
+lost.
+
+A lost rank shows itself in up to three ways, in any order: its process exits without a report; its own last message gives the
+reason (`RankFailed` with another error than RankLost); and its peers report RankLost, because a collective with it failed. The
+group waits `FAILURE_REPORT_WINDOW_S` for all of them, and raises the most telling one: the rank's own reason, else how its
+process exited, else the report of a peer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from transom_worker.config import EngineConfig
@@ -14,82 +20,86 @@ from transom_worker.execution.ranks.launcher import Launcher
 from transom_worker.execution.ranks.messages import RankFailed, RankSetup
 from transom_worker.logs import process_name
 
-LAST_WORDS_S = 1.0  # a lost rank shows in several ways at once; whoever knows the cause may say so until then
+FAILURE_REPORT_WINDOW_S = 1.0  # how long the group waits for further reports after the first sign of a lost rank
 
 
 class RankGroup:
-    """Running ranks. One thread uses it; `on_lost` is called on another one when a process ends."""
+    """Running ranks. One thread uses the group; the group calls `on_lost` on another thread when a rank's process ends."""
 
     def __init__(self, config: EngineConfig, launcher: Launcher, on_lost: Callable[[], None]) -> None:
-        """Starts the processes.
+        """Start the processes.
 
         Raises:
-            RankLost: one cannot be started.  ConfigError: there is not room for all of them.
+            RankLost: a process cannot be started.  ConfigError: the host or the placement group has no place for all of them.
         """
         self.size = config.ranks.size
         self._launcher, self._on_lost = launcher, on_lost
-        self._ended: str | None = None  # the first rank that ended
-        self._struck: str | None = None  # the first that could not say why, and how it ended
-        self._silent: set[int] = set()  # ranks that ended so, of which no word comes any more
+        self._ended: str | None = None  # how the first rank ended
+        self._unexplained_exit: str | None = None  # how the first rank ended that reported no reason
+        self._silent_ranks: set[int] = set()  # ranks that ended without a report, so that none will come
         self._interrupted = False
         self._channel = ExecutorChannel(launcher.ip)
         channel = self._channel
         worker = process_name().removeprefix("worker/") or "0"
-        first = RankSetup(
-            config=config,
-            rank=0,
-            size=self.size,
-            endpoint=channel.endpoint,
-            server_key=channel.server_key,
-            worker=worker,
-        )
-        setups = [replace(first, rank=rank) for rank in range(self.size)]
+        setups = [
+            RankSetup(
+                config=config,
+                rank=rank,
+                size=self.size,
+                endpoint=channel.endpoint,
+                server_key=channel.server_key,
+                worker=worker,
+            )
+            for rank in range(self.size)
+        ]
         try:
-            launcher.launch(setups, self._rank_ended)
+            launcher.launch(setups, self._rank_exited)
         except BaseException:
             self.close()
             raise
 
     @property
     def lost(self) -> bool:
-        """Whether a rank's process has ended; from any thread."""
+        """Whether a rank's process has ended; any thread may read it."""
         return self._ended is not None
 
     def send(self, rank: int, message: object) -> None:
-        """Hand a message to one rank."""
+        """Send a message to one rank."""
         self._channel.send(rank, message)
 
     def send_all(self, message: object) -> None:
-        """Hand one message to all ranks."""
+        """Send one message to all ranks."""
         self._channel.send_all(self.size, message)
 
     def receive(self, deadline_s: float) -> tuple[int, Any]:
-        """The next message and who sent it; a failed step is one of them. `deadline_s` is of the monotonic clock.
+        """Return the next message and its rank; the message may report a failed step. `deadline_s` is a time of the monotonic
+        clock.
 
         Raises:
-            RankLost: a rank ended, lost its peers, or the time is over. A rank's own reason to end is the error's cause.
+            RankLost: a rank ended, a rank lost its peers, or no message came before the deadline. If a rank
+                reported its own reason, that is the error's cause.
         """
         while True:
-            found = self._channel.receive(deadline_s - time.monotonic())
-            if found is not None:
-                if isinstance(found[1], RankFailed) and found[1].step_id is None:
-                    raise self._lost_by(found)
-                return found
+            received = self._channel.receive(deadline_s - time.monotonic())
+            if received is not None:
+                if isinstance(received[1], RankFailed) and received[1].step_id is None:
+                    raise self._lost_error(received)
+                return received
             self.check()
             if time.monotonic() > deadline_s:
                 raise RankLost("The ranks did not answer in time: one of them hangs.")
 
     def check(self) -> None:
-        """Raises RankLost as `receive` does if a rank's process has ended."""
+        """Raise RankLost, as `receive` does, if a rank's process has ended."""
         if self._ended is not None:
-            raise self._lost_by(None)
+            raise self._lost_error(None)
 
     def kill(self) -> None:
-        """End all processes at once. Only `close` is of use then."""
+        """Kill all processes at once. After that, only `close` may be called."""
         self._launcher.kill()
 
     def interrupt(self, reason: str) -> None:
-        """End all processes, and have whoever waits for them raise RankLost with this reason; from any thread."""
+        """Kill all processes, and make a thread that waits for them raise RankLost with this reason; any thread may call this."""
         self._ended, self._interrupted = self._ended or reason, True
         try:
             self._launcher.kill()
@@ -97,39 +107,44 @@ class RankGroup:
             self._channel.wake()
 
     def close(self) -> None:
-        """End all processes, wait until they are gone, and close the channel; idempotent."""
+        """Kill all processes, wait until they are gone, and close the connection; idempotent."""
         try:
             self._launcher.kill()
             self._launcher.close()
         finally:
             self._channel.close()
 
-    def _rank_ended(self, rank: int, how: str | None) -> None:
+    def _rank_exited(self, rank: int, how: str | None) -> None:
+        """Called by the launcher: note that a rank's process has ended; `how` is None if the rank has reported a reason."""
         if how is not None:
-            self._struck = self._struck or f"Rank {rank} of {self.size}: {how}"
-            self._silent.add(rank)
-        self._ended = self._ended or self._struck or f"Rank {rank} of {self.size} ended."
+            self._unexplained_exit = self._unexplained_exit or f"Rank {rank} of {self.size}: {how}"
+            self._silent_ranks.add(rank)
+        self._ended = self._ended or self._unexplained_exit or f"Rank {rank} of {self.size} ended."
         self._channel.wake()
         self._on_lost()
 
-    def _lost_by(self, found: tuple[int, Any] | None) -> RankLost:
-        """The error for the last words of a rank, or for its end without any; others may know better than that a peer left."""
-        until_s = time.monotonic() + LAST_WORDS_S
-        words: tuple[int, RankFailed] | None = None
-        spoken: set[int] = set()
+    def _lost_error(self, received: tuple[int, Any] | None) -> RankLost:
+        """Return the error for a lost rank: collect reports until one gives the reason, all ranks have spoken or ended, or time
+        is over.
+
+        `received` is the report that was received first, if there is one.
+        """
+        until_s = time.monotonic() + FAILURE_REPORT_WINDOW_S
+        report: tuple[int, RankFailed] | None = None
+        reported_ranks: set[int] = set()
         while not self._interrupted:
-            if found is not None and isinstance(found[1], RankFailed):
-                words = found
-                spoken.add(found[0])
-                if found[1].error.kind != RankLost.__name__:
+            if received is not None and isinstance(received[1], RankFailed):
+                report = received
+                reported_ranks.add(received[0])
+                if received[1].error.kind != RankLost.__name__:
                     break
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 or len(spoken | self._silent) == self.size:
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0 or len(reported_ranks | self._silent_ranks) == self.size:
                 break
-            found = self._channel.receive(left_s)
-        if words is None or (self._struck and words[1].error.kind == RankLost.__name__):
-            return RankLost(self._struck or self._ended)
-        rank, failed = words
+            received = self._channel.receive(remaining_s)
+        if report is None or (self._unexplained_exit and report[1].error.kind == RankLost.__name__):
+            return RankLost(self._unexplained_exit or self._ended)
+        rank, failed = report
         cause = failed.error.error()
         lost = RankLost(f"Rank {rank} of {self.size}: {cause}")
         lost.__cause__ = type(cause)(str(lost))

@@ -1,4 +1,4 @@
-"""Who starts the processes of a worker's ranks, notices when one ends, and ends all of them."""
+"""The interface of a launcher, which starts the processes of a worker's ranks, reports when one ends, and kills all of them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Callable, Sequence
 
 from transom_worker.execution.ranks.messages import RankSetup
 
-OnRankExit = Callable[[int, str | None], None]  # rank, and how it ended; None: in good order, having said why
+# Called with the rank and with how its process ended; None where the process ended normally, after it had reported a reason.
+OnRankExit = Callable[[int, str | None], None]
 
 
 class Launcher(ABC):
-    """The processes of one start. A launcher launches once; to start ranks again there is another one."""
+    """Owns the processes of one start. A launcher launches once; the executor makes a new launcher to start the ranks again."""
 
     @property
     @abstractmethod
     def ip(self) -> str | None:
-        """This process's address as ranks reach it over the network; None where all of them are on this host."""
+        """This process's address as the ranks reach it over the network; None where all ranks are on this host."""
 
     @abstractmethod
-    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
+    def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
         """Start every rank's process.
 
-        `on_end` is called on a thread of the launcher's when a process ends that `kill` did not.
+        The launcher calls `on_exit`, on a thread of its own, when a process ends that `kill` did not end.
 
         Raises:
-            RankLost: a process cannot be started.  ConfigError: there is not room for all of them.
+            RankLost: a process cannot be started.  ConfigError: the host or the placement group has too few devices or bundles.
         """
 
     @abstractmethod
     def kill(self) -> None:
-        """End all processes at once, whatever they do; idempotent."""
+        """Kill all processes at once, whatever they are doing; idempotent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait until the killed processes are gone, and free what was taken for them; idempotent."""
+        """Wait until the killed processes are gone, and free the launcher's resources; idempotent."""

@@ -1,7 +1,7 @@
-"""Ranks as processes of this host, for offline use and tests.
+"""Launches ranks as processes of this host, for offline use and tests.
 
-A rank reads its setup from a pipe, its standard input, and ends when that closes: so no rank outlives this process, whatever
-ended it. It is a fresh interpreter: nothing of the caller's program runs in it, and nothing of its state is inherited.
+A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, however
+this process ends. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
 """
 
 from __future__ import annotations
@@ -25,51 +25,54 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class RankProcesses(Launcher):
-    """One process a rank, each with a thread that started it and waits for its end.
+    """Launches one process for each rank, each with a thread that starts the process and waits for its end.
 
-    That thread lives as long as this process, which matters: a rank asks the kernel to be ended with the thread that started it.
+    The thread exists as long as the process. This matters, because on Linux a rank asks the kernel to kill it when the thread
+    that started it ends.
     """
 
     def __init__(self) -> None:
-        self._keepers: list[_RankProcess] = []
+        self._rank_processes: list[_RankProcess] = []
 
     @property
     def ip(self) -> str | None:
-        """All ranks are on this host."""
+        """None, because all ranks are on this host."""
         return None
 
-    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
-        """Start every rank's process. Raises RankLost where one cannot be started, ConfigError where devices are too few."""
+    def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
+        """Start every rank's process. Raises RankLost where a process cannot be started, and ConfigError where devices are too
+        few.
+        """
         environments = [_environment(setup) for setup in setups]
-        self._keepers = [_RankProcess(*each, on_end) for each in zip(setups, environments, strict=True)]
-        for keeper in self._keepers:
-            keeper.start()
-        for keeper in self._keepers:
-            keeper.wait_until_started()
+        self._rank_processes = [_RankProcess(*each, on_exit) for each in zip(setups, environments, strict=True)]
+        for rank_process in self._rank_processes:
+            rank_process.start()
+        for rank_process in self._rank_processes:
+            rank_process.wait_until_started()
 
     def kill(self) -> None:
-        """End all processes."""
-        for keeper in self._keepers:
-            keeper.kill()
+        """Kill all processes."""
+        for rank_process in self._rank_processes:
+            rank_process.kill()
 
     def close(self) -> None:
-        """Wait until they are gone."""
-        for keeper in self._keepers:
-            keeper.join(KILL_TIMEOUT_S)
-        self._keepers = []
+        """Wait until all processes are gone."""
+        for rank_process in self._rank_processes:
+            rank_process.join(KILL_TIMEOUT_S)
+        self._rank_processes = []
 
     @property
     def process_ids(self) -> list[int]:
-        """The processes of the ranks, in order."""
-        return [keeper.process_id for keeper in self._keepers]
+        """The process ids of the ranks, in order of rank."""
+        return [rank_process.process_id for rank_process in self._rank_processes]
 
 
 class _RankProcess(threading.Thread):
-    """Starts one process and sees it end."""
+    """The thread that starts one rank's process and waits for its end."""
 
-    def __init__(self, setup: RankSetup, environment: dict[str, str], on_end: OnRankExit) -> None:
+    def __init__(self, setup: RankSetup, environment: dict[str, str], on_exit: OnRankExit) -> None:
         super().__init__(name=f"transom-rank-{setup.rank}", daemon=True)
-        self._setup, self._environment, self._on_end = setup, environment, on_end
+        self._setup, self._environment, self._on_exit = setup, environment, on_exit
         self._process: subprocess.Popen[bytes] | None = None
         self._error: Exception | None = None
         self._launched = threading.Event()
@@ -95,7 +98,7 @@ class _RankProcess(threading.Thread):
     def run(self) -> None:
         try:
             self._process = self._start()
-        except Exception as error:  # whatever it is, `wait_until_started` raises it
+        except Exception as error:  # `wait_until_started` raises it on the thread that launches
             self._error = error
             return
         finally:
@@ -104,25 +107,29 @@ class _RankProcess(threading.Thread):
         if self._process.stdin is not None:
             self._process.stdin.close()
         if not self._killed:
-            self._on_end(self._setup.rank, _how_it_ended(code))
+            self._on_exit(self._setup.rank, _exit_reason(code))
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             PROGRAM,
             stdin=subprocess.PIPE,
-            stdout=2,  # what it might print is no part of the caller's output
+            stdout=2,  # what the rank prints must not mix with the caller's standard output
             env=self._environment,
-            start_new_session=True,  # an interrupt from the keyboard is the caller's alone
+            start_new_session=True,  # an interrupt from the keyboard must reach only the caller
             bufsize=0,
         )
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: `wait` says how
+        with contextlib.suppress(BrokenPipeError):  # the process has ended already, and `wait` returns its exit code
             process.stdin.write(pickle.dumps(self._setup))
         return process
 
 
 def _environment(setup: RankSetup) -> dict[str, str]:
-    """The caller's; without spinning threads, since ranks share cores, and on GPUs with the rank's alone in sight."""
+    """Return the environment of a rank's process.
+
+    It is the caller's, with two changes: OpenMP threads sleep instead of spinning, since the ranks share the cores; and on GPUs
+    each rank sees only its own device.
+    """
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     if setup.config.model.device == "cpu":
         return environment
@@ -135,7 +142,8 @@ def _environment(setup: RankSetup) -> dict[str, str]:
     return {**environment, VISIBLE_DEVICES: devices[setup.rank] if setup.rank < len(devices) else ""}
 
 
-def _how_it_ended(code: int) -> str | None:
+def _exit_reason(code: int) -> str | None:
+    """Return how a process with this exit code ended; None for exit code 0."""
     if code == 0:
         return None
     if code > 0:

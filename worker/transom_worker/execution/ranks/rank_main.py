@@ -1,4 +1,7 @@
-"""What runs inside a rank: it joins the others, loads its part of the model, and executes plans until it is killed."""
+"""The program of a rank: it connects to the other ranks, loads its part of the model, and executes plans until it is killed.
+
+The messages that a rank exchanges with the executor are listed, in order, in `messages`.
+"""
 
 from __future__ import annotations
 
@@ -39,78 +42,82 @@ from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
 logger = logging.getLogger("transom.worker")
 
 PR_SET_PDEATHSIG = 1
-USE_PERIOD_S = 1.0
-PATIENCE = 0.9  # of the time that a step may take, before ranks that wait for one of them say which
+USAGE_PERIOD_S = 1.0
+# Ranks that wait in a collective give up at this share of the step timeout, so that they report which rank hangs before the
+# executor's own timeout is over.
+COLLECTIVE_TIMEOUT_SHARE = 0.9
 
 
 def run_rank(setup: RankSetup, *, ip: str) -> None:
-    """The whole life of a rank, in the calling thread; returns only when it cannot go on, and has told the executor why.
+    """Run a rank on the calling thread; returns only when the rank cannot go on and has reported the reason to the executor.
 
-    `ip` is this process's address for the other ranks.
+    `ip` is the address at which the other ranks reach this process.
     """
     about = {"worker": setup.worker, "rank": setup.rank}
     show_all_logs(setup.config.log_format, f"rank/{setup.rank}", about)
     channel = RankChannel(setup)
     rank = _Rank(setup, channel, ip)
     try:
-        rank.live()
+        rank.run()
     except Exception as error:
         if not isinstance(error, TransomError):
             logger.exception("Rank %d of %d ends.", setup.rank, setup.size)
-        channel.send(RankFailed(_described(error)))
+        channel.send(RankFailed(_error_info(error)))
     finally:
-        rank.leave()
+        rank.close()
         channel.close()
 
 
 class _Rank:
-    """One rank from its first message to its last."""
+    """One rank, from its first message to its last."""
 
     def __init__(self, setup: RankSetup, channel: RankChannel, ip: str) -> None:
         self._setup, self._channel, self._ip = setup, channel, ip
         self._comm: Communicator = SINGLE_RANK
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._epoch = 0
-        self._use_at_s = -USE_PERIOD_S
+        self._usage_sent_s = -USAGE_PERIOD_S
 
-    def live(self) -> None:
+    def run(self) -> None:
         self._channel.send(Hello(host_id(), self._ip, os.getpid()))
-        load = self._meet()
+        load = self._connect()
         self._start(load)
         while True:
             step: RunStep = self._channel.receive()
             if step.epoch == self._epoch:
                 self._execute(step)
-            else:  # submitted before the executor knew of the step that failed
+            else:  # the executor submitted this plan before it learned of the failed step
                 self._runner.abandon(step.plan)
 
-    def leave(self) -> None:
-        """Let the others know at once that this rank does nothing any more."""
+    def close(self) -> None:
+        """Close the communicator, so that the other ranks learn at once that this rank has ended."""
         self._comm.close()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
-    def _meet(self) -> Load:
+    def _connect(self) -> Load:
+        """Open the rendezvous if the executor asks this rank to, connect to the other ranks, and return the `Load` message."""
         setup, device = self._setup, choose_device(self._setup.config.model.device).type
         message = self._channel.receive()
         if isinstance(message, OpenRendezvous):
-            self._meeting = Rendezvous(message.hosts, device=device, ip=self._ip)
-            self._channel.send(RendezvousOpened(self._meeting.address))
+            self._rendezvous = Rendezvous(message.hosts, device=device, ip=self._ip)
+            self._channel.send(RendezvousOpened(self._rendezvous.address))
             message = self._channel.receive()
         load: Load = message
         self._comm = connect(
             load.rendezvous,
             rank=setup.rank,
             size=setup.size,
-            timeout_s=PATIENCE * setup.config.ranks.step_timeout_s,
+            timeout_s=COLLECTIVE_TIMEOUT_SHARE * setup.config.ranks.step_timeout_s,
             device=device,
         )
         return load
 
     def _start(self, load: Load) -> None:
+        """Load the weights, allocate the KV pool, and report that the rank is ready."""
         parallel = Parallel(rank=self._setup.rank, size=self._setup.size, comm=self._comm)
         self._runner = ModelRunner(
-            self._setup.config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._report
+            self._setup.config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress
         )
         self._channel.send(Loaded())
         message = self._channel.receive()
@@ -119,39 +126,48 @@ class _Rank:
             message = self._channel.receive()
         self._channel.send(Ready(self._runner.allocate(message.pool_bytes)))
 
-    def _report(self, share: float, num_bytes: int) -> None:
+    def _send_progress(self, share: float, num_bytes: int) -> None:
         self._channel.send(LoadProgress(share, num_bytes))
 
     def _execute(self, step: RunStep) -> None:
+        """Execute one plan, and send its result or the reason of its failure.
+
+        A step that fails before its first collective leaves the rank able to go on. After that, the other ranks wait for this
+        rank in the middle of a step, so the error ends the rank.
+        """
         try:
             result = self._runner.execute(step.plan)
         except Exception as error:
-            if self._runner.in_forward:  # the others wait for this rank in the middle of a step
+            if self._runner.reached_collectives:
                 raise
             self._epoch += 1
             self._runner.abandon(step.plan)
-            self._channel.send(RankFailed(_described(error), step.plan.step_id))
+            self._channel.send(RankFailed(_error_info(error), step.plan.step_id))
             return
-        self._tell_use()
+        self._send_usage()
         if self._setup.rank == 0:
             self._channel.send(StepDone(result))
 
-    def _tell_use(self) -> None:
-        """After a step, so that a rank at rest is silent; before the result, so that the first one's is heard with it."""
+    def _send_usage(self) -> None:
+        """Send what this rank has used, at most once a second.
+
+        It is sent after a step, so that an idle rank sends nothing, and before the step's result, so that the executor reads
+        both together.
+        """
         now_s = time.monotonic()
-        if now_s - self._use_at_s >= USE_PERIOD_S:
-            self._use_at_s = now_s
+        if now_s - self._usage_sent_s >= USAGE_PERIOD_S:
+            self._usage_sent_s = now_s
             self._channel.send(RankUsed(self._runner.usage))
 
 
-def _described(error: Exception) -> ErrorInfo:
+def _error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, TransomError):
         return ErrorInfo.of(error)
     return ErrorInfo.of(StepFailed(f"{type(error).__name__}: {error}"))
 
 
 def main() -> None:
-    """A rank as a process of its own: its setup comes on standard input, whose end is this process's end."""
+    """Run a rank as a process of its own. Its setup comes on standard input; when standard input closes, the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     setup: RankSetup = pickle.load(sys.stdin.buffer)
@@ -161,13 +177,13 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent closes the pipe, as it does whatever ends it."""
+    """End this process when its parent closes the pipe; the pipe also closes when the parent ends, for whatever reason."""
     sys.stdin.buffer.read()
     os._exit(1)
 
 
 def _be_killed_with_parent(parent: int) -> None:
-    """On Linux the kernel ends this process with its parent even while it is stopped."""
+    """On Linux, have the kernel kill this process when its parent ends, even while this process is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:

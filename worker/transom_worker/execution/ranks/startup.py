@@ -1,4 +1,6 @@
-"""The executor's side of how ranks start: they meet, load at the same time, agree on a pool, and allocate it."""
+"""The executor's side of starting ranks: the ranks connect, load at the same time, agree on the size of the KV pool, and
+allocate it.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,13 @@ Message = TypeVar("Message")
 
 
 def start_ranks(group: RankGroup, *, timeout_s: float, pool_bytes: int | None = None) -> tuple[ExecutorInfo, int]:
-    """Brings processes that were just started to where they take plans; returns what the engine must know, and the pool's bytes.
+    """Bring newly launched ranks to where they take plans; return what the engine must know, and the bytes of the KV pool.
 
-    `timeout_s` bounds any silence. `pool_bytes` is the pool of an earlier start, which is not measured again.
+    `timeout_s` limits the time without a message from any rank. `pool_bytes` is the pool of an earlier start, which is not
+    measured again.
 
     Raises:
-        RankLost: a rank ended or was silent for too long.  TransomError: a rank's own reason why it cannot start.
+        RankLost: a rank ended, or no rank sent a message for too long.  TransomError: a rank's own reason why it cannot start.
     """
     dialogue = _StartProtocol(group, timeout_s)
     dialogue.load()
@@ -43,7 +46,7 @@ def start_ranks(group: RankGroup, *, timeout_s: float, pool_bytes: int | None = 
 
 
 class _StartProtocol:
-    """One start."""
+    """The messages of one start; see the table in `messages`."""
 
     def __init__(self, group: RankGroup, timeout_s: float) -> None:
         self._group, self._timeout_s = group, timeout_s
@@ -51,16 +54,16 @@ class _StartProtocol:
     def load(self) -> None:
         self._hellos = self._collect(Hello)
         hosts = tuple(hello.host for hello in self._hellos)
-        beside = Counter(hosts)
+        ranks_by_host = Counter(hosts)
         self._group.send(0, OpenRendezvous(hosts))
-        (opened,) = self._collect(RendezvousOpened, ranks=1)
+        (opened,) = self._collect(RendezvousOpened, num_ranks=1)
         for rank, host in enumerate(hosts):
-            self._group.send(rank, Load(opened.rendezvous, ranks_on_host=beside[host]))
+            self._group.send(rank, Load(opened.rendezvous, ranks_on_host=ranks_by_host[host]))
         self._collect(Loaded)
 
     def measure(self) -> int:
         self._group.send_all(Measure())
-        return min(room.pool_bytes for room in self._collect(KvCapacity))
+        return min(capacity.pool_bytes for capacity in self._collect(KvCapacity))
 
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
         self._group.send_all(Allocate(pool_bytes))
@@ -69,22 +72,22 @@ class _StartProtocol:
             RankInfo(process_id=hello.process_id, ip=hello.ip, memory=info.memory)
             for hello, info in zip(self._hellos, infos, strict=True)
         )
-        return replace(infos[0], memory=_together([info.memory for info in infos]), ranks=ranks)
+        return replace(infos[0], memory=_total_memory([info.memory for info in infos]), ranks=ranks)
 
-    def _collect(self, kind: type[Message], ranks: int | None = None) -> list[Message]:
-        """One message of `kind` from each of the first `ranks` ranks, in order of rank."""
-        wanted = self._group.size if ranks is None else ranks
-        found: dict[int, Message] = {}
-        while len(found) < wanted:
+    def _collect(self, kind: type[Message], num_ranks: int | None = None) -> list[Message]:
+        """Receive one message of `kind` from each of the first `num_ranks` ranks (None: all), and return them in order of rank."""
+        num_ranks = num_ranks or self._group.size
+        messages: dict[int, Message] = {}
+        while len(messages) < num_ranks:
             rank, message = self._group.receive(time.monotonic() + self._timeout_s)
             if isinstance(message, kind):
-                found[rank] = message
+                messages[rank] = message
             elif isinstance(message, LoadProgress):
-                _show(rank, self._group.size, message)
-        return [found[rank] for rank in range(wanted)]
+                _log_progress(rank, self._group.size, message)
+        return [messages[rank] for rank in range(num_ranks)]
 
 
-def _show(rank: int, size: int, progress: LoadProgress) -> None:
+def _log_progress(rank: int, size: int, progress: LoadProgress) -> None:
     logger.info(
         "Rank %d of %d has read %.0f MB, %.0f %% of the tensors.",
         rank,
@@ -94,8 +97,8 @@ def _show(rank: int, size: int, progress: LoadProgress) -> None:
     )
 
 
-def _together(reports: list[MemoryReport]) -> MemoryReport:
-    """What all ranks hold."""
+def _total_memory(reports: list[MemoryReport]) -> MemoryReport:
+    """The memory that all ranks hold, as one report."""
     return MemoryReport(
         device=f"{len(reports)} x {reports[0].device}",
         weight_bytes=sum(report.weight_bytes for report in reports),
