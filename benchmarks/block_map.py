@@ -19,9 +19,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from transom_worker.blockmap.encoder import Encoder, Identity
+from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.blockmap.log import BlockMapLog
-from transom_worker.blockmap.snapshot import Snapshots
+from transom_worker.blockmap.snapshot import SnapshotTaker
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
@@ -63,8 +63,8 @@ def measure(num_blocks: int, num_sequences: int, num_frames: int) -> dict[str, A
     gc.freeze()  # as the engine does after start
     log = BlockMapLog()
     scheduler.listen(log)
-    snapshots = Snapshots(scheduler, log.events)
-    encoder = Encoder(Identity("w", "m"), scheduler.cache.layout, log.history)
+    snapshots = SnapshotTaker(scheduler, log.events)
+    encoder = Encoder(WorkerIdentity("w", "m"), scheduler.cache.layout, log.history)
     snapshots.begin()
     first_picture_ms, first_update_ms = 0.0, 0.0
     for group in range(len(scheduler.cache.pools)):

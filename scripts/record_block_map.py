@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from transom_worker.blockmap.encoder import Encoder, Identity
-from transom_worker.blockmap.snapshot import Snapshots
+from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
+from transom_worker.blockmap.snapshot import SnapshotTaker
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.engine.engine import Engine
 from transom_worker.settings import Settings
@@ -42,8 +42,8 @@ class Recording:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         log = engine.block_map_log
-        self._snapshots = Snapshots(engine.scheduler, log.events)
-        self._encoder = Encoder(Identity("demo", "tiny"), engine.scheduler.cache.layout, log.history)
+        self._snapshots = SnapshotTaker(engine.scheduler, log.events)
+        self._encoder = Encoder(WorkerIdentity("demo", "tiny"), engine.scheduler.cache.layout, log.history)
         self._snapshots.begin()
         for group in range(len(engine.scheduler.cache.shape.groups)):
             self._encoder.start(group, self._snapshots.copy(group))

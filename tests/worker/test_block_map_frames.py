@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from block_map_decoder import ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, Block, Map, decode
-from transom_worker.blockmap.encoder import Encoder, Identity
+from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.blockmap.log import BlockMapLog
-from transom_worker.blockmap.snapshot import Snapshots
+from transom_worker.blockmap.snapshot import SnapshotTaker
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.scheduler import Scheduler
 
@@ -29,8 +29,8 @@ class Watch:
         self.scheduler = scheduler
         self.log = BlockMapLog()
         scheduler.listen(self.log)
-        self.snapshots = Snapshots(scheduler, self.log.events)
-        self.encoder = Encoder(Identity("w", "m"), scheduler.cache.layout, self.log.history)
+        self.snapshots = SnapshotTaker(scheduler, self.log.events)
+        self.encoder = Encoder(WorkerIdentity("w", "m"), scheduler.cache.layout, self.log.history)
         self.map = Map()
         self.number = 0
         self.snapshots.begin()

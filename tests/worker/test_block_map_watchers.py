@@ -16,7 +16,7 @@ from block_map_decoder import EVICTED, REPAIR, Map, decode
 from lost_windows import lose_windows
 from transom_worker.blockmap import block_map
 from transom_worker.blockmap.block_map import MAX_WATCHERS, BlockMap, OnEngine
-from transom_worker.blockmap.encoder import Identity
+from transom_worker.blockmap.encoder import WorkerIdentity
 from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.blockmap.watcher import MAX_PENDING
 from transom_worker.errors import Overloaded, RequestError
@@ -37,7 +37,7 @@ class Worker:
         self.scheduler = self.driver.scheduler
         self.scheduler.listen(self.log)
         self.num_pictures = 0
-        self.map = BlockMap(Identity("w0", "tiny"), self.scheduler, self.log, OnEngine(self._post))
+        self.map = BlockMap(WorkerIdentity("w0", "tiny"), self.scheduler, self.log, OnEngine(self._post))
 
     def step(self) -> None:
         self.driver.step()

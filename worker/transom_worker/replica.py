@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from transom_worker.blockmap.block_map import BlockMap, OnEngine
-from transom_worker.blockmap.encoder import Identity
+from transom_worker.blockmap.encoder import WorkerIdentity
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.engine.engine_thread import EngineThread
@@ -46,7 +46,7 @@ class WorkerReplica:
         self._routers: dict[str, str] = {}  # router id by request id
         self._thread = EngineThread(self.engine, self._deliver)
         self._blocks = BlockMap(
-            Identity(worker, model_name or config.model.model),
+            WorkerIdentity(worker, model_name or config.model.model),
             self.engine.scheduler,
             self.engine.block_map_log,
             OnEngine(self._thread.call),

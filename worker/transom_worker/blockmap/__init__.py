@@ -1,1 +1,1 @@
-"""The live block map, the worker's part: pictures of the cache, what changed between them, and who watches."""
+"""The live block map, the worker's part: snapshots of the cache, the frames that carry their changes, and the watchers."""

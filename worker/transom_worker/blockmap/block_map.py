@@ -1,7 +1,11 @@
-"""All who watch one worker's blocks, and the loop that makes frames for them while there are any.
+"""The watchers of one worker's blocks, and the loop that makes frames for them.
 
-A frame is made in two halves: the engine's thread copies (`Snapshots`), another thread works out what changed (`Encoder`). So a
-step waits for the copy at most, and without watchers for nothing.
+- **watcher**: one client that receives this worker's frames over HTTP.
+- **frame**: one message of the block map: all blocks (a whole frame), or the changes since the frame before.
+- **round**: the time from the first watcher's arrival until no watcher is left.
+
+A frame is made in two parts: the engine's thread copies the state (`SnapshotTaker`), and another thread finds what changed
+(`Encoder`). So a step waits for the copy at most, and while there is no watcher it waits for nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from transom_worker.blockmap.describe import describe_block
-from transom_worker.blockmap.encoder import Encoder, Identity
+from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.blockmap.log import BlockMapLog
-from transom_worker.blockmap.snapshot import Snapshot, Snapshots
+from transom_worker.blockmap.snapshot import Snapshot, SnapshotTaker
 from transom_worker.blockmap.watcher import Watcher
 from transom_worker.errors import Overloaded, RequestError
 from transom_worker.scheduling.scheduler import Scheduler
@@ -33,39 +37,39 @@ T = TypeVar("T")
 
 
 class OnEngine:
-    """Runs something on the engine's thread, between two steps."""
+    """Runs a command on the engine's thread, between two steps, for the event loop."""
 
     def __init__(self, post: Callable[[Callable[[], Any]], Any]) -> None:
-        self._post = post  # returns a concurrent future
+        self._post = post  # takes a command, returns a concurrent future
 
     async def __call__(self, command: Callable[[], T]) -> T:
-        """Its result."""
+        """Run `command`; returns its result."""
         result: T = await asyncio.wrap_future(self._post(command))
         return result
 
 
 class BlockMap:
-    """One worker's; all methods on one event loop."""
+    """The block map of one worker. One event loop calls all methods."""
 
-    def __init__(self, identity: Identity, scheduler: Scheduler, log: BlockMapLog, on_engine: OnEngine) -> None:
+    def __init__(self, identity: WorkerIdentity, scheduler: Scheduler, log: BlockMapLog, on_engine: OnEngine) -> None:
         self._identity = identity
         self._scheduler = scheduler
         self._log = log
         self._on_engine = on_engine
         self._watchers: set[Watcher] = set()
-        self._came = asyncio.Event()  # a watcher, or went
+        self._came = asyncio.Event()  # a watcher came or went
         self._maker: asyncio.Task[None] | None = None
 
     @property
     def num_watchers(self) -> int:
-        """Who watches now."""
+        """The number of watchers now."""
         return len(self._watchers)
 
     async def watch(self, period_s: float) -> AsyncGenerator[bytes, None]:
-        """Frames every `period_s` at most, or oftener where another watcher wants that; the first is whole.
+        """Stream frames every `period_s` at most, or more often where another watcher has a shorter period; the first one is whole.
 
         Raises:
-            Overloaded: too many watch already.  RequestError: the period is too short.
+            Overloaded: there are too many watchers already.  RequestError: the period is too short.
         """
         if not period_s >= LEAST_PERIOD_S:
             raise RequestError(f"period_s is {period_s}; it must be at least {LEAST_PERIOD_S}.", param="period_s")
@@ -88,11 +92,11 @@ class BlockMap:
             self._came.set()
 
     async def describe(self, group: int, block: int) -> dict[str, Any]:
-        """One block now; see `describe_block`."""
+        """Describe one block as it is now, as `describe_block` does."""
         return await self._on_engine(lambda: describe_block(self._scheduler, group, block))
 
     async def _make_frames(self) -> None:
-        """Until nobody watches. Whoever comes while it ends is served by another round."""
+        """Make frames while there are watchers. A watcher that comes while a round ends gets another round."""
         try:
             while self._watchers:
                 await self._round()
@@ -104,7 +108,7 @@ class BlockMap:
             self._maker = None
 
     async def _round(self) -> None:
-        snapshots = Snapshots(self._scheduler, self._log.events)
+        snapshots = SnapshotTaker(self._scheduler, self._log.events)
         try:
             frames = FrameMaker(self._log, snapshots, self._on_engine)
             layout, history = self._scheduler.cache.layout, self._log.history
@@ -119,23 +123,23 @@ class BlockMap:
                 await self._on_engine(snapshots.end)
 
     async def _pause(self, until_s: float) -> None:
-        """Until the next picture is due, or a watcher came or went."""
+        """Wait until the next snapshot is due, or a watcher came or went."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
                 await self._came.wait()
 
 
 class FrameMaker:
-    """Makes one round of watchers' frames: what changed to those who follow, all of it to those who begin."""
+    """Makes the frames of one round: changes for the watchers that have a whole frame already, whole frames for the others."""
 
-    def __init__(self, log: BlockMapLog, snapshots: Snapshots, on_engine: OnEngine) -> None:
+    def __init__(self, log: BlockMapLog, snapshots: SnapshotTaker, on_engine: OnEngine) -> None:
         self.encoder: Encoder
-        self.due_s = 0.0  # when the next picture may be taken
+        self.due_s = 0.0  # when the next snapshot may be taken
         self._log = log
         self._snapshots = snapshots
         self._on_engine = on_engine
-        self._num_seen = -1  # changes that the last picture shows
-        self._told_s = 0.0  # the last frame
+        self._num_seen = -1  # the log's `num_changes` at the last snapshot
+        self._sent_s = 0.0  # time of the last frame
 
     async def begin(self, num_groups: int) -> None:
         """Copy all blocks, a group at a time: steps can run in between."""
@@ -145,24 +149,24 @@ class FrameMaker:
             await asyncio.to_thread(self.encoder.start, group, copy)
 
     async def make(self, watchers: set[Watcher], period_s: float) -> None:
-        """One frame, if it is due and there is anything to tell; whole ones for those who want them."""
+        """Make a frame of changes, if it is due and anything changed, and a whole frame for the watchers that need one."""
         begin_s = time.monotonic()
         if begin_s >= self.due_s:
             self.due_s = begin_s + period_s
             if (frame := await self._changes(begin_s)) is not None:
-                self._told_s = begin_s
+                self._sent_s = begin_s
                 for watcher in watchers:
-                    watcher.give(frame, whole=False)
-        if beginners := [watcher for watcher in watchers if watcher.wants_whole]:
+                    watcher.offer(frame, whole=False)
+        if waiting := [watcher for watcher in watchers if watcher.needs_whole_now]:
             whole = await asyncio.to_thread(self.encoder.whole, time.time())
-            for watcher in beginners:
-                watcher.give(whole, whole=True)
+            for watcher in waiting:
+                watcher.offer(whole, whole=True)
 
     async def _changes(self, now_s: float) -> Any:
         if self._log.num_changes != self._num_seen:
             self._num_seen, snapshot = await self._on_engine(self._take)
             return await asyncio.to_thread(self.encoder.update, snapshot)
-        if not self.encoder.is_settled or now_s - self._told_s >= HEARTBEAT_S:
+        if not self.encoder.is_settled or now_s - self._sent_s >= HEARTBEAT_S:
             return await asyncio.to_thread(self.encoder.again, time.time())
         return None
 

@@ -1,8 +1,14 @@
-"""Every block's record, kept up to date from pictures: what changed costs as much as there is of it.
+"""The record of every block, updated from snapshots: an update's cost grows with the number of changed blocks, not with all.
 
-All groups' blocks stand one behind the other in each array. Legend:
+Each array has the blocks of all groups, one group after the other. Legend:
 
-    N  all block ids of all groups      A  places in these arrays that may have changed      R  records that are told
+    N  all blocks of all groups      A  indices into these arrays that may have changed      R  records of a frame
+
+A record is five 32-bit words: state word, block id in its group, logical index, prefix hash, and age in tenths of a second. The
+state word:
+
+    bits   31 ... 16     15 ... 8     7 ... 0
+           references    state        group
 """
 
 from __future__ import annotations
@@ -23,14 +29,15 @@ MAX_REFERENCES = np.uint32(0xFFFF)
 _HASH_CHARS = 4
 _STATE_SHIFT, _REFS_SHIFT = np.uint32(8), np.uint32(16)
 
-Places = NDArray[np.int64]  # [A]
+Indices = NDArray[np.int64]  # [A]
 Run = tuple[int, int, int]  # group, first block, count
 
 
 class BlockRecords:
-    """States, references, names and ages.
+    """The state, references, prefix hash and age of every block.
 
-    First `start` with each group. Then `update` or `settle`, then `take_changed`; `present` tells all that was told.
+    Call `start` with each group first. Then call `update` or `settle`, and after it `take_changed`, which has the records that
+    differ from those in earlier frames; `present` has all records that the frames up to now have.
     """
 
     def __init__(self, layout: ArenaLayout) -> None:
@@ -44,25 +51,25 @@ class BlockRecords:
         self._held = np.zeros(total, bool)
         self._named = np.zeros(total, bool)
         self._repairs = np.zeros(total, bool)
-        self._plain = np.zeros(total, np.uint8)  # state, but for what was evicted just now
+        self._plain = np.zeros(total, np.uint8)  # states, without "just evicted"
         self._logical: Words = np.full(total, UNKNOWN, np.uint32)
         self._hash: Words = np.zeros(total, np.uint32)
         self._since_s = np.full(total, np.nan)
-        self._word: Words = np.zeros(total, np.uint32)  # first of each record
-        self._told = (self._word.copy(), self._logical.copy(), self._hash.copy())
+        self._word: Words = np.zeros(total, np.uint32)  # state word of each record
+        self._sent = (self._word.copy(), self._logical.copy(), self._hash.copy())
         self._owners: NDArray[np.int64] = np.full(layout.num_pages, -1)
         self._is_first = True
-        self._in_repair = _places([])
-        self._evicted = _places([])
-        self._maybe_changed = _places([])
+        self._in_repair = _indices([])
+        self._evicted = _indices([])
+        self._maybe_changed = _indices([])
 
     @property
     def shows_evicted(self) -> bool:
-        """Whether blocks are shown as just evicted."""
+        """Whether any block is shown as just evicted."""
         return self._evicted.size > 0
 
     def start(self, group: int, copy: GroupCopy, time_s: float) -> None:
-        """All blocks of a group, before the first `update`. Of cached ones it is known since when, of others nothing."""
+        """Take all blocks of a group, before the first `update`. Ages are known for cached blocks alone."""
         begin, count = self._offsets[group], self._counts[group]
         self._refs[begin : begin + count] = _numbers(copy.refs)[:count]
         self._held[begin : begin + count] = _numbers(copy.pins)[:count] > 0
@@ -71,16 +78,17 @@ class BlockRecords:
         self._since_s[begin : begin + count] = np.where(since_s > 0, since_s + time_s - copy.now_s, np.nan)
 
     def place(self, group: int, logical: int, blocks: list[int]) -> None:
-        """A sequence was given these blocks, for logical indices from `logical` on. Before `update`."""
+        """A sequence has got `blocks`, for the logical indices from `logical` on. Call this before `update`."""
         self._logical[np.array(blocks) + self._offsets[group]] = np.arange(logical, logical + len(blocks))
 
-    def update(self, picture: CacheSnapshot, time_s: float, repaired: Iterable[Run]) -> list[int]:
-        """Take a picture; `repaired` are blocks whose sequences repair their windows. Returns pages that have another owner."""
-        pages, moved = self._lease(picture.owners)
-        touched = [self._take_group(group, blocks) for group, blocks in enumerate(picture.groups)]
+    def update(self, snapshot: CacheSnapshot, time_s: float, repaired: Iterable[Run]) -> list[int]:
+        """Apply a snapshot; `repaired` are blocks whose sequences repair their windows. Returns the pages that have another
+        owner."""
+        pages, moved = self._lease(snapshot.owners)
+        touched = [self._take_group(group, blocks) for group, blocks in enumerate(snapshot.groups)]
         in_repair = self._repair(repaired)
         if self._is_first:
-            at: Places = np.arange(self._word.size)
+            at: Indices = np.arange(self._word.size)
         else:
             at = np.unique(np.concatenate([moved, *touched, *in_repair, self._evicted]))
         plain = self._states(at)
@@ -88,7 +96,7 @@ class BlockRecords:
         self._logical[nothing], self._hash[nothing] = UNKNOWN, 0
         before = self._plain[at]
         evicted = (before == LOOSE) | (before == HELD)
-        evicted &= (plain <= EMPTY) | (self._hash[at] != self._told[2][at])
+        evicted &= (plain <= EMPTY) | (self._hash[at] != self._sent[2][at])
         if self._is_first:
             self._since_s[(plain != LOOSE) & (plain != HELD)] = np.nan
         else:
@@ -99,52 +107,52 @@ class BlockRecords:
         return pages
 
     def settle(self) -> None:
-        """Nothing changed since, and what was evicted gets its plain state."""
-        at, self._evicted = self._evicted, _places([])
+        """Give blocks that are shown as just evicted their plain state; nothing else has changed."""
+        at, self._evicted = self._evicted, _indices([])
         self._show(at, self._plain[at])
 
     def take_changed(self, time_s: float) -> Words:
-        """Records that are not as they were told; afterwards they are."""
+        """Take the records that differ from those in earlier frames; afterwards they count as sent."""
         at, now = self._maybe_changed, (self._word, self._logical, self._hash)
         changed = np.zeros(at.size, bool)
-        for told, values in zip(self._told, now, strict=True):
-            changed |= told[at] != values[at]
+        for sent, values in zip(self._sent, now, strict=True):
+            changed |= sent[at] != values[at]
         at = at[changed]
-        for told, values in zip(self._told, now, strict=True):
-            told[at] = values[at]
+        for sent, values in zip(self._sent, now, strict=True):
+            sent[at] = values[at]
         return self._records(at, time_s)
 
     def present(self, time_s: float) -> Words:
-        """Records of all blocks in leased pages, as they were told last."""
-        return self._records(np.flatnonzero((self._told[0] >> _STATE_SHIFT) & 0xFF), time_s)
+        """Records of all blocks in leased pages, as the last frames have them."""
+        return self._records(np.flatnonzero((self._sent[0] >> _STATE_SHIFT) & 0xFF), time_s)
 
-    def _records(self, at: Places, time_s: float) -> Words:
+    def _records(self, at: Indices, time_s: float) -> Words:
         ages = np.maximum(time_s - self._since_s[at], 0.0) * 10
         records = np.empty((at.size, 5), np.uint32)  # [R, 5]
-        records[:, 0] = self._told[0][at]
+        records[:, 0] = self._sent[0][at]
         records[:, 1] = at - np.array(self._offsets, np.int64)[self._group[at]]
-        records[:, 2] = self._told[1][at]
-        records[:, 3] = self._told[2][at]
+        records[:, 2] = self._sent[1][at]
+        records[:, 3] = self._sent[2][at]
         records[:, 4] = np.where(np.isnan(ages), UNKNOWN, np.minimum(np.nan_to_num(ages), UNKNOWN - 1))
         return records.reshape(-1)
 
-    def _states(self, at: Places) -> NDArray[np.uint8]:
-        """What the blocks are, the first that applies."""
+    def _states(self, at: Indices) -> NDArray[np.uint8]:
+        """The states of blocks: gone, then repaired or active, then held, loose or empty; the first that applies."""
         active = np.where(self._repairs[at], REPAIRED, ACTIVE)
         cached = np.where(self._held[at], HELD, np.where(self._named[at], LOOSE, EMPTY))
         states = np.where(self._refs[at] > 0, active, cached)
         return np.where(self._leased[at], states, GONE).astype(np.uint8)
 
-    def _show(self, at: Places, states: NDArray[np.uint8]) -> None:
+    def _show(self, at: Indices, states: NDArray[np.uint8]) -> None:
         references = np.minimum(self._refs[at], MAX_REFERENCES) << _REFS_SHIFT
         self._word[at] = self._group[at] | (states.astype(np.uint32) << _STATE_SHIFT) | references
         self._maybe_changed = at
 
-    def _lease(self, owners: list[int]) -> tuple[list[int], Places]:
-        """Pages with another owner than before, and their blocks in both."""
+    def _lease(self, owners: list[int]) -> tuple[list[int], Indices]:
+        """Pages with another owner than before, and their blocks in the old and in the new group."""
         now = np.array(owners, np.int64)
         pages = np.flatnonzero(now != self._owners)
-        moved = [_places([])]
+        moved = [_indices([])]
         for page in pages.tolist():
             for owner in (int(self._owners[page]), owners[page]):
                 if owner >= 0:
@@ -155,15 +163,15 @@ class BlockRecords:
         self._owners = now
         return pages.tolist(), np.concatenate(moved)
 
-    def _take_group(self, group: int, picture: GroupSnapshot) -> Places:
-        """Take over references, holds and names of what changed; returns where."""
-        at = _places(picture.blocks) + self._offsets[group]
-        self._refs[at] = _numbers(picture.refs)
-        self._held[at] = _numbers(picture.pins) > 0
-        self._name(at, picture.names)
+    def _take_group(self, group: int, snapshot: GroupSnapshot) -> Indices:
+        """Take over references, pins and names of the changed blocks; returns their indices."""
+        at = _indices(snapshot.blocks) + self._offsets[group]
+        self._refs[at] = _numbers(snapshot.refs)
+        self._held[at] = _numbers(snapshot.pins) > 0
+        self._name(at, snapshot.names)
         return at
 
-    def _name(self, at: Places, names: Collection[Name | None]) -> None:
+    def _name(self, at: Indices, names: Collection[Name | None]) -> None:
         if not names:
             return
         hashes = b"".join([bytes(_HASH_CHARS) if name is None else name[0][:_HASH_CHARS] for name in names])
@@ -173,23 +181,23 @@ class BlockRecords:
         self._named[at] = named
         self._logical[at[named]] = logical[named]
 
-    def _repair(self, repaired: Iterable[Run]) -> tuple[Places, Places]:
-        """Blocks that were in a repair, and those that are."""
+    def _repair(self, repaired: Iterable[Run]) -> tuple[Indices, Indices]:
+        """Mark the blocks in window repair; returns those that were before, and those that are now."""
         before = self._in_repair
         now = np.concatenate(
-            [_places([]), *(self._offsets[g] + np.arange(block, block + count) for g, block, count in repaired)]
+            [_indices([]), *(self._offsets[g] + np.arange(block, block + count) for g, block, count in repaired)]
         )
         self._repairs[before], self._repairs[now] = False, True
         self._in_repair = now
         return before, now
 
 
-def _places(indices: list[int]) -> Places:
+def _indices(indices: list[int]) -> Indices:
     return np.array(indices, np.int64)
 
 
 def _numbers(values: list[int]) -> NDArray[Any]:
-    """Small non-negative numbers: by bytes, which is three times as fast, where they fit."""
+    """An array of small non-negative numbers; through bytes where they fit, which is three times as fast."""
     try:
         return np.frombuffer(bytes(values), np.uint8)
     except ValueError:

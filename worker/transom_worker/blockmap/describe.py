@@ -1,4 +1,7 @@
-"""One block for a person who points at it. May look at all there is, since a person asks once. On the engine's thread."""
+"""Describes one block in full, for the person who selects it on the block map's page. Runs on the engine's thread.
+
+It may search all sequences and checkpoints, since one person asks for one block at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ HASH_CHARS = 16
 
 
 def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
-    """SequenceStatus, who references it, its name, its checkpoints; `error` alone where there is no such block."""
+    """A block's state, the sequences that use it, its prefix hash and its checkpoints; `error` alone where there is no such
+    block."""
     cache = scheduler.cache
     layout = cache.layout
     if not 0 <= group < len(layout.groups):
@@ -58,7 +62,7 @@ def _state(scheduler: Scheduler, group: int, block: int, *, is_leased: bool, rep
 
 
 def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]:
-    """The sequences that reference it."""
+    """The sequences that reference a block."""
     keeps = scheduler.cache.retentions[group].keeps_everything
     users = []
     for sequence in scheduler.sequences_with_blocks():
@@ -79,7 +83,7 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
 
 
 def _checkpoints(cache: KvCache, group: int, digest: bytes) -> list[dict[str, Any]]:
-    """The checkpoints that count on a block: those whose windows have it, and the one whose stretch of the chain it is in."""
+    """The checkpoints that pin a block: those whose windows have it, and the one whose part of the prefix chain it is in."""
     return [
         {
             "kind": node.kind.value,

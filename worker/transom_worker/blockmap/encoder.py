@@ -1,4 +1,4 @@
-"""Snapshots in, frames out: one encoder for all watchers of a worker. Runs off the engine's thread."""
+"""`Encoder`: makes frames out of snapshots, for all watchers of a worker together. It runs on another thread than the engine."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from transom_worker.kvcache.cache_snapshot import GroupCopy
 from transom_worker.kvcache.layout import ArenaLayout
 
 
-class Identity(NamedTuple):
-    """Whose frames they are."""
+class WorkerIdentity(NamedTuple):
+    """The worker that the frames are about, and its model."""
 
     worker: str
     model: str
 
 
 class Encoder:
-    """First `start` with each group. `update` gives what changed, `whole` all that `update`s have told up to now."""
+    """Call `start` with each group first. Then `update` makes a frame of changes, and `whole` a frame of all blocks."""
 
-    def __init__(self, identity: Identity, layout: ArenaLayout, history: History) -> None:
+    def __init__(self, identity: WorkerIdentity, layout: ArenaLayout, history: History) -> None:
         self._identity = identity
         self._layout = layout
         self._history = history
         self._records = BlockRecords(layout)
         self._tables: dict[int, list[TableRuns]] = {}  # by sequence, by group
-        self._sequences: dict[int, dict[str, Any]] = {}  # as told
+        self._sequences: dict[int, dict[str, Any]] = {}  # as the last frames have them
         self._owners: list[int] = [-1] * layout.num_pages
         self._evicted: list[dict[str, int]] = []
-        self._state: dict[str, Any] = {}  # of the last header
+        self._state: dict[str, Any] = {}  # fields of the last header
         self._has_begun = False
 
     @property
     def is_settled(self) -> bool:
-        """Whether another frame of the same state would say the same."""
+        """Whether another frame of an unchanged state would be empty: no block is shown as just evicted."""
         return not self._records.shows_evicted
 
     def start(self, group: int, copy: GroupCopy) -> None:
-        """All blocks of one group as they were, before the first `update`."""
+        """Take all blocks of one group, before the first `update`."""
         self._records.start(group, copy, time.time())
 
     def update(self, snapshot: Snapshot) -> Frame:
-        """What changed since the snapshot before."""
+        """Make a frame of what changed since the snapshot before."""
         cache = snapshot.cache
         changed, gone = self._update_sequences(snapshot.sequences)
         pages = self._records.update(cache, snapshot.time_s, self._repaired(snapshot.sequences))
@@ -74,20 +74,20 @@ class Encoder:
         )
 
     def again(self, time_s: float) -> Frame:
-        """Nothing happened since the last `update`; what it showed as evicted gets its plain state."""
+        """Make a frame without a new snapshot: blocks that were shown as just evicted get their plain state."""
         self._records.settle()
         nothing = {"events": [], "dropped_events": 0, "sequences": [], "gone": []}
         return self._frame(time_s, nothing, self._pairs([]), self._records.take_changed(time_s), whole=False)
 
     def whole(self, time_s: float) -> Frame:
-        """All that the frames up to now have told."""
-        told = {"events": [], "dropped_events": 0, "sequences": list(self._sequences.values()), "gone": []}
+        """Make a whole frame of the state that the frames up to now have."""
+        fields = {"events": [], "dropped_events": 0, "sequences": list(self._sequences.values()), "gone": []}
         pages = self._pairs(range(len(self._owners)))
-        return self._frame(time_s, told, pages, self._records.present(time_s), whole=True)
+        return self._frame(time_s, fields, pages, self._records.present(time_s), whole=True)
 
-    def _frame(self, time_s: float, told: dict[str, Any], pages: Words, blocks: Words, *, whole: bool) -> Frame:
+    def _frame(self, time_s: float, fields: dict[str, Any], pages: Words, blocks: Words, *, whole: bool) -> Frame:
         header: dict[str, Any] = {"worker": self._identity.worker, "time_s": time_s, "whole": whole}
-        header |= self._state | told
+        header |= self._state | fields
         if whole:
             header |= self._geometry()
             header["history"] = self._history.entries(time_s)
@@ -115,7 +115,7 @@ class Encoder:
         }
 
     def _update_sequences(self, snapshots: list[SequenceSnapshot]) -> tuple[list[dict[str, Any]], list[int]]:
-        """Sequences that are not as they were told, and those that are gone."""
+        """The sequences that changed since the last frame, as header fields, and the ids of those that ended."""
         changed, present = [], set()
         for snapshot in snapshots:
             seq_id = snapshot.seq_id
@@ -125,10 +125,10 @@ class Encoder:
                 runs.update(pieces)
                 for logical, blocks in pieces.pieces:
                     self._records.place(group, logical, blocks)
-            told = _describe(snapshot, tables)
-            if self._sequences.get(seq_id) != told:
-                self._sequences[seq_id] = told
-                changed.append(told)
+            described = _describe(snapshot, tables)
+            if self._sequences.get(seq_id) != described:
+                self._sequences[seq_id] = described
+                changed.append(described)
         gone = [seq_id for seq_id in self._sequences if seq_id not in present]
         for seq_id in gone:
             del self._sequences[seq_id], self._tables[seq_id]

@@ -1,4 +1,4 @@
-"""What happened to requests and blocks between two frames, while somebody watches."""
+"""The events of requests and blocks between two frames: admissions, hits, window repairs, preemptions, ends and evictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_EVENTS = 256
 
 @dataclass(frozen=True, slots=True)
 class MapEvent:
-    """One entry of a frame's `events`; see docs/block_map.md."""
+    """One entry of a frame's `events`; docs/block_map.md has the meaning of the fields."""
 
     time_s: float
     kind: str
@@ -26,53 +26,54 @@ class MapEvent:
 
 
 class EventLog:
-    """The newest events since they were last taken: a `SchedulerListener`. While nobody watches, nothing is kept. Only on the
-    engine's thread."""
+    """The newest `MAX_EVENTS` events since they were last taken. While there is no watcher, it keeps none. Used on the engine's
+    thread."""
 
     def __init__(self) -> None:
         self._is_on = False
         self._events: deque[MapEvent] = deque(maxlen=MAX_EVENTS)
-        self._num_noted = 0
+        self._num_added = 0
 
     def begin(self) -> None:
-        """Somebody watches from now on."""
+        """Keep events from now on: there is a watcher."""
         self._is_on = True
 
     def end(self) -> None:
-        """Nobody does any more."""
+        """Keep no events from now on: the last watcher has left."""
         self._is_on = False
         self.take()
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
-        """A request was let in, for the first time or again."""
+        """The scheduler has admitted a request, for the first time or after a preemption; `tokens` by outcome of the cache
+        search."""
         if not self._is_on:
             return
         request_id, num_tokens = sequence.request.request_id, len(sequence.token_ids)
         hit, repaired = tokens.get(HIT, 0), tokens.get(REPAIRED, 0)
-        self._note("admitted", request_id, num_tokens, f"{num_tokens} tokens")
+        self._add("admitted", request_id, num_tokens, f"{num_tokens} tokens")
         if hit:
-            self._note("hit", request_id, hit, f"{hit} of {num_tokens} tokens were cached")
+            self._add("hit", request_id, hit, f"{hit} of {num_tokens} tokens were cached")
         if repaired:
-            self._note("repair", request_id, repaired, f"{repaired} tokens are computed again to repair windows")
+            self._add("repair", request_id, repaired, f"{repaired} tokens are computed again to repair windows")
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:
-        """A request goes back to the queue."""
+        """The scheduler preempts a request."""
         if self._is_on:
             processed = 0 if sequence.blocks is None else sequence.blocks.processed
-            self._note("preempted", sequence.request.request_id, processed, f"{mode}; {processed} tokens were computed")
+            self._add("preempted", sequence.request.request_id, processed, f"{mode}; {processed} tokens were computed")
 
     def finished(self, request_id: str, finish_reason: str) -> None:
-        """A request ended: stop, length, abort or error."""
+        """A request has ended: stop, length, abort or error."""
         if self._is_on:
-            self._note("finished", request_id, 1, finish_reason)
+            self._add("finished", request_id, 1, finish_reason)
 
     def take(self) -> tuple[list[MapEvent], int]:
-        """The events since the last call, and how many were too many."""
-        events, num_dropped = list(self._events), self._num_noted - len(self._events)
+        """The events since the last call, and the number of older ones that were dropped."""
+        events, num_dropped = list(self._events), self._num_added - len(self._events)
         self._events.clear()
-        self._num_noted = 0
+        self._num_added = 0
         return events, num_dropped
 
-    def _note(self, kind: str, request_id: str, count: int, detail: str) -> None:
+    def _add(self, kind: str, request_id: str, count: int, detail: str) -> None:
         self._events.append(MapEvent(time.time(), kind, request_id, None, count, detail))
-        self._num_noted += 1
+        self._num_added += 1

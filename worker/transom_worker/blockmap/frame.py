@@ -1,4 +1,4 @@
-"""One frame as bytes: a JSON header, then arrays of little-endian 32-bit numbers; see docs/block_map.md."""
+"""Encodes one frame as bytes: a JSON header, then arrays of little-endian 32-bit numbers. docs/block_map.md has the format."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Words = NDArray[np.uint32]
 
 
 class Frame(NamedTuple):
-    """A frame without its number, which differs from watcher to watcher: all after it in the header, and the arrays."""
+    """A frame without its number, which differs by watcher: the header after the number, and the arrays."""
 
     header: bytes
     arrays: bytes
 
     def numbered(self, sequence: int) -> bytes:
-        """The frame as it is sent."""
+        """The frame's bytes with the number `sequence`."""
         header = b'{"sequence":%d,' % sequence + self.header
         return b"".join((len(header).to_bytes(4, "little"), header, bytes(-len(header) % 4), self.arrays))
 
 
 def make_frame(header: Mapping[str, Any], arrays: Mapping[str, Words]) -> Frame:
-    """Put a frame together; `header` has neither `sequence` nor `arrays`."""
+    """Make a frame of a header, without the fields `sequence` and `arrays`, and its arrays by name."""
     named = [[name, int(words.size)] for name, words in arrays.items()]
     text = json.dumps({**header, "arrays": named}, separators=(",", ":"), ensure_ascii=False)
     data = b"".join(np.ascontiguousarray(words, dtype="<u4").tobytes() for words in arrays.values())

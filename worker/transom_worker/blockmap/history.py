@@ -12,11 +12,11 @@ PERIOD_S = 1.0
 
 Entry = tuple[
     float, int, tuple[tuple[int, int, int, int], ...]
-]  # time, free pages, (active, held, loose, empty) by group
+]  # time, free pages, (active, pinned, evictable, free) blocks by group
 
 
 class History:
-    """One thread notes, any may read. An engine that rests notes nothing: its last entry stands until the next."""
+    """One thread adds entries, any thread may read. An idle engine adds none: its last entry is valid until the next one."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
@@ -34,17 +34,17 @@ class History:
         entries.append((now_s, stats.free_pages, groups))
 
     def entries(self, now_s: float) -> list[list[object]]:
-        """As frames have them: one a second up to `now_s`, oldest first, of the last five minutes."""
+        """The entries of a frame: one per second up to `now_s`, the oldest first, of the last five minutes."""
         known = list(self._entries)
         if not known:
             return []
-        told: list[list[object]] = []
+        found: list[list[object]] = []
         at_s = max(known[0][0], now_s - (MAX_ENTRIES - 1) * PERIOD_S)
         index = 0
-        while at_s <= now_s and len(told) < MAX_ENTRIES:
+        while at_s <= now_s and len(found) < MAX_ENTRIES:
             while index + 1 < len(known) and known[index + 1][0] <= at_s:
                 index += 1
             _, free_pages, groups = known[index]
-            told.append([round(at_s, 3), free_pages, *map(list, groups)])
+            found.append([round(at_s, 3), free_pages, *map(list, groups)])
             at_s += PERIOD_S
-        return told
+        return found

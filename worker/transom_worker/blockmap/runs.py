@@ -1,4 +1,4 @@
-"""A block table as runs of consecutive block ids, kept up to date from what was appended."""
+"""A sequence's block table as runs of consecutive block ids, updated from the blocks that were appended to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Run = tuple[int, int, int]  # first logical index, first block, count
 
 
 class TableRuns:
-    """One sequence's blocks in one group."""
+    """The runs of one sequence's block table in one group: sink blocks, which stay, and then a run that slides with its window."""
 
     __slots__ = ("_first_block", "num_sink_blocks", "runs")
 
@@ -18,7 +18,7 @@ class TableRuns:
         self._first_block = 0
 
     def update(self, table: TablePieces) -> None:
-        """Take what changed. `runs` is never changed in place."""
+        """Apply a snapshot's changes of the table. `runs` is replaced, and never changed in place."""
         if table.is_new:
             self.runs, self._first_block = [], 0
         self.num_sink_blocks = table.num_sink_blocks
@@ -30,11 +30,11 @@ class TableRuns:
             self._append(logical, blocks)
 
     def sliding(self) -> list[Run]:
-        """Those that are not pinned."""
+        """The runs after the sink blocks."""
         return [run for run in self.runs if run[0] >= self.num_sink_blocks]
 
     def _trim(self, first_block: int) -> None:
-        """Drop what slid out: all from the pinned blocks' end up to `first_block`."""
+        """Drop the blocks that slid out of the window: from the end of the sink blocks up to `first_block`."""
         self._first_block = first_block
         runs = self.runs
         begin = 0
@@ -56,7 +56,7 @@ class TableRuns:
             while end < len(blocks) and blocks[end] == first + end - at:
                 end += 1
             count = end - at
-            slides = logical + at == self.num_sink_blocks  # the block before it does not
+            slides = logical + at == self.num_sink_blocks  # the block before it is a sink block
             if runs and not slides and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (logical + at, first):
                 before = runs.pop()
                 first, count = before[1], before[2] + count

@@ -1,7 +1,9 @@
-"""What the engine's thread copies for the block map: the cache, the sequences that hold blocks, and what happened since.
+"""SnapshotTaker for the block map, copied on the engine's thread: the cache's changes, the sequences with blocks, and the
+newest events.
 
-Block tables are told as what was appended: they only grow at their ends, shrink at their fronts, and change in the middle when
-compaction moves blocks, after which they are told anew.
+A snapshot has only the blocks that were appended to a block table since the snapshot before: a table grows at its end and
+shrinks at its front. When compaction has moved blocks, which changes a table in its middle, the next snapshot has the whole
+tables.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 
 
 class TablePieces(NamedTuple):
-    """One block table: its bounds, and the blocks that were not told before as (first logical index, blocks)."""
+    """One block table: its bounds, and the blocks that no earlier snapshot had, as pieces of (first logical index, blocks)."""
 
-    is_new: bool  # forget what was told of it
-    num_sink_blocks: int  # blocks from logical index 0 on that never slide out
-    first_block: int  # of the run
+    is_new: bool  # the pieces are the whole table
+    num_sink_blocks: int  # blocks of sink tokens, from logical index 0 on, which never slide out
+    first_block: int  # logical index of the first block after the sink blocks
     pieces: list[tuple[int, list[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSnapshot:
-    """One sequence that holds blocks. `replay` is the token range that a repair computes again, while it does."""
+    """One sequence with blocks. `replay` is the token range that its window repair computes, while it runs."""
 
     seq_id: int
     request_id: str
@@ -44,7 +46,7 @@ class SequenceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All of it at one moment between two steps."""
+    """The state of cache and sequences at one moment between two steps."""
 
     time_s: float
     cache: CacheSnapshot
@@ -56,36 +58,38 @@ class Snapshot:
     num_dropped_events: int
 
 
-class Snapshots:
-    """Takes snapshots of one scheduler: after `begin` and a `copy` of each group they tell what changed.
+class SnapshotTaker:
+    """Takes snapshots of one scheduler. After `begin` and a `copy` of each group, each `take` has the changes since the last one.
 
-    Only on the engine's thread.
+    The engine's thread calls all methods.
     """
 
     def __init__(self, scheduler: Scheduler, events: EventLog) -> None:
         self._scheduler = scheduler
         self._events = events
-        self._ends: dict[int, list[int]] = {}  # by sequence and group, up to which logical index its table was told
+        self._ends: dict[
+            int, list[int]
+        ] = {}  # by sequence, by group: the logical index up to which snapshots have its table
         self._num_compacted = 0
 
     def begin(self) -> None:
-        """Somebody watches from now on."""
+        """Begin to record changes: there is a watcher."""
         self._scheduler.cache.snapshots.begin()
         self._events.begin()
 
     def copy(self, group: int) -> GroupCopy:
-        """All blocks of one group; what changes until the next `take` is told there."""
+        """Copy all blocks of one group. The next `take` has what changes from now on."""
         return self._scheduler.cache.snapshots.copy(group)
 
     def take(self) -> Snapshot:
-        """The state now."""
+        """Take a snapshot."""
         scheduler = self._scheduler
         cache = scheduler.cache.snapshots.take()
         if cache.num_compacted != self._num_compacted:
             self._ends, self._num_compacted = {}, cache.num_compacted
         sequences = [self._sequence(sequence) for sequence in scheduler.sequences_with_blocks()]
-        told = {sequence.seq_id for sequence in sequences}
-        self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in told}
+        present = {sequence.seq_id for sequence in sequences}
+        self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in present}
         events, num_dropped = self._events.take()
         return Snapshot(
             time_s=time.time(),
@@ -99,7 +103,7 @@ class Snapshots:
         )
 
     def end(self) -> None:
-        """Nobody watches any more."""
+        """Stop recording changes: the last watcher has left."""
         self._scheduler.cache.snapshots.end()
         self._events.end()
 
@@ -148,12 +152,12 @@ def _phase(sequence: Sequence, processed: int, *, replays: bool) -> str:
     return "decode" if len(sequence.token_ids) - processed <= 1 and sequence.has_output else "prefill"
 
 
-def _pieces(table: BlockTable, told: int, *, is_new: bool) -> TablePieces:
+def _pieces(table: BlockTable, num_known: int, *, is_new: bool) -> TablePieces:
     num_sink_blocks, first_block = len(table.sink_blocks), table.first_block
     pieces = []
-    if told < num_sink_blocks:
-        pieces.append((told, table.sink_blocks[told:]))
-    begin = max(told, first_block)
+    if num_known < num_sink_blocks:
+        pieces.append((num_known, table.sink_blocks[num_known:]))
+    begin = max(num_known, first_block)
     if begin < first_block + len(table.run):
         pieces.append((begin, table.run[begin - first_block :]))
     return TablePieces(is_new, num_sink_blocks, first_block, pieces)

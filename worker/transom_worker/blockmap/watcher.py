@@ -1,4 +1,8 @@
-"""One watcher's queue of frames: bounded, since who is too slow for what changed gets all of it anew."""
+"""One watcher's bounded queue of frames.
+
+A watcher begins with a whole frame, and then receives frames of changes. When it is too slow, its queue is emptied, and it
+begins with a whole frame again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ MAX_PENDING = 3
 
 
 class Watcher:
-    """On the event loop. It begins without a frame, and wants a whole one."""
+    """A watcher of one worker's blocks. The event loop calls all methods."""
 
     def __init__(self, period_s: float) -> None:
         self.period_s = period_s
@@ -22,17 +26,17 @@ class Watcher:
         self._ready = asyncio.Event()
 
     @property
-    def wants_whole(self) -> bool:
-        """Whether what changed is of no use to it, and it is there to take a whole frame."""
+    def needs_whole_now(self) -> bool:
+        """Whether the watcher needs a whole frame before it can use changes, and is ready to take it."""
         return self._needs_whole and self._is_waiting
 
     @property
     def num_pending(self) -> int:
-        """Frames that it has not taken."""
+        """Frames in the queue."""
         return len(self._pending)
 
-    def give(self, frame: Frame, *, whole: bool) -> None:
-        """The next frame; what changed is dropped while a whole one is due, and all is when too many wait."""
+    def offer(self, frame: Frame, *, whole: bool) -> None:
+        """Queue a frame. A frame of changes is dropped while a whole frame is needed; a full queue is emptied."""
         if self._needs_whole and not whole:
             return
         self._needs_whole = len(self._pending) >= MAX_PENDING
@@ -43,12 +47,12 @@ class Watcher:
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
-        """No frame will come any more."""
+        """End the watcher's frames with an error."""
         self._error = error
         self._ready.set()
 
     async def next(self) -> Frame:
-        """The next frame, as soon as there is one."""
+        """Wait for the next frame."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
