@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer or OpenAI's error object, never an error of ours, and nothing stays behind."""
+"""Any JSON in any field, and any bytes, get a response or OpenAI's error object, never status 500, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def post() -> Iterator[Any]:
 
 @settings(max_examples=400, deadline=None)
 @given(bodies())
-def test_any_body_has_an_answer_or_a_refusal_that_names_it(post, request_of):
+def test_any_body_gets_a_response_or_an_error_that_names_the_field(post, request_of):
     path, body = request_of
     response = post(path, json.dumps(body).encode())
     assert response.status_code in (200, 400, 404), response.text

@@ -1,4 +1,4 @@
-"""The Serve app as it is deployed: its deployments, its resources, and the YAML that ships."""
+"""The Serve application: its deployments, their resources, and the Serve YAML in deploy/."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_an_empty_key_is_refused():
 
 
 @pytest.mark.parametrize("name", app.SERVE_PROXY_SETTINGS)
-def test_settings_of_the_proxies_are_not_ignored_in_silence(name):
+def test_settings_of_serves_proxies_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is a setting of Serve's proxies"):
         app.build_app({"model": "smollm2", name: 1})
 
 
-def test_a_worker_is_told_its_threads_and_that_ray_starts_its_ranks():
+def test_a_workers_engine_config_has_its_threads_and_ray_as_rank_launcher():
     settings = Settings.parse(model="m", tensor_parallel_size=2, num_threads=3)
     resources = worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
     config = app.worker_engine_config(settings, resources)
@@ -62,7 +62,7 @@ def test_a_worker_is_told_its_threads_and_that_ray_starts_its_ranks():
     assert worker._replica_config.placement_group_bundles == resources.bundles
 
 
-def test_routers_and_workers_come_in_the_numbers_asked_for():
+def test_deployments_have_the_requested_numbers_of_replicas():
     settings = Settings.parse(model="m", replicas=3, router_replicas=2, request_timeout_s=1000)
     assert app.router_deployment(settings).num_replicas == 2
     assert app.router_deployment(settings)._deployment_config.graceful_shutdown_timeout_s == 1000

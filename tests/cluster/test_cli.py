@@ -91,7 +91,7 @@ def test_refused_flags_exit_with_2_and_say_why(served, flags, said):
     assert served == []
 
 
-def test_what_is_wrong_at_once_is_said_before_anything_starts(monkeypatch):
+def test_a_missing_model_or_a_taken_port_is_refused_before_ray_starts(monkeypatch):
     monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
     result = transom("serve", "/no/such/model", "--port", "0")
     assert result.exit_code == 1
@@ -116,7 +116,7 @@ def test_what_is_wrong_at_once_is_said_before_anything_starts(monkeypatch):
         (["--device", "cuda", "--replicas", "99"], "needs 99 GPUs"),
     ],
 )
-def test_settings_that_do_not_suit_model_or_machine_are_refused_before_anything_starts(monkeypatch, flags, said):
+def test_settings_that_do_not_fit_model_or_machine_are_refused_before_ray_starts(monkeypatch, flags, said):
     monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
     result = transom("serve", "smollm2", "--port", "0", *flags)
     assert result.exit_code == 1
@@ -124,7 +124,7 @@ def test_settings_that_do_not_suit_model_or_machine_are_refused_before_anything_
     assert "Traceback" not in result.output
 
 
-def test_an_unsupported_model_is_refused_before_anything_starts(monkeypatch, tmp_path):
+def test_an_unsupported_model_is_refused_before_ray_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
     (tmp_path / "config.json").write_text('{"model_type": "gpt9"}')
     (tmp_path / "model.safetensors").touch()
@@ -153,7 +153,7 @@ def test_offline_figures_as_json(tiny_model, monkeypatch):
     assert "5000 prompt" in result.output
 
 
-def test_rays_signal_handlers_do_not_stay():
+def test_signal_handlers_are_restored_after_rays_start():
     """Ray makes SIGTERM a SystemExit in Python and a stack dump below it."""
     before = signal.getsignal(signal.SIGTERM)
     with local_ray.keep_signal_handlers():
@@ -177,7 +177,7 @@ def test_the_server_ends_when_a_process_of_ray_does(monkeypatch):
     assert daemon.wait(120) == -signal.SIGKILL
 
 
-def test_a_failed_deployment_is_told_by_its_reason():
+def test_the_reason_of_a_failed_deployment_is_found_in_serves_message():
     message = "\n".join(
         [
             "The deployment failed to start 1 times in a row. Error:",
@@ -191,7 +191,7 @@ def test_a_failed_deployment_is_told_by_its_reason():
     assert "killed" in local_ray.failure_reason(["the worker was killed"])
 
 
-def test_processes_that_were_started_are_found_and_ended():
+def test_descendants_are_found_and_killed():
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -245,7 +245,7 @@ def test_chat_loop(server, monkeypatch, capsys):
     assert "\nab\n" in out
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_conversation(server):
+def test_ctrl_c_stops_the_response_and_keeps_the_conversation(server):
     """The real command on pipes: an answer that never ends is cut, the next one is whole."""
     command = [sys.executable, "-m", "transom_cluster.cli", "chat", "--url", server.url, "--max-tokens", "3"]
     server.worker.max_events = 2

@@ -46,7 +46,7 @@ def the(timeline: dict[str, Any], what: str) -> dict[str, Any]:
 USUAL = ["arrived", "tokenised", "placed", "sent", "accepted", "first_token", "finished", "ended"]
 
 
-async def test_a_life_from_arrival_to_the_end(api: Api) -> None:
+async def test_a_timeline_from_arrival_to_the_end(api: Api) -> None:
     response = await api.complete(max_tokens=4)
     request_id = response.json()["id"]
     assert response.headers["x-request-id"] == request_id
@@ -67,7 +67,7 @@ async def test_a_life_from_arrival_to_the_end(api: Api) -> None:
     assert timeline["worker_parts"] == {"w0": "forgotten"}
 
 
-async def test_an_id_that_the_request_came_with_names_it_too(api: Api) -> None:
+async def test_a_request_is_found_by_its_x_request_id_too(api: Api) -> None:
     """As Ray Serve gives one to every request, and answers with it by itself."""
     headers = {"x-request-id": "my-own-1"}
     response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
@@ -82,7 +82,7 @@ async def test_an_id_that_the_request_came_with_names_it_too(api: Api) -> None:
     assert [line["x_request_id"] for line in await lines_of(api)] == ["x" * 128, "job/7/a", "my-own-1"]
 
 
-async def test_choices_are_told_apart(api: Api) -> None:
+async def test_steps_name_their_choice(api: Api) -> None:
     timeline = await timeline_of(api, (await api.complete(n=3)).json()["id"])
     assert [step["choice"] for step in timeline["steps"] if step["what"] == "finished"] == [0, 1, 2]
     assert (timeline["choices"], timeline["prompt_tokens"], timeline["output_tokens"]) == (3, 2, 9)
@@ -101,7 +101,7 @@ async def test_workers_steps_have_the_routers_number_of_their_choice(api: Api) -
     assert {step["choice"] for step in steps if step["what"] == "placed"} == set(range(6))
 
 
-async def test_what_workers_tell_is_sorted_in(api: Api) -> None:
+async def test_workers_steps_are_merged_in_order_of_time(api: Api) -> None:
     request_id = (await api.complete()).json()["id"]
     own = await timeline_of(api, request_id)
     arrival_s = own["arrival_s"]
@@ -178,7 +178,7 @@ async def test_a_refusal_names_its_kind_and_its_id() -> None:
     assert MARK not in json.dumps(timeline)
 
 
-async def test_an_error_in_mid_answer() -> None:
+async def test_an_error_after_the_first_token() -> None:
     async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK)))) as api:
         response = await api.complete(stream=True)
         timeline = await timeline_of(api, response.headers["x-request-id"])
@@ -186,7 +186,7 @@ async def test_an_error_in_mid_answer() -> None:
     assert MARK not in json.dumps(timeline)
 
 
-async def test_no_worker_is_there(api: Api) -> None:
+async def test_a_request_without_any_worker(api: Api) -> None:
     await api.complete()
     api.worker.kill()
     await until(lambda: not api.router.connections["w0"].is_open)

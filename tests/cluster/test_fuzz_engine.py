@@ -1,4 +1,4 @@
-"""Any body and any client against a real server with a real tiny engine: no 500, no hang, and nothing is left of it."""
+"""Any body and misbehaving clients against a real server with a tiny engine: no status 500, no hang, no leaked request or block."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_any_clients_at_once(server: EngineServer, wanted: list[dict[str, Any]])
     asyncio.run(play())
 
 
-def test_clients_of_every_manner_at_once(server: EngineServer) -> None:
+def test_misbehaving_clients_at_once(server: EngineServer) -> None:
     plan = {
         "path": "/v1/completions",
         "stream": True,

@@ -1,4 +1,4 @@
-"""Everything that a client can get wrong: the status, OpenAI's error object, the field's name."""
+"""Each error of a client has its status, OpenAI's error object, and the name of the wrong field."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_any_content_type_is_read_as_json(api):
     assert response.status_code == 200
 
 
-async def test_a_prompt_that_is_too_long_is_told_both_lengths(api):
+async def test_the_error_of_a_too_long_prompt_has_both_lengths(api):
     error = problem(await api.complete(prompt="x" * 600), 400)
     assert error["code"] == "context_length_exceeded"
     assert "600" in error["message"]
@@ -175,7 +175,7 @@ async def test_unknown_model_path_and_method(api):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_worker_refuses(api, error, status, code, stream):
+async def test_a_workers_refusal_has_its_status_and_code(api, error, status, code, stream):
     api.worker.admission_error = ErrorInfo.of(error)
     response = await api.complete(stream=stream)
     assert problem(response, status)["code"] == code

@@ -1,4 +1,4 @@
-"""Lines in JSON of a router and a worker: one for each request at each, with the same id and the same trace."""
+"""JSON log lines of a router and a worker: each writes one line per request, with the same request id and trace id."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_the_router_has_a_line_for_each_request(served: Any) -> None:
     assert all(line["seconds"] > 0 for line in accesses)
 
 
-def test_the_worker_has_one_of_the_same_request(served: Any) -> None:
+def test_the_worker_has_a_line_with_the_same_request_id(served: Any) -> None:
     ids, lines, _ = served
     ended = [line for line in lines if line["logger"] == "transom.worker.request"]
     assert [line["request_id"] for line in ended] == [f"{one}-0-0" for one in ids[:2]]
     assert all(line["trace_id"] == TRACE and line["process"] == "worker/0" for line in ended)
 
 
-def test_no_line_has_what_was_asked(served: Any) -> None:
+def test_no_line_contains_the_prompt(served: Any) -> None:
     assert MARK not in served[2]

@@ -1,4 +1,4 @@
-"""The official client, unchanged, sync and async, over a real socket."""
+"""OpenAI's official client, unchanged, sync and async, over a real socket."""
 
 from __future__ import annotations
 

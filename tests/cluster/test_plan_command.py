@@ -1,4 +1,4 @@
-"""`transom plan` on configs, files and mistakes."""
+"""`transom plan` on model configs, files and wrong arguments."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_json_has_the_planners_integers(folder: Path) -> None:
     assert [point["length"] for point in found["concurrency"]] == [1024, 4096, 6000]
 
 
-def test_the_table_for_people_has_them_too(folder: Path) -> None:
+def test_the_table_has_the_same_integers(folder: Path) -> None:
     result = plan(folder / "config.json", "--memory", "64MiB")
     assert result.exit_code == 0, result.output
     expected = plan_from_config(CONFIG, memory_bytes=64 * 2**20, max_num_batched_tokens=1024)
@@ -96,7 +96,7 @@ def test_the_table_for_people_has_them_too(folder: Path) -> None:
     ]
 
 
-def test_it_says_what_each_rank_holds(folder: Path) -> None:
+def test_the_plan_lists_each_ranks_share(folder: Path) -> None:
     result = plan(folder, "--tensor-parallel-size", "3")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())

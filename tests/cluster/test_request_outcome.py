@@ -1,4 +1,4 @@
-"""What is counted for requests that end otherwise than their status said: streams that break off, clients that leave."""
+"""What metrics count for requests that did not end as their status said: broken streams, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def known(api: Api) -> set[tuple[str, ...]]:
         (RequestError("x"), "400", "request_refused"),
     ],
 )
-async def test_a_stream_that_breaks_off_counts_as_its_error(
+async def test_a_broken_stream_counts_as_its_error(
     error: Exception, status: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_api(
@@ -84,20 +84,20 @@ async def test_a_stream_whose_worker_is_lost_for_good_counts_as_its_error() -> N
         assert ended(api) == ({"503": 1}, {"worker_unavailable": 1})
 
 
-async def test_an_error_before_the_first_byte_is_no_broken_answer() -> None:
+async def test_an_error_before_the_first_byte_is_not_a_broken_response() -> None:
     async with running_api(StubWorker(admission_error=ErrorInfo.of(Overloaded("full")))) as api:
         assert (await api.complete(stream=True)).status_code == 503
         assert ended(api) == ({"503": 1}, {})
 
 
-async def test_whole_answers_are_whole() -> None:
+async def test_complete_responses_are_not_broken() -> None:
     async with running_api() as api:
         for stream in (False, True):
             assert (await api.complete(stream=stream)).status_code == 200
         assert ended(api) == ({"200": 2}, {})
 
 
-async def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
+async def test_a_client_that_disconnects_is_not_a_server_error() -> None:
     async with running_api(StubWorker(max_events=1)) as api:
         app = build_api(api.router)
         before = AsgiCall(app, PATH, {**ASKED, "stream": False})
@@ -129,7 +129,7 @@ async def test_a_bug_in_mid_stream_counts_and_is_logged(
         assert SECRET not in caplog.text
 
 
-async def test_a_bug_behind_the_last_chunk_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_after_the_last_chunk_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: CompletionWriter) -> str:
         raise KeyError
 
@@ -147,7 +147,7 @@ def test_every_error_that_a_stream_may_end_with_has_a_code() -> None:
     }
 
 
-async def test_no_request_makes_a_count_that_was_not_there() -> None:
+async def test_no_request_adds_a_series() -> None:
     """So that rates see the first error of every kind."""
     limits = LimitsConfig(requests_per_minute=5, max_header_bytes=2000, request_timeout_s=60.0)
     async with running_api(limits=limits, api_keys=("k", "j"), max_body_bytes=200) as api:
@@ -181,7 +181,7 @@ async def test_no_request_makes_a_count_that_was_not_there() -> None:
         assert known(api) == series
 
 
-def test_what_these_settings_rule_out_is_not_counted() -> None:
+def test_statuses_that_the_settings_rule_out_have_no_series() -> None:
     def statuses(**config: object) -> set[str]:
         router = make_router(StubWorker(), **config)
         build_api(router)

@@ -1,4 +1,4 @@
-"""Keys of admins: they alone open what shows all clients together, and everything else as well."""
+"""Admin keys: they alone open routes that show all clients together, and they open all other routes as well."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_admins_where_clients_need_no_key(admins: str) -> None:
         assert [await status(api, "/metrics", key) for key in (None, "any", "boss")] == [401, 401, 200]
 
 
-def test_the_document_says_so(admins: str) -> None:
+def test_the_openapi_document_shows_which_routes_need_an_admin_key(admins: str) -> None:
     paths = build_api(make_router(StubWorker(), admin_api_key_file=admins)).openapi()["paths"]
     assert paths["/metrics"]["get"]["responses"].keys() >= {"401", "403"}
     assert paths["/metrics"]["get"]["security"]
@@ -68,7 +68,7 @@ async def test_without_admins_any_key_opens_everything() -> None:
         assert [await status(api, "/metrics", key) for key in ("k", None)] == [200, 401]
 
 
-def test_every_route_of_metrics_and_of_the_maps_data_is_the_admins() -> None:
+def test_all_metrics_and_block_map_data_need_an_admin_key() -> None:
     paths = {route.path for route in build_api(make_router(StubWorker())).routes}
     shared = {path for path in paths if shows_all_clients(path)}
     assert shared == {path.split("?")[0] for path in SHARED}
@@ -103,7 +103,7 @@ async def test_an_app_that_is_mounted_below_a_prefix_has_the_same_rules(admins: 
         assert f'endpoint="{endpoint}",model="stub",router="r0",status="{refused}"}} 1.0' in counts
 
 
-def test_a_file_that_is_no_secret_is_refused(admins: str) -> None:
+def test_a_file_that_all_users_may_read_is_refused(admins: str) -> None:
     check_api_keys(Settings.parse(model="m", admin_api_key_file=admins))
     Path(admins).chmod(0o644)
     with pytest.raises(ConfigError, match=r"--admin-api-key-file .* chmod 600"):

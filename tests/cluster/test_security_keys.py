@@ -1,4 +1,4 @@
-"""API keys: which routes want one, where keys come from, and clients that share nothing through the cache."""
+"""API keys: which routes need one, where keys come from, and clients that share no cached prefix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refused(response: httpx.Response) -> bool:
     return True
 
 
-async def test_every_route_wants_a_key_but_those_documented():
+async def test_every_route_needs_a_key_except_the_documented_ones():
     async with running_api(api_keys=KEYS) as api:
         routes = build_api(make_router(StubWorker())).routes
         assert len(routes) >= 12
@@ -71,7 +71,7 @@ async def test_every_route_wants_a_key_but_those_documented():
     "authorization",
     ["", "Bearer", "Bearer ", "Bearer wrong", "Basic first", "first", "é", "Bearer first second", "Bearer FIRST"],
 )
-async def test_what_is_no_key(authorization):
+async def test_wrong_authorization_headers_are_refused(authorization):
     async with running_api(api_keys=KEYS) as api:
         headers = {b"authorization": authorization.encode()}
         assert refused(await api.client.get("/v1/models", headers=headers))
@@ -99,7 +99,7 @@ async def test_a_key_file_opens_too(tmp_path):
     ("text", "mode", "said"),
     [("key\n", 0o604, "chmod 600"), ("# none\n\n", 0o600, "has no key"), ("\udcff", 0o600, "not UTF-8")],
 )
-def test_what_is_no_key_file(tmp_path, text, mode, said):
+def test_wrong_key_files_are_refused(tmp_path, text, mode, said):
     path = tmp_path / "keys"
     path.write_bytes(text.encode(errors="surrogateescape"))
     path.chmod(mode)
@@ -157,7 +157,7 @@ async def salts_of(api, key: str, **body) -> list[str | None]:
     return [request.cache_salt for request in api.worker.submitted]
 
 
-async def test_salts_are_the_clients_own_on_request():
+async def test_with_salt_by_key_each_client_has_its_own_salt():
     async with running_api(api_keys=("a", "b"), salt_by_key=True) as api:
         first, again = await salts_of(api, "a")
         assert first == again
@@ -171,7 +171,7 @@ async def test_salts_are_the_clients_own_on_request():
 
 
 @pytest.mark.parametrize("config", [{}, {"api_keys": ("a",)}], ids=["no keys", "keys"])
-async def test_salts_are_the_requests_own_otherwise(config):
+async def test_without_salt_by_key_the_requests_salt_is_unchanged(config):
     async with running_api(**config) as api:
         assert await salts_of(api, "a") == [None, None]
         assert await salts_of(api, "a", cache_salt="x") == ["x", "x"]
@@ -238,6 +238,6 @@ def test_a_file_left_blank_in_yaml_opens_nothing(name):
 @pytest.mark.parametrize(
     "fields", [{"api_key": ("a", " ")}, {"api_key": ("a", "")}, {"api_key_file": "/no/such"}], ids=str
 )
-def test_keys_that_are_none_are_refused_before_anything_starts(fields):
+def test_blank_keys_are_refused_before_anything_starts(fields):
     with pytest.raises(ConfigError, match="api-key"):
         check_api_keys(Settings.parse(model="smollm2", **fields))

@@ -1,4 +1,4 @@
-"""What one client may ask of a router: how often, how much at once, how large, how deep, how long."""
+"""Limits of a client's requests: rate, concurrency, size, nesting, and time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_idle_clients_are_forgotten_after_a_minute():
         assert take(counted, "busy") == 1  # its first request still counts
 
 
-async def test_a_client_over_its_rate_is_told_when_to_come_back():
+async def test_a_client_over_its_rate_learns_when_to_retry():
     async with running_api(limits=LimitsConfig(requests_per_minute=2), api_keys=("a", "b")) as api:
         api.client.headers["authorization"] = "Bearer a"
         assert (await api.complete(temperature=-1)).status_code == 400  # counted as well
@@ -109,7 +109,7 @@ async def test_a_client_over_its_rate_is_told_when_to_come_back():
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("end", ["answer", "leave", "error", "cancel"])
-async def test_a_request_counts_until_its_last_byte_or_its_client_is_gone(stream, end):
+async def test_a_request_counts_until_its_last_byte_or_until_the_client_disconnects(stream, end):
     worker = StubWorker(max_events=1)
     async with running_api(worker, limits=LimitsConfig(concurrent_requests=1)) as api:
         app = build_api(api.router)
@@ -142,7 +142,7 @@ async def test_a_request_counts_until_its_last_byte_or_its_client_is_gone(stream
         assert third.status == 200
 
 
-async def test_clients_that_leave_before_their_body_is_there_count_no_longer():
+async def test_a_client_that_disconnects_before_its_body_is_complete_no_longer_counts():
     async with running_api(limits=LimitsConfig(concurrent_requests=1)) as api:
         app = build_api(api.router)
         call = AsgiCall(app, "/v1/completions", {})
@@ -217,7 +217,7 @@ async def test_json_that_is_nested_too_deep(api, path, opening, depth):
     assert "recursion limit" in problem(await api.client.post(path, content=body), 400)["message"]
 
 
-async def test_what_is_quoted_back_is_short(api):
+async def test_error_messages_quote_little(api):
     long = "x" * 100_000
     for response in (
         await api.complete(model=long),
@@ -284,7 +284,7 @@ def late_server(tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_takes_too_long_ends_and_leaves_no_block(late_server, stream):
+def test_a_request_past_its_deadline_ends_and_frees_its_blocks(late_server, stream):
     body = {"prompt": [5] * 50, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
     response = httpx.post(f"{late_server.url}/v1/completions", json=body, timeout=GIVE_UP_S)
     assert response.status_code == (200 if stream else 408)

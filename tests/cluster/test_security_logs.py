@@ -1,4 +1,4 @@
-"""What clients send shows in no log line and in no metric, whatever becomes of it, unless --log-prompts is set."""
+"""No log line and no metric contains a prompt or an output, whatever happens to the request, unless --log-prompts is set."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_answers(logged, stream):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-async def test_refusals_of_what_is_wrong(logged, path):
+async def test_refused_fields_and_bodies(logged, path):
     good = CHAT if "chat" in path else {"tokens": list(MARK.encode())} if path == "/detokenize" else {"prompt": MARK}
     names = ("model", "prompt", "messages", "tokens", "max_tokens", "temperature", "stop", "logit_bias", "tools", MARK)
     async with unseen(logged) as api:
@@ -79,7 +79,7 @@ async def test_refusals_of_what_is_wrong(logged, path):
         assert (await api.client.post(path, json={**good, "prompt": MARK * 100})).status_code in (200, 400)
 
 
-async def test_refusals_of_what_is_too_much(logged):
+async def test_requests_over_a_limit(logged):
     config = {"max_body_bytes": 2048, "api_keys": ("k",), "limits": LimitsConfig(requests_per_minute=4)}
     async with unseen(logged, **config) as api:
         assert (await api.complete(**TEXT)).status_code == 401

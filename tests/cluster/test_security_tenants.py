@@ -1,4 +1,4 @@
-"""Tenants and the prefix cache of a real engine: with salts by key, what one has sent is no hit for another."""
+"""Tenants and the prefix cache of a real engine: with --salt-by-key no client hits a prefix that another client sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers there are, and calls that go to the one they name: Serve's hooks, without Serve."""
+"""The worker directory, and calls to the worker that they name, through Serve's hooks without a running Serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking the other routers through Ray Serve: what is relied on, and what becomes of those that fail or are late."""
+"""Queries to the other routers through Ray Serve: the private names that they rely on, and routers that fail or are late."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_others_answer_and_the_own_answer_is_dropped() -> None:
     assert handle.asked == [("answer_peer", "me", MetricsQuery(True))]
 
 
-async def test_one_that_fails_or_is_late_costs_only_its_own_answer() -> None:
+async def test_a_router_that_fails_or_is_late_costs_only_its_own_answer() -> None:
     died = ConnectionError("died")
     peers = ServeRouterPeers("me", lambda: None)
     peers._handle = StubHandle(None, ("a", 1), died, ("me", None))  # so that only the one that is late takes time

@@ -1,4 +1,4 @@
-"""The routes around the prompts: tokens, health, version, metrics, the index."""
+"""The routes besides generation: tokenize, detokenize, health, version, metrics, the index."""
 
 from __future__ import annotations
 

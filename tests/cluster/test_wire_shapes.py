@@ -1,4 +1,4 @@
-"""What is sent validates strictly against the official client's own types, and every field that it can send is known here."""
+"""Responses validate strictly against the official client's types, and the server knows every field that the client can send."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_completions(api, fields):
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice.finish_reason]
 
 
-async def test_streamed_log_probabilities_of_an_echo_are_those_of_the_whole(api):
+async def test_streamed_logprobs_of_an_echo_equal_those_of_a_plain_response(api):
     fields = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 2}
     whole = (await api.complete(**fields)).json()["choices"][0]["logprobs"]
     chunks = events((await api.complete(**fields, stream=True)).text)

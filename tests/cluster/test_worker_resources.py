@@ -1,4 +1,4 @@
-"""What Ray is asked for a worker: never more than there is, on laptops least of all."""
+"""The resources that workers request from Ray never exceed those of the cluster, also on small machines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_workers_one_more_and_the_routers_fit(cores, replicas, ranks, thread
         assert resources.actor_options["num_cpus"] == resources.bundles[0]["CPU"]
 
 
-def test_threads_are_dealt_out():
+def test_threads_are_divided_among_workers_and_ranks():
     assert of(LAPTOP).num_threads == 2
     assert of(LAPTOP, replicas=2).num_threads == 1
     assert of(LAPTOP, replicas=2, tensor_parallel_size=2).num_threads == 1

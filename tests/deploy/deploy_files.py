@@ -1,4 +1,4 @@
-"""The files of deploy/ as documents, and what checks Serve's: Ray's schema, its deployments' keys, and our settings."""
+"""The files of deploy/ as documents, and the checks of Serve configs: Ray's schema, the deployments' keys, our settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the head runs on every worker, with stand-ins for ssh, rsync and ray that write down how they are called."""
+"""`every_host.py`, which the head runs for every worker host, with stand-ins for ssh, rsync and ray that record their calls."""
 
 from __future__ import annotations
 

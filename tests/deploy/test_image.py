@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be read: it copies what the wheel is made of, and nothing runs as root."""
+"""The Dockerfile, as far as its text shows: it copies what the wheel needs, and nothing runs as root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The RayService against KubeRay's CRD and its pods against Kubernetes' own schemas; misspelt keys are caught."""
+"""The RayService validates against KubeRay's CRD, and its pods against Kubernetes' schemas; misspelt keys are errors."""
 
 from __future__ import annotations
 

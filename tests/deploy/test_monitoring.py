@@ -1,4 +1,4 @@
-"""Prometheus' configuration: by promtool where there is one, and by its structure always."""
+"""Prometheus' configuration: promtool checks it where it is installed, and tests check its structure always."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every cluster YAML against Ray's own schema, and what it must have besides; misspelt keys are caught."""
+"""Every cluster YAML validates against Ray's schema and has what Transom needs besides; misspelt keys are errors."""
 
 from __future__ import annotations
 

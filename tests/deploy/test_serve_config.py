@@ -1,4 +1,4 @@
-"""The Serve configs against Ray's schema and our settings; misspelt keys of every level are caught."""
+"""The Serve configs validate against Ray's schema and our settings; misspelt keys of every level are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel that every node installs: built and installed without a package index, it is the whole of Transom."""
+"""The wheel that every node installs: built and installed without a package index, it contains all of Transom."""
 
 from __future__ import annotations
 
