@@ -16,7 +16,7 @@ from test_http_errors import problem
 from conftest import GIVE_UP_S, http_server, running_api
 from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
-from transom_cluster.openai.completion_types import MAX_ANSWERS
+from transom_cluster.openai.completion_types import MAX_CHOICES
 from transom_worker.config import LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import RateLimited, RequestTimeout, StepFailed
@@ -171,8 +171,8 @@ def test_headers_over_the_limit_are_431_from_a_real_server_too():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": [[1]] * (MAX_ANSWERS + 1)}, "prompt"),
-        ({"prompt": [[1]] * (MAX_ANSWERS // 128 + 1), "n": 128}, "prompt"),
+        ({"prompt": [[1]] * (MAX_CHOICES + 1)}, "prompt"),
+        ({"prompt": [[1]] * (MAX_CHOICES // 128 + 1), "n": 128}, "prompt"),
         ({"n": 129}, "n"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": "a" * 1025}, "stop"),
