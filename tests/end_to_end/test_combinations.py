@@ -92,16 +92,18 @@ def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Units that requests waited for since another computed them; here a few tokens are worth it."""
+    """Hash blocks for which requests waited because another one computed them; here a few tokens are worth a wait."""
     waited: list[int] = []
-    follow = in_flight_prefixes.InFlightPrefixes.follow
+    wait_for = in_flight_prefixes.InFlightPrefixes.wait_for
 
-    def noted(self: in_flight_prefixes.InFlightPrefixes, sequence: Sequence, leader: Sequence, units: int) -> None:
-        waited.append(units)
-        follow(self, sequence, leader, units)
+    def noted(
+        self: in_flight_prefixes.InFlightPrefixes, sequence: Sequence, producer: Sequence, num_hash_blocks: int
+    ) -> None:
+        waited.append(num_hash_blocks)
+        wait_for(self, sequence, producer, num_hash_blocks)
 
     monkeypatch.setattr(in_flight_prefixes, "MIN_SHARED_TOKENS", 8)
-    monkeypatch.setattr(in_flight_prefixes.InFlightPrefixes, "follow", noted)
+    monkeypatch.setattr(in_flight_prefixes.InFlightPrefixes, "wait_for", noted)
     return waited
 
 
