@@ -40,9 +40,9 @@ def test_a_failing_step_drops_the_plans_behind_it() -> None:
     executor.submit(broken)
     hand.finish(0)
     executor.submit(hand.plan({}))
-    with pytest.raises(StepFailed, match="Step 0 failed: ValueError: Batch row 0 continues row 9"):
+    with pytest.raises(StepFailed, match="Step 0 failed: ValueError: Batch row 0 takes its input from row 9"):
         executor.receive()
-    with pytest.raises(StepFailed, match="no plan is waiting"):
+    with pytest.raises(StepFailed, match="no plan was submitted"):
         executor.receive()
     hand.add(1, [8, 9])
     executor.submit(hand.plan({1: 2}))

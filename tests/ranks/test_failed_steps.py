@@ -35,7 +35,7 @@ def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
     executor.submit(StepPlan(step_id=1_001))
     with pytest.raises(StepFailed, match="version 99"):
         executor.receive()
-    with pytest.raises(StepFailed, match="no plan is waiting"):
+    with pytest.raises(StepFailed, match="no plan was submitted"):
         executor.receive()
     assert run(engine, [make_request("after", PROMPT, max_tokens=4)])[0].token_ids == expected
 

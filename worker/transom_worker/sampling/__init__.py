@@ -1,1 +1,1 @@
-"""Logits to token ids: penalties, filters, counter-based noise, log-probabilities."""
+"""Turns logits into token ids: penalties, filters, Gumbel noise, log-probabilities."""

@@ -1,6 +1,9 @@
-"""Everything that changes logits before temperature: bias, penalties, forbidden tokens, a grammar's mask.
+"""Applies everything that changes logits before temperature: logit bias, banned tokens, a grammar's bit mask, penalties.
 
-Legend: S rows that sample, V vocabulary.
+- banned token: one that would end the sequence before `min_tokens`. Its logit becomes -inf.
+- grammar mask: bits packed into bytes, ceil(V / 8) for each row, lowest bit first; bit 0 means that the token is not allowed.
+
+Legend: S rows that are sampled, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ from transom_worker.sampling.sequence_state import SequenceState
 
 
 def adjust_logits(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
-    """Change `logits_SV` in place, row s by `states[s]`; `grammar_mask` is as in StepPlan, lowest bit first."""
+    """Change `logits_SV` in place, row s as `states[s]` asks. `grammar_mask` is the mask of all rows, as in StepPlan."""
     apply_bias_and_bans(logits_SV, states, grammar_mask)
-    _penalise(logits_SV, states)
+    _apply_penalties(logits_SV, states)
 
 
 def apply_bias_and_bans(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
-    """`adjust_logits` but for penalties, which come after a bias and leave what is forbidden forbidden."""
+    """Apply everything but penalties. Penalties may come afterwards: a logit of -inf stays -inf."""
     _add_bias(logits_SV, states)
     pairs = [(row, token) for row, state in enumerate(states) for token in state.banned if token < logits_SV.shape[1]]
     if pairs:
@@ -46,8 +49,8 @@ def _add_bias(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
         )
 
 
-def penalties(states: Sequence[SequenceState], device: torch.device) -> PenaltyChanges | None:
-    """What penalties change; None where no row has any."""
+def batch_penalties(states: Sequence[SequenceState], device: torch.device) -> PenaltyChanges | None:
+    """Return what penalties change in these rows; None where no row has any."""
     rows = [row for row, state in enumerate(states) if state.counts is not None]
     if not rows:
         return None
@@ -62,14 +65,18 @@ def penalties(states: Sequence[SequenceState], device: torch.device) -> PenaltyC
     )
 
 
-def _penalise(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
-    changes = penalties(states, logits_SV.device)
+def _apply_penalties(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
+    changes = batch_penalties(states, logits_SV.device)
     if changes is not None:
         apply_changes(logits_SV, changes)
 
 
 def _allowed(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:
-    """The mask as bools [S, V]. Raises ValueError when its length is not S * ceil(V / 8)."""
+    """Return the mask as bools [S, V].
+
+    Raises:
+        ValueError: its length is not S * ceil(V / 8).
+    """
     num_rows, vocab_size = logits_SV.shape
     if len(grammar_mask) != num_rows * -(-vocab_size // 8):
         raise ValueError(f"The grammar mask has {len(grammar_mask)} bytes for {num_rows} rows of {vocab_size} tokens.")

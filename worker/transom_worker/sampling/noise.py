@@ -1,14 +1,18 @@
-"""Counter-based sampling noise: f(seed, choice, output position, vocabulary id), the same on every device and in any batch.
+"""Gumbel noise as a function of (seed, choice, output position, token id): the same on every device and in any batch.
+
+Gumbel-max sampling adds independent Gumbel noise to each logit and takes the largest sum; the result has the softmax
+distribution. Gumbel noise is -log(E), where E is an exponential variable.
+
+1. Key: seed, choice and output position are hashed into a row's 64-bit key, in Python integers.
+2. Bits: an element's random bits are SplitMix64's finaliser over `key + counter * GOLDEN`, in wrapping int64 tensor arithmetic.
+3. Uniform: 52 of the bits and one half make an exact float64, an odd multiple of 2**-53.
+
+Noise is drawn in blocks of 64 token ids, so that whole blocks can be ruled out (see `gumbel_max`). It rests on two facts: the
+least of 64 exponential variables is itself exponential, at 64 times the rate, and falls on each id with equal chance; and what
+another variable exceeds it by is exponential again. So a block draws its minimum and the id that it falls on, and every other
+id adds a draw of its own to the minimum. The 64 variables are independent all the same.
 
 Legend: N elements of any shape.
-
-A row's 64-bit key is hashed from seed, choice and position in Python integers; an element's bits are SplitMix64's finaliser
-over `key + counter * GOLDEN`, in wrapping int64 tensor arithmetic. Bits become a uniform exactly: 52 of them plus a half fit
-a float64's 53.
-
-Ids are noisy in blocks of 64, so that whole blocks can be ruled out (see `race`). Of 64 exponential variables the least is
-exponential at 64 times the rate, falls on each id alike, and what the others have above it is exponential again: so a block
-draws its minimum and that minimum's id, and every other id adds its own draw. The 64 are independent all the same.
 """
 
 from __future__ import annotations
@@ -23,21 +27,21 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 MASK_64 = 2**64 - 1
-BLOCK = 64  # ids
+BLOCK = 64  # token ids
 
 
 def noise_key(seed: int, choice_index: int, output_position: int) -> int:
-    """The signed 64-bit key of one row; any Python ints are taken, modulo 2**64."""
+    """Return the signed 64-bit key of one row; any Python integers are taken, modulo 2**64."""
     return _signed(_mixed_with(choice_key(seed, choice_index), output_position))
 
 
 def choice_key(seed: int, choice_index: int) -> int:
-    """What the keys of all positions of a choice come from, unsigned."""
+    """Return the unsigned key of a choice, from which the keys of all its output positions are made."""
     return _mixed_with(_mixed_with(0, seed), choice_index)
 
 
 def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -> NDArray[np.int64]:
-    """`noise_key` of many rows at once."""
+    """Return `noise_key` of many rows at once."""
     keys = (np.array(choice_keys, dtype=np.uint64) ^ np.array(output_positions, dtype=np.uint64)) + np.uint64(GOLDEN)
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
@@ -45,32 +49,34 @@ def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
+    """Return standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
     return gumbel_within(keys, token_ids, *block_minimum(keys, token_ids // BLOCK))
 
 
 def block_minimum(keys: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least exponential variable of each block of ids (float64), and the place in the block that it falls on (int64)."""
-    bits = random_bits(keys, -1 - blocks)  # ids count up from 0, blocks down from -1
-    place = bits & (BLOCK - 1)  # the lowest bits, which `_to_uniform` leaves out
-    return _to_uniform(bits).log_().mul_(-1.0 / BLOCK), place
+    """Return the least exponential variable of each block of ids (float64), and the offset in the block that it falls on
+    (int64).
+    """
+    bits = random_bits(keys, -1 - blocks)  # counters of ids are 0, 1, ...; those of blocks are -1, -2, ...
+    offset = bits & (BLOCK - 1)  # the lowest bits, which `_to_uniform` leaves out
+    return _to_uniform(bits).log_().mul_(-1.0 / BLOCK), offset
 
 
 def gumbel_within(
-    keys: torch.Tensor, token_ids: torch.Tensor, minimum: torch.Tensor, place: torch.Tensor
+    keys: torch.Tensor, token_ids: torch.Tensor, minimum: torch.Tensor, offset: torch.Tensor
 ) -> torch.Tensor:
-    """Gumbel noise of ids whose blocks have that minimum at that place; all broadcast."""
-    more = uniform(keys, token_ids).log_().neg_().masked_fill_(token_ids % BLOCK == place, 0.0)
-    return more.add_(minimum).log_().neg_()
+    """Return the Gumbel noise of ids whose blocks have this minimum at this offset; all arguments broadcast."""
+    excess = uniform(keys, token_ids).log_().neg_().masked_fill_(token_ids % BLOCK == offset, 0.0)
+    return excess.add_(minimum).log_().neg_()
 
 
 def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Uniform noise inside (0, 1) in float64, exact: an odd multiple of 2**-53."""
+    """Return uniform noise inside (0, 1) in float64, each an odd multiple of 2**-53."""
     return _to_uniform(random_bits(keys, token_ids))
 
 
 def random_bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """64 random bits per element as int64."""
+    """Return 64 random bits for each element, as int64."""
     bits = counters * _signed(GOLDEN) + keys
     shifted = torch.empty_like(bits)
     _xor_shift(bits, shifted, 30).mul_(_signed(MIX_1))
@@ -85,7 +91,7 @@ def _to_uniform(bits: torch.Tensor) -> torch.Tensor:
 
 def _xor_shift(bits: torch.Tensor, shifted: torch.Tensor, count: int) -> torch.Tensor:
     torch.bitwise_right_shift(bits, count, out=shifted)
-    shifted.bitwise_and_(2 ** (64 - count) - 1)  # int64 shifts drag the sign along
+    shifted.bitwise_and_(2 ** (64 - count) - 1)  # clears the copies of the sign bit that an int64 shift brings in
     return bits.bitwise_xor_(shifted)
 
 

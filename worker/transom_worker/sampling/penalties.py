@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties over counts that grow with a sequence.
+"""Repetition, presence and frequency penalties, from token counts that grow with a sequence.
 
-Legend: R rows, V vocabulary.
+Legend: R rows, V vocabulary, C logits that penalties change.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-WORDS = 4  # arrays of changes are padded to so many, so that each begins at a multiple of 16 bytes
+ROW_MULTIPLE = 4  # arrays of changes are padded to a multiple, so that each begins at a multiple of 16 bytes
 
 
 class TokenCounts:
-    """Which tokens a sequence holds (prompt and output) and how often each is in its output."""
+    """Which tokens a sequence holds (prompt and output), and how often each is in its output."""
 
     def __init__(self, token_ids: Iterable[int], num_prompt_tokens: int) -> None:
         self._slot: dict[int, int] = {}
@@ -50,8 +50,10 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyChanges:
-    """Logits that penalties change, each pair of row and token once: divided by a factor if positive, multiplied if negative; then
-    something is subtracted."""
+    """The logits that penalties change, each pair of row and token once.
+
+    A logit is divided by `factor` if it is positive and multiplied by it if it is negative; then `minus` is subtracted.
+    """
 
     row: torch.Tensor  # [C] int64
     token: torch.Tensor  # [C] int64
@@ -67,30 +69,30 @@ def penalty_changes(
     frequency: list[float],
     device: torch.device,
 ) -> PenaltyChanges:
-    """Of the rows named by `rows`, each by its own counts and strengths.
+    """Return the changes of the rows numbered `rows`; the other arguments have one element for each of them.
 
-    Repetition is for every token seen in prompt or output; presence and frequency are subtracted for tokens of the output,
-    frequency once per occurrence.
+    The repetition penalty is for every token in prompt or output. Presence and frequency penalties are subtracted for tokens of
+    the output, the frequency penalty once for each occurrence.
     """
     lengths = [len(count.token_ids) for count in counts]
     occurrences = np.concatenate([count.output_counts for count in counts])
     minus = np.repeat(np.array(presence, dtype=np.float32), lengths) * (occurrences > 0)
     minus += np.repeat(np.array(frequency, dtype=np.float32), lengths) * occurrences.astype(np.float32)
     num_changes = len(occurrences)
-    width = max(1, -(-num_changes // WORDS)) * WORDS
-    packed = np.zeros(3 * width, dtype=np.int64)  # rows, tokens, then two arrays of half the size, in one copy
-    floats = packed[2 * width :].view(np.float32).reshape(2, width)
-    packed[:num_changes] = np.repeat(np.array(rows, dtype=np.int64), lengths)
-    packed[width : width + num_changes] = np.concatenate([count.token_ids for count in counts])
+    width = max(1, -(-num_changes // ROW_MULTIPLE)) * ROW_MULTIPLE
+    words = np.zeros(3 * width, dtype=np.int64)  # rows, tokens, then two arrays of half the size, in one copy
+    floats = words[2 * width :].view(np.float32).reshape(2, width)
+    words[:num_changes] = np.repeat(np.array(rows, dtype=np.int64), lengths)
+    words[width : width + num_changes] = np.concatenate([count.token_ids for count in counts])
     floats[0, :num_changes] = np.repeat(np.array(repetition, dtype=np.float32), lengths)
     floats[1, :num_changes] = minus
-    there = torch.from_numpy(packed).to(device, non_blocking=True)
-    factor, subtracted = there[2 * width :].view(torch.float32).view(2, width)[:, :num_changes]
-    return PenaltyChanges(there[:num_changes], there[width : width + num_changes], factor, subtracted)
+    device_words = torch.from_numpy(words).to(device, non_blocking=True)
+    factor, subtracted = device_words[2 * width :].view(torch.float32).view(2, width)[:, :num_changes]
+    return PenaltyChanges(device_words[:num_changes], device_words[width : width + num_changes], factor, subtracted)
 
 
 def apply_changes(logits_RV: torch.Tensor, changes: PenaltyChanges) -> None:
-    """Make the changes in place."""
+    """Apply the changes to the logits in place."""
     values = logits_RV[changes.row, changes.token]
     values = torch.where(values < 0, values * changes.factor, values / changes.factor)
     logits_RV[changes.row, changes.token] = values - changes.minus

@@ -1,4 +1,8 @@
-"""What sampling remembers of one sequence; all of it follows from its token ids, so a resumed sequence starts the same."""
+"""What sampling remembers of one sequence.
+
+All of it is computed from the sequence's parameters and token ids, so a sequence that continues after preemption, or on another
+worker, samples the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from transom_worker.sampling.penalties import TokenCounts
 
 
 class SequenceState:
-    """Parameters of one sequence, with the counts and the output position that grow with it."""
+    """One sequence's sampling parameters, token counts and output position."""
 
     def __init__(
         self,
@@ -29,8 +33,8 @@ class SequenceState:
         self.output_position = len(token_ids) - num_prompt_tokens
         self.choice_key = choice_key(seed, choice_index)
         self.counts = TokenCounts(token_ids, num_prompt_tokens) if self.has_penalties else None
-        ends = () if params.ignore_eos else eos_token_ids
-        self._enders = sorted({*ends, *params.stop_token_ids}) if params.min_tokens else []
+        eos_ids = () if params.ignore_eos else eos_token_ids
+        self._end_token_ids = sorted({*eos_ids, *params.stop_token_ids}) if params.min_tokens else []
         self.has_filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
     @property
@@ -41,21 +45,21 @@ class SequenceState:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token's logits need more than temperature and filters."""
+        """Whether the next token's logits change before temperature and filters."""
         return bool(self.counts is not None or self.params.logit_bias or self.banned)
 
     @property
     def banned(self) -> list[int]:
-        """Tokens that may not come yet: those that would end the sequence before `min_tokens`."""
-        return self._enders if self.output_position < self.params.min_tokens else []
+        """The token ids that would end the sequence, as long as its output is shorter than `min_tokens`; empty afterwards."""
+        return self._end_token_ids if self.output_position < self.params.min_tokens else []
 
     def append(self, token_id: int) -> None:
-        """One more output token."""
+        """Add one output token."""
         self.output_position += 1
         if self.counts is not None:
             self.counts.append(token_id)
 
 
 def noise_keys(states: Sequence[SequenceState]) -> NDArray[np.int64]:
-    """The keys of each row's noise for its next token."""
+    """Return the noise key of each sequence's next token, int64 [S]."""
     return position_keys([state.choice_key for state in states], [state.output_position for state in states])

@@ -1,4 +1,4 @@
-"""What temperature and noise need of each row.
+"""Divides logits by temperature, and puts the rows' noise keys on the logits' device.
 
 Legend: N rows, V vocabulary.
 """
@@ -9,18 +9,17 @@ from collections.abc import Sequence
 
 import torch
 
-from transom_worker.sampling.sequence_state import SequenceState
-from transom_worker.sampling.sequence_state import noise_keys as row_keys
+from transom_worker.sampling.sequence_state import SequenceState, noise_keys
 
 
 def apply_temperature(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    """Each row over its temperature; `logits_NV` itself where all are 1."""
+    """Return each row divided by its temperature; `logits_NV` itself where all temperatures are 1."""
     if all(state.params.temperature == 1.0 for state in states):
         return logits_NV
     temperatures = torch.tensor([state.params.temperature for state in states], dtype=logits_NV.dtype)
     return logits_NV / temperatures.to(logits_NV.device)[:, None]
 
 
-def noise_keys(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    """The keys of each row's noise, int64 [N, 1]."""
-    return torch.from_numpy(row_keys(states)).to(logits_NV.device)[:, None]
+def noise_key_tensor(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
+    """Return the noise key of each row on the logits' device, int64 [N, 1]."""
+    return torch.from_numpy(noise_keys(states)).to(logits_NV.device)[:, None]
