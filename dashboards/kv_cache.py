@@ -185,9 +185,8 @@ POOL = Section(
         ),
         lines(
             About(
-                title="Cached blocks that checkpoints hold",
-                shows="Cached blocks that some checkpoint keeps, by group; the other cached ones are "
-                "left behind and go first.",
+                title="Pinned cached blocks",
+                shows="Cached blocks that a checkpoint pins, by group; the other cached blocks are evicted first.",
                 act="Near zero though blocks are cached: hits end early; see *Checkpoints by kind*.",
             ),
             [Query(expr=total("transom_kv_held_blocks", GROUP, "group"), legend="{{group}}")],

@@ -61,9 +61,9 @@ HITS = Section(
         ),
         lines(
             About(
-                title="Tokens asked for and computed",
+                title="Tokens requested and computed",
                 shows="Prompt tokens admitted and prompt tokens computed, a second; the gap is what the cache saved.",
-                act="Computed above asked for: preemption makes work twice; see *Shortage and repairs*.",
+                act="Computed above requested: preempted requests are computed again; see *Shortage and repairs*.",
             ),
             [
                 Query(expr=rate("transom_prompt_tokens_total", WORKER), legend="asked for"),
@@ -73,7 +73,7 @@ HITS = Section(
         ),
         lines(
             About(
-                title="Missed for want of memory",
+                title="Misses from lack of memory",
                 shows="Share of prompt tokens that had been cached and were evicted. It is what more memory could win.",
                 act="Over a tenth for long: a larger pool or more workers pay off; `transom bench "
                 "simulate` says how much.",
@@ -99,7 +99,7 @@ EVICTION = Section(
             About(
                 title="Age at eviction",
                 shows="From when a block became cached to its eviction; a cell counts blocks.",
-                act="Ages below those of *Age at a hit*: blocks go before anybody comes back for them. Add memory.",
+                act="Ages below those of *Age at a hit*: blocks are evicted before a request returns for them. Add memory.",
             ),
             buckets(RESIDENCY, GROUP),
             "s",
@@ -116,8 +116,8 @@ EVICTION = Section(
         lines(
             About(
                 title="Evicted blocks by reason",
-                shows="Blocks evicted, a second, by who wanted their memory.",
-                act="Compare with *Missed for want of memory*: evictions that nobody misses cost nothing.",
+                shows="Blocks evicted, a second, by what needed their memory.",
+                act="Compare with *Misses from lack of memory*: evictions without misses cost nothing.",
             ),
             [
                 Query(
@@ -132,7 +132,7 @@ EVICTION = Section(
             About(
                 title="Ages, median",
                 shows="Median age at eviction and at a hit, by group.",
-                act="Eviction below hit: the cache turns over faster than clients come back.",
+                act="Eviction below hit: blocks are evicted sooner than requests return.",
             ),
             [
                 Query(expr=quantile(0.5, RESIDENCY, GROUP, "group"), legend="{{group}} evicted"),
@@ -143,7 +143,7 @@ EVICTION = Section(
         lines(
             About(
                 title="Ages, mean",
-                shows="Mean age at eviction and at a hit, by group; far from the median where few blocks live long.",
+                shows="Mean age at eviction and at a hit, by group; far from the median where a few blocks stay long.",
                 act="As for the median.",
             ),
             [
@@ -162,7 +162,7 @@ CHECKPOINTS = Section(
         lines(
             About(
                 title="Checkpoints by kind",
-                shows="Places in the prefix tree where a request can go on, by what they were placed for.",
+                shows="Positions in the prefix tree that a request can continue from, by what they were placed for.",
                 act="None while requests end: prefix caching is off. Only `prompt` and `generation`: "
                 "turns are not recognised.",
             ),
@@ -172,9 +172,9 @@ CHECKPOINTS = Section(
         ),
         lines(
             About(
-                title="What becomes of checkpoints",
-                shows="Placed, hit, given up whole, or only their windows given up, a second.",
-                act="Given up as fast as placed, with few hits: memory is short.",
+                title="Checkpoint changes",
+                shows="Placed, hit, evicted (given_up), or only their windows evicted (windows_given_up), a second.",
+                act="Evicted as fast as placed, with few hits: memory is short.",
             ),
             [Query(expr=rate("transom_kv_checkpoint_changes_total", WORKER, "change"), legend="{{change}}")],
             "ops",
@@ -182,8 +182,8 @@ CHECKPOINTS = Section(
         lines(
             About(
                 title="Hits of checkpoints by kind",
-                shows="Requests that went on from a checkpoint, a second, by what it was placed for.",
-                act="A kind with many checkpoints and no hits does not pay: clients do not come back there.",
+                shows="Requests that continued from a checkpoint, a second, by what it was placed for.",
+                act="A kind with many checkpoints and no hits does not pay: requests do not return to it.",
             ),
             [
                 Query(

@@ -16,7 +16,7 @@ SHORTAGE = Section(
             About(
                 title="Repairs and their tokens",
                 shows="Repairs begun, and tokens that they compute again, a second.",
-                act="Many tokens a repair: windows are given up long before their requests come back; add memory.",
+                act="Many tokens a repair: windows are evicted long before requests return to them; add memory.",
             ),
             [
                 Query(expr=rate("transom_kv_repairs_total", WORKER), legend="repairs"),
@@ -26,7 +26,7 @@ SHORTAGE = Section(
         ),
         lines(
             About(
-                title="Work that was done before",
+                title="Repeated work",
                 shows="Share of all computed tokens that repairs and preemptions made necessary. Dashed: 5 % and 20 %.",
                 act="Recompute high: runbook of TransomCacheThrashing. Repair high: windows are evicted too soon.",
             ),
@@ -46,7 +46,7 @@ SHORTAGE = Section(
         lines(
             About(
                 title="Preemptions by mode",
-                shows="Requests sent back to the queue for want of blocks, a second, by worker.",
+                shows="Requests preempted, sent back to the queue for lack of blocks, a second, by worker.",
                 act="On one worker only: it has the long requests; see *Router*, in flight. On all: add memory.",
             ),
             [
@@ -108,7 +108,7 @@ EACH_WORKER = Section(
             About(
                 title="Outcomes at $worker",
                 shows="Prompt tokens of this worker, a second: hit, repaired, missed.",
-                act="Fewer hits than elsewhere: it lost its cache (a restart), or gets what fits nowhere.",
+                act="Fewer hits than elsewhere: it lost its cache (a restart), or gets the requests without hits.",
             ),
             [Query(expr=rate("transom_prefix_tokens_total", WORKER, "outcome"), legend="{{outcome}}")],
             "short",

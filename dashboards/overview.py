@@ -92,7 +92,7 @@ NOW = Section(
             About(
                 title="Inter-token p95",
                 shows="Between two tokens of one answer. Orange from 0.1 s, red from 0.25 s: slower than people read.",
-                act="Long prompts in the batch slow everybody: lower `--max-num-batched-tokens`, or add workers.",
+                act="Long prompts in the batch slow every request: lower `--max-num-batched-tokens`, or add workers.",
             ),
             Query(expr=quantile(0.95, "transom_router_inter_token_seconds", ROUTER)),
             "s",

@@ -92,7 +92,7 @@ FLEET = Section(
         lines(
             About(
                 title="Failovers by outcome",
-                shows="Requests whose worker was lost, a second: resumed elsewhere, given up, or stopped as poison.",
+                shows="Requests whose worker was lost, a second: migrated, ended with an error, or stopped as a poison request.",
                 act="`gave_up`: clients got an error, see TransomRequestsLost. `poison`: one request kills workers, "
                 "see TransomPoisonRequest.",
             ),

@@ -1,4 +1,4 @@
-"""`transom bench offline` measures what it says: whole batches, on an engine that is idle again afterwards."""
+"""The offline benchmark measures whole batches, and leaves the engine idle."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_every_decode_step_has_the_whole_batch(engine: Engine) -> None:
     assert json.loads(json.dumps(figures.as_json()))["decode"][1]["batch"] == 6
 
 
-def test_what_does_not_fit_is_told(engine: Engine) -> None:
+def test_prompts_longer_than_the_engines_length_are_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"200 prompt and 100 output tokens .* length is 256"):
         run_offline(engine, batches=(1,), prompt_tokens=200, output_tokens=100, repeats=1)

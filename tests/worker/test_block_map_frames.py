@@ -1,4 +1,4 @@
-"""Frames of random lives of many requests say exactly what the cache holds, whatever happened in between."""
+"""The frames of many random requests have exactly the cache's blocks, whatever happened in between."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_frames_say_what_the_cache_holds(mix: tuple[str, ...], steps_in_flight: 
         assert REPAIR in states
 
 
-def test_numbers_that_do_not_fit_a_byte_are_told() -> None:
+def test_numbers_beyond_a_byte_are_in_the_records() -> None:
     driver = Driver(layout(("full",), num_pages=800), max_num_seqs=400, max_num_batched_tokens=4096)
     watch = Watch(driver.scheduler)
     driver.add(request("first", range(8), 2))

@@ -1,4 +1,4 @@
-"""Who watches: each gets a whole frame and then what changed; nobody piles up frames, and nothing is kept for nobody."""
+"""Watchers: each gets a whole frame and then changes; slow ones pile up no frames, and without watchers nothing is kept."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def keeps_nothing(self) -> bool:
-        return self.scheduler.cache.registry._touched is None and not self.log.events._is_on
+        return self.scheduler.cache.registry._touched is None and not self.log.events.is_on
 
     def _post(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -157,7 +157,7 @@ async def test_evictions_show_once_and_repairs_while_they_last() -> None:
         assert not [block for block in seen.blocks.values() if block.state == REPAIR]
 
 
-async def test_who_comes_later_gets_a_whole_frame_of_the_same() -> None:
+async def test_a_later_watcher_gets_a_whole_frame_of_the_same_state() -> None:
     worker, early, late = Worker(), Map(), Map()
     async with watching(worker) as frames:
         early.take(await anext(frames))
@@ -189,7 +189,7 @@ async def test_a_slow_watcher_gets_a_whole_frame_instead_of_all_that_it_missed()
         assert slow.next_sequence <= 2 + MAX_PENDING
 
 
-async def test_an_engine_that_rests_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_engine_gets_no_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_map, "HEARTBEAT_S", 0.02)
     worker, seen = Worker(), Map()
     worker.run("a")
@@ -257,7 +257,7 @@ async def test_every_block_can_be_described() -> None:
 
 
 @pytest.mark.parametrize(("group", "block"), [(-1, 0), (2, 0), (0, -1), (0, 10**9)])
-async def test_blocks_that_are_not_there_are_said_to_be(group: int, block: int) -> None:
+async def test_blocks_that_do_not_exist_have_an_error(group: int, block: int) -> None:
     described = await Worker().map.describe(group, block)
     assert list(described) == ["error"]
     assert "0" in described["error"]

@@ -22,7 +22,7 @@ def test_how_long_a_request_waits_for_a_worker() -> None:
         Settings.parse(model="m", worker_wait_s=0)
 
 
-def test_two_steps_in_flight_where_others_compute() -> None:
+def test_two_steps_in_flight_on_gpus_and_with_several_ranks() -> None:
     for settings in ({"device": "cuda"}, {"tensor_parallel_size": 2}):
         assert Settings.parse(model="m", **settings).engine_config().scheduler.steps_in_flight == 2
 

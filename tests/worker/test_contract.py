@@ -53,7 +53,7 @@ def test_wrong_parameters_name_themselves(field: str, value: object) -> None:
     assert caught.value.param == field
 
 
-def test_what_is_the_same_is_read_the_same() -> None:
+def test_equal_values_in_several_forms_are_read_alike() -> None:
     one = SamplingParams(stop="end", stop_token_ids=[7], logit_bias={"3": 1})  # type: ignore[arg-type, dict-item]
     assert one == SamplingParams(stop=("end",), stop_token_ids=(7,), logit_bias={3: 1.0})
     unset = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_what_is_the_same_is_read_the_same() -> None:
         errors.EngineDead("dead"),
     ],
 )
-def test_errors_survive_the_wire(error: errors.TransomError) -> None:
+def test_errors_keep_their_class_and_details_between_processes(error: errors.TransomError) -> None:
     back = pickle.loads(pickle.dumps(ErrorInfo.of(error))).error()
     again = pickle.loads(pickle.dumps(error))
     for one in (back, again):

@@ -1,4 +1,5 @@
-"""An engine whose executor loses a rank: who is told what, that it serves again, and what is left when it cannot."""
+"""An engine whose executor loses a rank: every request gets an error, and the engine serves again, or ends where the ranks do
+not start."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def executor_of(engine: Engine) -> Fragile:
     return executor
 
 
-def test_everybody_is_told_and_served_again(engine: Engine) -> None:
+def test_every_request_gets_an_error_and_can_run_again(engine: Engine) -> None:
     requests = [make_request(f"r{i}", PROMPT, max_tokens=6) for i in range(4)]  # two run, two wait
     expected = [whole.token_ids for whole in run(engine, requests)]
     for request in requests:
@@ -103,7 +104,7 @@ def test_everybody_is_told_and_served_again(engine: Engine) -> None:
     assert executor_of(engine).restarts == 1
 
 
-def test_a_mirror_of_the_index_is_told_that_all_is_gone(engine: Engine) -> None:
+def test_index_updates_remove_every_prefix(engine: Engine) -> None:
     run(engine, [make_request("before", PROMPT, max_tokens=4)])
     engine.scheduler.cache.take_update()
     engine.add(make_request("lost", PROMPT, max_tokens=4))
@@ -116,7 +117,7 @@ def test_a_mirror_of_the_index_is_told_that_all_is_gone(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("refusal", [RankLost("no memory"), ConfigError("no memory for so many ranks")])
-def test_ranks_that_do_not_come_back_end_the_engine(engine: Engine, refusal: Exception) -> None:
+def test_ranks_that_do_not_start_again_end_the_engine(engine: Engine, refusal: Exception) -> None:
     engine.add(make_request("r", PROMPT))
     executor = executor_of(engine)
     executor.lose_after, executor.comes_back, executor.refusal = 0, False, refusal
@@ -130,7 +131,7 @@ def test_ranks_that_do_not_come_back_end_the_engine(engine: Engine, refusal: Exc
 
 
 def test_ranks_that_end_after_their_engine_are_no_work(engine: Engine) -> None:
-    """Its thread would never rest."""
+    """Otherwise its thread would never be idle."""
     engine.fail(ValueError("a step failed"))
     executor_of(engine).is_lost = True
     assert not engine.has_work
@@ -191,7 +192,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_ranks(
     assert len(ended) == 1
 
 
-def test_offline_answers_go_on_after_a_restart(tiny_model: Path) -> None:
+def test_offline_outputs_continue_after_a_restart(tiny_model: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, logprobs=1, ignore_eos=True)
     prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(3)]
     with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1, max_num_seqs=2) as llm:
@@ -203,7 +204,9 @@ def test_offline_answers_go_on_after_a_restart(tiny_model: Path) -> None:
         assert executor_of(llm.engine).restarts == 1
 
 
-def test_an_offline_prompt_that_loses_every_rank_is_given_up(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offline_prompt_that_ends_every_rank_becomes_an_error(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lose(_: object) -> StepResult:
         raise RankLost("Rank 1 of 2: out of memory")
 

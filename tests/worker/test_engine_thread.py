@@ -1,4 +1,4 @@
-"""The thread beside the event loop: it outlives careless callers, and its end is told to everybody."""
+"""The engine's thread: cancelled callers do not end it, and its end gives every request an error event."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_caller_that_is_cancelled_does_not_end_the_thread(
     assert harness.thread.dead is None
 
 
-def test_a_request_that_breaks_the_door_is_refused_alone(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_breaks_admission_is_refused_alone(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     add = harness.engine.add
 
     def broken(request: object) -> None:
@@ -71,11 +71,13 @@ def test_a_request_that_breaks_the_door_is_refused_alone(harness: Harness, monke
 
 
 @pytest.mark.parametrize("failing", ["step", "abort"])
-def test_a_thread_that_fails_answers_everybody(harness: Harness, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_thread_that_fails_ends_every_request_with_an_error(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("an invariant is broken")
 
-    monkeypatch.setattr(harness.engine, "step", list)  # nothing comes of it, so that it still runs then
+    monkeypatch.setattr(harness.engine, "step", list)  # makes no event, so that the request still runs then
     monkeypatch.setattr(harness.engine, failing, fail)
     harness.thread.submit([make_request("running", [5, 6], max_tokens=1000)])
     harness.thread.abort(["anything"])
@@ -89,8 +91,10 @@ def test_a_thread_that_fails_answers_everybody(harness: Harness, monkeypatch: py
     assert error.kind == "EngineDead"
 
 
-def test_shutdown_answers_who_runs_and_who_comes_late(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.engine, "step", list)  # nothing comes of it, so that it still runs then
+def test_shutdown_ends_running_and_later_requests_with_an_error(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.engine, "step", list)  # makes no event, so that the request still runs then
     assert harness.thread.submit([make_request("running", [5, 6], max_tokens=1500)]).result(WAIT_S) == [None]
     harness.thread.shutdown()
     event = harness.last_event("running")

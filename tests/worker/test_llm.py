@@ -1,4 +1,4 @@
-"""Offline use in the shape that vLLM's users know."""
+"""Offline use, with the interface that vLLM's users know."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     assert [out.outputs[0].token_ids for out in two] == [one.outputs[0].token_ids] * 2
 
 
-def test_wrong_use_is_told(llm: LLM, tiny_model: Path) -> None:
+def test_wrong_arguments_are_refused(llm: LLM, tiny_model: Path) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate(["a"], [SamplingParams(), SamplingParams()])
     with pytest.raises(RequestError, match="prompt_token_ids"):

@@ -1,4 +1,4 @@
-"""What a worker says at start reaches people, unless they log in their own way; lines as JSON, and whom they are about."""
+"""Log lines: shown unless the program has handlers of its own; as text or JSON; with the id of the request that they are about."""
 
 from __future__ import annotations
 

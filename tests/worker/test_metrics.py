@@ -1,4 +1,4 @@
-"""What a worker's Prometheus page says after known requests: every count adds up."""
+"""A worker's metrics page after known requests: every count adds up."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_queue_and_prefill_make_the_first_token_time(engine: Engine) -> None:
     assert parts == pytest.approx(total(engine, "transom_first_token_seconds_sum"), abs=1e-3)
 
 
-def test_times_of_a_resumed_request_begin_where_it_goes_on(engine: Engine) -> None:
+def test_times_of_a_migrated_request_begin_at_this_worker(engine: Engine) -> None:
     """Its arrival was decades ago, and so was its first token."""
     for name, resumed in (("anew", []), ("resumed", [9])):
         request = make_request(name, [5, 6, 7], resumed=resumed, max_tokens=4)
@@ -92,7 +92,7 @@ def test_outcomes_sum_to_the_prompt_tokens_whatever_happens(engine: Engine) -> N
 
 
 def test_outcomes_sum_to_the_prompt_tokens_on_every_page(engine: Engine) -> None:
-    """Whenever somebody scrapes, also between two publications of the state."""
+    """At every scrape, also between two publications of the state."""
     pages = []
     for i in range(4):
         engine.add(make_request(f"r{i}", list(range(5, 45 + i)), max_tokens=3))
@@ -148,7 +148,7 @@ def test_preempted_requests_count_once(tiny_model: Path) -> None:
     engine.shutdown()
 
 
-def test_the_cache_tells_its_fragments_its_checkpoints_and_how_long_blocks_stay() -> None:
+def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
     times = Histogram()
     times.observe(2.0, 5)
     times.observe(1e6)

@@ -206,7 +206,7 @@ def test_whatever_an_id_is_the_page_stays_whole(request_id: str, trace_parent: s
     assert ("request_id" in labels) == bool(request_id)
 
 
-def test_fixed_values_are_those_that_happen() -> None:
+def test_fixed_label_values_are_those_of_the_code() -> None:
     assert set(fixed_values.FINISH_REASONS) == set(get_args(FinishReason))
     assert set(fixed_values.CHECKPOINT_KINDS) == {kind.value for kind in CheckpointKind}
     missed = {name for name in vars(prefix_outcome).values() if isinstance(name, str) and name.startswith("missed_")}

@@ -1,4 +1,4 @@
-"""The worker's Serve methods without Serve: streams, admission, aborts, and blocks that come back."""
+"""A replica's methods without Ray Serve: streams, admission, aborts, and freed blocks."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_the_autoscaler_sees_what_waits_and_what_runs(
 
 
 async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> None:
-    (error,) = await replica.submit("nobody", [request("x")])
+    (error,) = await replica.submit("no-such-router", [request("x")])
     assert error is not None
     assert error.kind == "EngineDead"
 
@@ -233,7 +233,7 @@ async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
     await new.aclose()
 
 
-async def test_a_failing_step_answers_everybody_and_fails_the_health_check(
+async def test_a_failing_step_ends_every_request_and_fails_the_health_check(
     replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:

@@ -78,7 +78,7 @@ def test_stop_strings_across_a_cut(engines: tuple[Engine, Engine]) -> None:
     assert whole.text == free.text[: free.text.find(stop)]
 
 
-def test_an_answer_that_was_complete_only_gets_its_end(engines: tuple[Engine, Engine]) -> None:
+def test_an_output_that_was_complete_gets_only_its_end(engines: tuple[Engine, Engine]) -> None:
     (whole,) = run(engines[0], [make_request("whole", [30, 31, 32], max_tokens=4)])
     (rest,) = run(engines[1], [make_request("rest", [30, 31, 32], max_tokens=4, resumed=whole.token_ids)])
     assert (rest.token_ids, rest.text, rest.finish_reason) == ([], "", "length")

@@ -1,4 +1,5 @@
-"""Prompts that come together and share a beginning are computed once, and answered as if each had come alone."""
+"""In-flight prefix deduplication: a prefix that several waiting prompts share is computed once, and each output is as if its
+prompt ran alone."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def alone(model: Path, case: HybridCase) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_together_is_as_alone(tiny_model: Path, name: str) -> None:
+def test_shared_prompts_give_the_outputs_of_separate_ones(tiny_model: Path, name: str) -> None:
     case, tight_kib = MODELS[name]
     want = alone(tiny_model, case)
     for chunk, steps_in_flight, kib in ((1024, 1, ROOMY_KIB), (1024, 2, ROOMY_KIB), (64, 2, tight_kib)):

@@ -1,4 +1,4 @@
-"""A worker's spans: queue, prefill, decode below whoever asked, made when a request has ended, and only where wanted."""
+"""A worker's spans: queue, prefill and decode below the request's parent span, made when it has ended, and only with tracing on."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_three_spans_one_after_the_other(traced: Traced) -> None:
     assert queue.resource.attributes["service.instance.id"] == "worker/w7"
 
 
-def test_who_asks_for_nobody_has_a_span_of_its_own(traced: Traced) -> None:
+def test_a_request_without_a_parent_gets_a_span_of_its_own(traced: Traced) -> None:
     run(traced.engine, [with_parent("a", None, max_tokens=2)])
     spans = {span.name: span for span in traced.spans()}
     assert spans["request"].parent is None
@@ -87,12 +87,12 @@ def test_who_asks_for_nobody_has_a_span_of_its_own(traced: Traced) -> None:
         assert spans[name].parent.span_id == spans["request"].context.span_id
 
 
-def test_a_client_that_wants_no_trace_gets_none(traced: Traced) -> None:
+def test_a_request_whose_trace_is_not_sampled_has_no_spans(traced: Traced) -> None:
     run(traced.engine, [with_parent("a", parent_of("00"))])
     assert not traced.spans()
 
 
-def test_the_ratio_is_for_those_who_do_not_say(tiny_model: Path) -> None:
+def test_the_ratio_is_for_requests_without_a_parent(tiny_model: Path) -> None:
     made = Traced(tiny_model, sample_ratio=0.0)
     run(made.engine, [with_parent("a", None)])
     run(made.engine, [with_parent("b", parent_of(), max_tokens=2)])
@@ -110,7 +110,7 @@ def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
     assert failed == {("a", "decode"), ("b", "queue")}
 
 
-def test_a_collector_that_is_gone_changes_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_collector_changes_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "FLUSH_S", 0.01)
     engine = make_engine(str(tiny_model), otlp_traces_endpoint=ENDPOINT)
     [whole] = run(engine, [with_parent("a", parent_of(), max_tokens=4)])
@@ -151,6 +151,6 @@ def test_settings() -> None:
 
 
 def test_an_endpoint_without_a_path_gets_the_usual_one() -> None:
-    assert tracing._otlp_exporter("http://c:4318")._endpoint == "http://c:4318/v1/traces"
-    assert tracing._otlp_exporter("http://c:4318/")._endpoint == "http://c:4318/v1/traces"
-    assert tracing._otlp_exporter("http://c:4318/own")._endpoint == "http://c:4318/own"
+    assert tracing.traces_url("http://c:4318") == "http://c:4318/v1/traces"
+    assert tracing.traces_url("http://c:4318/") == "http://c:4318/v1/traces"
+    assert tracing.traces_url("http://c:4318/own") == "http://c:4318/own"

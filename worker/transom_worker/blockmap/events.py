@@ -30,23 +30,23 @@ class EventLog:
     thread."""
 
     def __init__(self) -> None:
-        self._is_on = False
+        self.is_on = False
         self._events: deque[MapEvent] = deque(maxlen=MAX_EVENTS)
         self._num_added = 0
 
     def begin(self) -> None:
         """Keep events from now on: there is a watcher."""
-        self._is_on = True
+        self.is_on = True
 
     def end(self) -> None:
         """Keep no events from now on: the last watcher has left."""
-        self._is_on = False
+        self.is_on = False
         self.take()
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption; `tokens` by outcome of the cache
         search."""
-        if not self._is_on:
+        if not self.is_on:
             return
         request_id, num_tokens = sequence.request.request_id, len(sequence.token_ids)
         hit, repaired = tokens.get(HIT, 0), tokens.get(REPAIRED, 0)
@@ -58,13 +58,13 @@ class EventLog:
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:
         """The scheduler preempts a request."""
-        if self._is_on:
+        if self.is_on:
             processed = 0 if sequence.blocks is None else sequence.blocks.processed
             self._add("preempted", sequence.request.request_id, processed, f"{mode}; {processed} tokens were computed")
 
     def finished(self, request_id: str, finish_reason: str) -> None:
         """A request has ended: stop, length, abort or error."""
-        if self._is_on:
+        if self.is_on:
             self._add("finished", request_id, 1, finish_reason)
 
     def take(self) -> tuple[list[MapEvent], int]:

@@ -128,10 +128,15 @@ def is_sampled(trace_parent: str) -> bool:
     return bool(int(trace_parent.rsplit("-", 1)[1], 16) & 1)
 
 
+def traces_url(endpoint: str) -> str:
+    """The URL that spans are sent to: `endpoint`, with OTLP's usual path where it has none."""
+    has_path = urlsplit(endpoint).path not in ("", "/")
+    return endpoint if has_path else endpoint.rstrip("/") + "/v1/traces"
+
+
 def _otlp_exporter(endpoint: str) -> SpanExporter:
     """The OTLP exporter; OpenTelemetry's environment variables (OTEL_EXPORTER_OTLP_...) set headers, timeout, compression,
     certificates."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    has_path = urlsplit(endpoint).path not in ("", "/")
-    return OTLPSpanExporter(endpoint=endpoint if has_path else endpoint.rstrip("/") + "/v1/traces")
+    return OTLPSpanExporter(endpoint=traces_url(endpoint))

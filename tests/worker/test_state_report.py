@@ -1,4 +1,4 @@
-"""What a worker says of its load is what it has to do."""
+"""A worker's reported load is the work that it has to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_report_counts_what_is_left_to_compute_and_what_is_held(tiny_model: Pa
     engine.shutdown()
 
 
-def test_what_was_preempted_is_to_be_computed_again(tiny_model: Path) -> None:
+def test_preempted_tokens_count_as_waiting(tiny_model: Path) -> None:
     engine = make_engine(str(tiny_model), max_num_seqs=4)
     for at in range(2):
         engine.add(make_request(f"r{at}", list(range(at * 100, at * 100 + 50)), max_tokens=40))

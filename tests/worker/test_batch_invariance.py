@@ -1,4 +1,4 @@
-"""Same seed, same text, whatever else is in the batch: answers under pressure equal those of requests that ran alone."""
+"""Batch invariance: under memory pressure, outputs equal those of requests that ran alone with the same seed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def close(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> bool:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("chunk", [16, 1024])
-def test_sampled_answers_do_not_depend_on_company(
+def test_sampled_outputs_do_not_depend_on_the_batch(
     tiny_model: Path, alone: list[Whole], chunk: int, steps_in_flight: int
 ) -> None:
     engine = make_engine(str(tiny_model), max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight, **TIGHT)
