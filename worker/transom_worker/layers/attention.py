@@ -1,4 +1,7 @@
-"""An attention layer over the paged cache.
+"""An attention layer over the paged KV cache.
+
+- batch (`PagedBatch`): the block tables and positions of one group of layers in this step.
+- tables (`RotaryTables`): cosines and sines of rotary embedding (RoPE) at the step's positions.
 
 Legend: T tokens, N hidden width, H query heads, KVH KV heads, D key width, Dv value width.
 """
@@ -22,7 +25,12 @@ from transom_worker.layers.rope import RotaryTables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Heads of one rank and what they see."""
+    """The heads of one rank, and which keys a query sees.
+
+    `window` is the number of last tokens that a query sees, `chunk` the size of the chunks of chunked attention (a query sees
+    only keys of its own chunk), and `num_sink_tokens` the number of first tokens that every query sees. None means no such
+    limit.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -31,17 +39,17 @@ class AttentionShape:
     num_sink_tokens: int
     chunk: int | None
     value_size: int | None = None  # None: as wide as a key
-    has_cache: bool = True  # False: the projection gives queries alone, which read an earlier layer's cache
+    has_cache: bool = True  # False: the projection gives only queries, which read an earlier layer's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What families add to plain attention; the default adds nothing."""
+    """What model families add to plain attention; the default adds nothing."""
 
     scale: float | None = None  # of the scores; None: head_size ** -0.5
     soft_cap: float | None = None
     sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink for each of this rank's heads
-    norm: QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None  # of query and key heads before rotation
+    norm: QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None  # of queries and keys, before rotation
     norm_after_rotation: QkNorm | None = None
     value_norm: QkNorm | None = None
     value_scale: float = 1.0
@@ -51,7 +59,7 @@ PLAIN = AttentionOptions()
 
 
 class Attention:
-    """Fused q, k, v projection, rotation, cache write, attention, output projection."""
+    """An attention layer: fused q, k, v projection, rotary embedding, cache write, attention, output projection."""
 
     def __init__(self, qkv: Linear, output: Linear, shape: AttentionShape, options: AttentionOptions = PLAIN) -> None:
         self._qkv, self._output, self._shape, self._options = qkv, output, shape, options
@@ -70,9 +78,9 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`residual + attention(x)`, [T, N]; writes this step's keys and values.
+        """Return `residual + attention(x)`, [T, N], and write this step's keys and values to the cache.
 
-        Without `tables` nothing is rotated; `query_scale` multiplies each token's queries.
+        Without `tables` nothing is rotated. `query_scale` multiplies each token's queries.
         """
         return self._output.add_to(residual_TN, self._attend(x_TN, tables, cache, batch, query_scale_T11))
 
@@ -84,7 +92,7 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`attention(x)`, [T, N]; otherwise as `add_to`."""
+        """Return `attention(x)`, [T, N]; the arguments are those of `add_to`."""
         return self._output(self._attend(x_TN, tables, cache, batch, query_scale_T11))
 
     def _attend(
@@ -95,10 +103,10 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Heads' outputs side by side, [T, H * Dv]."""
+        """Return the outputs of all heads, concatenated, [T, H * Dv]."""
         shape, options = self._shape, self._options
         fused = shape.has_cache and uses_triton(x_TN)
-        prepare = self._prepare_at_once if fused else self._prepare
+        prepare = self._prepare_fused if fused else self._prepare
         return paged_attention(
             prepare(x_TN, tables, cache, batch, query_scale_T11),
             cache.k,
@@ -112,7 +120,7 @@ class Attention:
             sink_logits=options.sink_logits,
         ).flatten(1)
 
-    def _prepare_at_once(
+    def _prepare_fused(
         self,
         x_TN: torch.Tensor,
         tables: RotaryTables | None,
@@ -120,19 +128,21 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `_prepare`, in one pass over the projections; a norm over all heads at once comes before it."""
+        """As `_prepare`, with one kernel for everything after the projection, except for a norm over all heads, which runs
+        before it.
+        """
         heads, kv_heads, norm = self._shape.num_heads, self._shape.num_kv_heads, self._options.norm
         qk, v = self._project(x_TN, heads, kv_heads)
         assert v is not None
         if norm is not None and not isinstance(norm, QkNorm):
             norm(qk)
         q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
-        how, turns = self._preparation, None
+        preparation, cos_sin = self._preparation, None
         if tables is not None:
-            how = replace(how, interleaved=True) if tables.interleaved else how
-            turns = (tables.cos, tables.signed_sin)
+            preparation = replace(preparation, interleaved=True) if tables.interleaved else preparation
+            cos_sin = (tables.cos, tables.signed_sin)
         scale_T = None if query_scale_T11 is None else query_scale_T11.flatten()
-        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, turns, how, scale_T)
+        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T)
 
     def _prepare(
         self,
@@ -142,7 +152,7 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Queries [T, H, D], normalised and rotated; keys and values are written to the cache, if the layer has its own."""
+        """Return queries [T, H, D], normalised and rotated; write keys and values to the cache if the layer has its own."""
         shape, options = self._shape, self._options
         heads, kv_heads = shape.num_heads, shape.num_kv_heads if shape.has_cache else 0
         qk, v = self._project(x_TN, heads, kv_heads)
@@ -164,7 +174,7 @@ class Attention:
         return q
 
     def _project(self, x_TN: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries and keys [T, H + KVH, D], and values [T, KVH, Dv] where the layer has a cache of its own."""
+        """Return queries and keys [T, H + KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""
         size, value_size = self._shape.head_size, self._shape.value_size
         projected = self._qkv(x_TN)
         if not kv_heads:
@@ -177,7 +187,7 @@ class Attention:
 
 
 def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparation:
-    """The norms of single heads and the factors, as `prepare_qkv` takes them."""
+    """Return the norms of single heads, and the factors, in the form that `prepare_qkv` takes."""
     norm = options.norm if isinstance(options.norm, QkNorm) else None
     weight_HD = None if norm is None else norm.weight_HD
     norms = [part for part in (norm, options.norm_after_rotation, options.value_norm) if part is not None]
@@ -188,5 +198,5 @@ def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparatio
         norm_after_rotation=options.norm_after_rotation is not None,
         value_norm=options.value_norm is not None,
         value_factor=options.value_scale,
-        eps=norms[0].eps if norms else Preparation().eps,  # a layer's norms have one
+        eps=norms[0].eps if norms else Preparation().eps,  # all norms of a layer have one epsilon
     )

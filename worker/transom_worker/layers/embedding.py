@@ -1,8 +1,8 @@
-"""Token embedding and the head that turns hidden rows into logits, which may share their weight.
+"""Token embedding and LM head; the two may share their weight.
 
-Several ranks share the vocabulary out: each looks up and scores its own tokens.
+With several ranks the vocabulary is sharded: each rank has the rows of its own tokens, for looking up and for logits.
 
-Legend: T tokens, R rows whose logits are wanted, V vocabulary of this rank, N hidden width.
+Legend: T tokens, R rows that need logits, V vocabulary of this rank, N hidden width.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class Embedding:
-    """Rows of a table, times `scale` rounded to the table's dtype."""
+    """Looks tokens up in a table, and multiplies the rows by `scale`, which is rounded to the table's dtype."""
 
     def __init__(self, weight_VN: torch.Tensor, *, scale: float = 1.0) -> None:
         self.weight_VN = weight_VN
@@ -23,21 +23,23 @@ class Embedding:
         self.weight_bytes = weight_VN.nbytes
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """Return the rows of these tokens, [T, N]."""
         rows_TN = F.embedding(token_ids_T, self.weight_VN)
         return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
 
 
 class ShardedEmbedding(Embedding):
-    """Each rank looks up the tokens that it has, others being rows of zeros, and all of them are added up."""
+    """The embedding of one of several ranks: a token of another rank is a row of zeros here, and an all-reduce adds up the
+    ranks' rows.
+    """
 
     def __init__(self, weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> None:
-        """`first_id` is the token of the table's first row."""
+        """`first_id` is the token id of the table's first row."""
         super().__init__(weight_VN, scale=scale)
         self._first_id, self._comm = first_id, comm
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """Return the rows of these tokens, [T, N]."""
         rows_T = token_ids_T - self._first_id
         absent_T = (rows_T < 0) | (rows_T >= len(self.weight_VN))
         rows_TN = super().__call__(rows_T.masked_fill_(absent_T, 0))
@@ -45,17 +47,17 @@ class ShardedEmbedding(Embedding):
 
 
 def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> Embedding:
-    """The embedding of this rank's rows of a table."""
+    """Return the embedding over this rank's rows of a table."""
     if comm is SINGLE_RANK:
         return Embedding(weight_VN, scale=scale)
     return ShardedEmbedding(weight_VN, first_id=first_id, comm=comm, scale=scale)
 
 
 class LmHead:
-    """Logits in float32, of this rank's vocabulary.
+    """Computes logits in float32 over this rank's vocabulary.
 
-    A tied head on a GPU or in float32 on a CPU uses the embedding's own tensor; a packed or quantised one is a second copy,
-    because a table that rows are looked up in cannot be packed.
+    A tied head uses the embedding's own tensor on a GPU, or in float32 on a CPU. A packed or quantised head has a second copy
+    of the weight, because rows cannot be looked up in a packed table.
     """
 
     def __init__(
@@ -67,14 +69,14 @@ class LmHead:
         scale: float = 1.0,
         soft_cap: float | None = None,
     ) -> None:
-        """Logits are multiplied by `scale`, then bent to stay between plus and minus `soft_cap`."""
+        """Logits are multiplied by `scale`; then `soft_cap` bounds them smoothly: soft_cap * tanh(logit / soft_cap)."""
         self._scale, self._soft_cap = scale, soft_cap
         self._linear = make_linear(weight_VN, quantization=quantization)
         shares = tied and isinstance(self._linear, PlainLinear)
         self.weight_bytes = 0 if shares else self._linear.weight_bytes
 
     def __call__(self, x_RN: torch.Tensor) -> torch.Tensor:
-        """[R, V] float32."""
+        """Return logits, [R, V] float32."""
         logits_RV = self._linear(x_RN).float()
         if self._scale != 1.0:
             logits_RV = logits_RV.mul_(self._scale)

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and how much each of them counts.
+"""The router of a mixture of experts: which experts each token goes to, and the weight of each.
 
 Legend: T tokens, N hidden width, E experts, K experts chosen per token.
 """
@@ -14,14 +14,16 @@ from transom_kernels.route import Routing, route, router_layout
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Every token's experts, and their weights in float32."""
+    """Every token's experts, int [T, K], and their weights, float32 [T, K]."""
 
     experts_TK: torch.Tensor
     weights_TK: torch.Tensor
 
 
 class ExpertRouter:
-    """A linear layer in float32 (two experts may be close together) and a choice."""
+    """A linear layer that scores the experts, and the choice of the best. It runs in float32, since two scores may be close
+    together.
+    """
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class ExpertRouter:
         correction_E: torch.Tensor | None = None,
         expert_scale_E: torch.Tensor | None = None,
     ) -> None:
-        """`correction_E` is added to scores for the choice alone; `expert_scale_E` multiplies the weights."""
+        """`correction_E` is added to the scores for the choice alone; `expert_scale_E` multiplies the weights."""
         self._weight_EN, self._bias_E = router_layout(weight_EN.float()), _float(bias_E)
         self._correction_E, self._expert_scale_E = _float(correction_E), _float(expert_scale_E)
         self._routing = routing
@@ -40,7 +42,9 @@ class ExpertRouter:
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def __call__(self, x_TN: torch.Tensor, chosen_TK: torch.Tensor | None = None) -> Routes:
-        """The routes of these tokens; `chosen_TK` fixes the experts, so that only the weights are learned."""
+        """Return the routes of these tokens. If `chosen_TK` is given, it fixes the experts, and the router computes only their
+        weights.
+        """
         experts_TK, weights_TK = route(
             x_TN,
             self._weight_EN,

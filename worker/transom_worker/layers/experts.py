@@ -1,9 +1,10 @@
-"""Expert feed-forward layers: each runs once over the tokens that chose it.
+"""The experts of a mixture-of-experts layer: feed-forward layers, each of which runs over the tokens that are routed to it.
 
-Where several ranks share the inner width of every expert, what comes out is a part of a sum, which the caller adds up.
+With several ranks, each rank has a part of every expert's inner width. Its output is then a part of a sum, and the caller adds
+the parts of all ranks.
 
-Legend: T tokens, N hidden width, I inner width of this rank, E experts, K experts chosen per token, P = T K pairs of token
-and expert.
+Legend: T tokens, N hidden width, I inner width of this rank, E experts, K experts chosen per token, P = T K pairs of token and
+expert.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from transom_worker.layers.linear import Linear, Quantization, make_linear
 
 
 class Experts(ABC):
-    """The experts of a layer. `weight_bytes` is what they hold."""
+    """The experts of one layer. `weight_bytes` is the size of their weights."""
 
     weight_bytes: int
 
     @abstractmethod
     def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """What each token's experts make of it, added up, [T, N]."""
+        """Return the weighted sum of each token's experts, [T, N]."""
 
 
 def make_experts(
     weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool = False
 ) -> Experts:
-    """The fastest experts for these weights' device and dtype.
+    """Return the fastest implementation for the device and dtype of these weights.
 
-    `scales_input`: a route's weight multiplies what goes into the expert, not what comes out.
+    With `scales_input`, a route's weight multiplies the expert's input; otherwise it multiplies the output.
     """
     if isinstance(weights.down, MxTensor) or runs_grouped(weights.down, quantization):
         return GroupedExperts(weights, rule, scales_input=scales_input)
@@ -42,17 +43,19 @@ def make_experts(
 
 
 def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
-    """Whether experts beside this tensor run as grouped products, which take MXFP4 as stored."""
+    """Whether experts beside this tensor run as grouped matrix products, which take MXFP4 weights as they are stored."""
     return quantization == "none" and uses_triton(like)
 
 
 class GroupedExperts(Experts):
-    """All experts in two products, whose rows are found on the device: nothing waits for a count."""
+    """All experts in two grouped matrix products. The device finds each expert's rows, so the host does not wait for their
+    number.
+    """
 
     def __init__(self, weights: ExpertTensors, rule: GateRule, *, scales_input: bool) -> None:
         self._weights = ExpertTensors(
-            gate_up=_in_one_piece(weights.gate_up),
-            down=_in_one_piece(weights.down),
+            gate_up=_contiguous(weights.gate_up),
+            down=_contiguous(weights.down),
             gate_up_bias=weights.gate_up_bias,
             down_bias=weights.down_bias,
             interleaved=weights.interleaved,
@@ -62,7 +65,7 @@ class GroupedExperts(Experts):
         self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
 
     def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """See `Experts`; a token's experts are added up in the order in which it chose them."""
+        """Return the weighted sum of each token's experts, added in the order in which the token chose them, [T, N]."""
         x_TN = x_TN.contiguous()
         return moe(
             x_TN, routes.experts_TK, routes.weights_TK, self._weights, self._rule, scales_input=self._scales_input
@@ -70,16 +73,16 @@ class GroupedExperts(Experts):
 
 
 class SequentialExperts(Experts):
-    """Each expert runs once over the tokens that chose it, as many as the host counts.
+    """Runs one expert after the other over its tokens; the host reads how many tokens each expert has.
 
-    Weights that need no packing stay views of the stacked tensors. What comes out for a token does not depend on the other
-    tokens beyond the rounding of a product with more rows: its experts are added up in the order in which it chose them.
+    Weights that need no packing stay views of the stacked tensors. Beyond the rounding of a product with more rows, a token's
+    result does not depend on other tokens, because its experts are added in the order in which the token chose them.
     """
 
     def __init__(
         self, weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool
     ) -> None:
-        """Plain weights, gates before ups."""
+        """The weights must be plain tensors with all gates before all ups."""
         assert isinstance(weights.gate_up, torch.Tensor)
         assert isinstance(weights.down, torch.Tensor)
         assert not weights.interleaved
@@ -97,7 +100,7 @@ class SequentialExperts(Experts):
         self.weight_bytes = sum(linear.weight_bytes for linear in (*self._gate_up, *self._down))
 
     def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """See `Experts`."""
+        """Return the weighted sum of each token's experts, [T, N]."""
         chosen_P, num_chosen = routes.experts_TK.flatten(), routes.experts_TK.shape[1]
         order_P = chosen_P.argsort(stable=True)  # by expert, then by token
         x_PN = x_TN.index_select(0, order_P // num_chosen)
@@ -111,7 +114,7 @@ class SequentialExperts(Experts):
         return torch.bmm(routes.weights_TK[:, None], y_TKN).squeeze(1).to(x_TN.dtype)
 
     def _apply(self, x_PN: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Every expert over its rows of `x_PN`, `counts` for each, [P, N]."""
+        """Return every expert's output over its rows of `x_PN`, [P, N]; `counts` are the rows of each expert."""
         y_PN = torch.empty_like(x_PN)
         start = 0
         for gate_up, down, count in zip(self._gate_up, self._down, counts, strict=True):
@@ -123,7 +126,7 @@ class SequentialExperts(Experts):
 
 
 def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
-    """Gates [P, I], then ups, of `gate_up` [P, 2I], joined as `rule` says, [P, I]."""
+    """Return the gated activation of `gate_up` [P, 2I], gates before ups, by `rule`, [P, I]."""
     is_plain = rule.gain == 1.0 and rule.up_offset == 0.0
     if is_plain and (rule.limit is None or uses_triton(gate_up)):
         return gated_activation(gate_up, rule.activation, rule.limit)
@@ -133,7 +136,7 @@ def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     return gate * torch.sigmoid(gate * rule.gain) * (up + rule.up_offset)
 
 
-def _in_one_piece(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:
+def _contiguous(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:
     if isinstance(weight, MxTensor):
         return MxTensor(blocks=weight.blocks.contiguous(), scales=weight.scales.contiguous())
     return weight.contiguous()

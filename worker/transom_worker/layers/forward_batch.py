@@ -1,6 +1,6 @@
-"""The one argument of a forward pass.
+"""The argument of a forward pass: a step's tokens, block tables and caches.
 
-Legend: T tokens, B sequences, R rows whose logits are wanted.
+Legend: T tokens, B sequences, R rows that need logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transom_kernels.paged_attention.batch import PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Views of one layer's K and V in the slab, [num_block_ids, block_size, num_kv_heads, size], strided by block."""
+    """Views of one layer's K and V in the KV pool, [num_block_ids, block_size, num_kv_heads, size], strided by block."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -22,7 +22,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """A cache of a layer that has several, and the index of the group whose blocks it lies in."""
+    """One of the caches of a layer that has several, and the index of the group whose block tables it uses."""
 
     cache: LayerCache
     group: int
@@ -30,8 +30,12 @@ class CachePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedCache:
-    """What a layer that compresses keeps besides keys and values: entries (one tensor, K and V alike) and the compressor's
-    (kv, gate) as K and V by token; likewise for the keys of its indexer, if it has one."""
+    """What a compressed attention layer keeps besides its keys and values.
+
+    `entries` are the compressed entries, one tensor that is K and V alike. `state` holds the compressor's (kv, gate) of each
+    token, as K and V. `index` is the same for the keys of the layer's indexer, if it has one; the indexer chooses the entries
+    that a query reads.
+    """
 
     entries: CachePart
     state: CachePart
@@ -40,12 +44,12 @@ class CompressedCache:
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
-    """All that a model's forward pass reads besides its weights."""
+    """Everything that a model's forward pass reads besides its weights."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    groups: tuple[PagedBatch, ...]  # by group index; of compressed entries in entries, those that this step closes
-    group_of_layer: tuple[int, ...]  # by layer: of its keys and values
-    caches: tuple[LayerCache, ...]  # by layer: keys and values
-    logit_rows: torch.Tensor  # [R] int64, rows of T
-    compressed: tuple[CompressedCache | None, ...] = ()  # by layer, where a layer compresses; else empty
+    groups: tuple[PagedBatch, ...]  # by group; a group of compressed entries counts entries, not tokens
+    group_of_layer: tuple[int, ...]  # by layer: the group of its keys and values
+    caches: tuple[LayerCache, ...]  # by layer: its keys and values
+    logit_rows: torch.Tensor  # [R] int64: which of the T rows need logits
+    compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty where no layer is compressed

@@ -16,7 +16,11 @@ from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class GatedMlp:
-    """Packed weights take activation and product into the two projections; others run one fused projection."""
+    """A gated feed-forward layer.
+
+    Packed weights run gate and up as two projections, which apply the activation and the product themselves. Other weights run
+    one fused projection for both.
+    """
 
     def __init__(
         self,
@@ -27,7 +31,9 @@ class GatedMlp:
         activation: Activation = "silu",
         comm: Communicator = SINGLE_RANK,
     ) -> None:
-        """Several ranks share the inner width; the way back's bias is the first one's alone, others give None."""
+        """With several ranks, each has a part of the inner width. Only rank 0 passes the bias of the down projection; other
+        ranks pass None.
+        """
         self._activation: Activation = activation
         gate_IN, up_IN, down_NI = weights
         gate_bias, up_bias, down_bias = biases or (None, None, None)
@@ -42,14 +48,15 @@ class GatedMlp:
         self.weight_bytes = sum(layer.weight_bytes for layer in layers)
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
-        """`residual + mlp(x)`, [T, N]."""
+        """Return `residual + mlp(x)`, [T, N]."""
         return self._down.add_to(residual_TN, self._inner(x_TN))
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """`mlp(x)`, [T, N]."""
+        """Return `mlp(x)`, [T, N]."""
         return self._down(self._inner(x_TN))
 
     def _inner(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return activation(gate(x)) * up(x), [T, I]."""
         if self._pair is None:
             return gated_activation(self._gate_up(x_TN), self._activation)
         gate, up = self._pair

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a feed-forward layer.
+"""A mixture-of-experts layer, in place of a feed-forward layer.
 
 Legend: T tokens, N hidden width, K experts chosen per token.
 """
@@ -14,9 +14,9 @@ from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class Moe:
-    """Routed experts, and one that every token passes through where the model has it.
+    """Routed experts, and a shared expert for every token if the model has one.
 
-    Several ranks share the inner width of every expert; what they make of it is added up here, once for all experts.
+    With several ranks, each has a part of every expert's inner width; one all-reduce adds up the ranks' parts for all experts.
     """
 
     def __init__(
@@ -27,18 +27,18 @@ class Moe:
         *,
         comm: Communicator = SINGLE_RANK,
     ) -> None:
-        """`shared` leaves its sum over the ranks to this."""
+        """`shared` must not all-reduce its own output, because this layer does."""
         self._router, self._experts, self._shared, self._comm = router, experts, shared, comm
         parts = (router, experts) if shared is None else (router, experts, shared)
         self.weight_bytes = sum(part.weight_bytes for part in parts)
 
     def __call__(self, x_TN: torch.Tensor, chosen_TK: torch.Tensor | None = None) -> torch.Tensor:
-        """`moe(x)`, [T, N]; `chosen_TK` fixes each token's experts."""
+        """Return `moe(x)`, [T, N]; `chosen_TK` fixes each token's experts."""
         routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
         return self._comm.all_reduce_(routed_TN if self._shared is None else self._shared.add_to(routed_TN, x_TN))
 
     def add_to(
         self, residual_TN: torch.Tensor, x_TN: torch.Tensor, chosen_TK: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`residual + moe(x)`, [T, N]."""
+        """Return `residual + moe(x)`, [T, N]."""
         return residual_TN + self(x_TN, chosen_TK)

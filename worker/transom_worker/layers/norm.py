@@ -1,5 +1,7 @@
 """Normalisation layers.
 
+QK norms normalise queries and keys before attention, each head by itself or all heads together.
+
 Legend: T tokens, N hidden width, H heads, D head width.
 """
 
@@ -20,7 +22,7 @@ class Norm(Protocol):
     weight_bytes: int
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """Return the normalised rows, [T, N]."""
         ...
 
 
@@ -32,54 +34,54 @@ class RmsNorm:
         self.weight_bytes = weight_N.nbytes
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """Return the normalised rows, [T, N]."""
         return rms_norm(x_TN, self.weight_N, self.eps)[0]
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
-        """`residual + norm(x)`, [T, N]."""
+        """Return `residual + norm(x)`, [T, N]."""
         return rms_norm(x_TN, None, self.eps, residual_TN, inner=self.weight_N)[1]
 
 
 class LayerNorm:
-    """Mean and variance taken out, with a learned weight and no bias."""
+    """Normalisation by mean and variance, with a learned weight and no bias."""
 
     def __init__(self, weight_N: torch.Tensor, eps: float) -> None:
         self._weight_N, self._eps = weight_N, eps
         self.weight_bytes = weight_N.nbytes
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """[T, N]."""
+        """Return the normalised rows, [T, N]."""
         return F.layer_norm(x_TN, self._weight_N.shape, self._weight_N, None, self._eps)
 
 
 class QkNorm:
-    """Root-mean-square normalisation of each head by itself, in place; without a weight every head's length is fixed."""
+    """Root-mean-square normalisation of each head by itself, in place. Without a weight, every head is scaled to one length."""
 
     def __init__(self, weight_HD: torch.Tensor | None, eps: float) -> None:
         self.weight_HD, self.eps = None if weight_HD is None else weight_HD.contiguous(), eps
         self.weight_bytes = 0 if weight_HD is None else weight_HD.nbytes
 
     def __call__(self, x_THD: torch.Tensor) -> None:
-        """Normalises `x` [T, H, D], which may be strided."""
+        """Normalise `x` [T, H, D], which may be strided."""
         head_norm_(x_THD, self.weight_HD, self.eps)
 
 
 class AllHeadsQkNorm:
-    """Root-mean-square normalisation over all query heads at once and over all key heads at once, in place."""
+    """Root-mean-square normalisation over all query heads together, and over all key heads together, in place."""
 
     def __init__(self, query_weight: torch.Tensor, key_weight: torch.Tensor, eps: float) -> None:
         self._weights, self._eps = (query_weight, key_weight), eps
         self.weight_bytes = query_weight.nbytes + key_weight.nbytes
 
     def __call__(self, x_THD: torch.Tensor) -> None:
-        """Normalises `x` [T, query heads + key heads, D]."""
+        """Normalise `x` [T, query heads + key heads, D]."""
         sizes = [weight.numel() // x_THD.shape[-1] for weight in self._weights]
         for part, weight in zip(x_THD.split_with_sizes(sizes, dim=1), self._weights, strict=True):
             part.copy_(rms_norm(part.flatten(1), weight, self._eps)[0].view_as(part))
 
 
 class ShardedAllHeadsQkNorm:
-    """`AllHeadsQkNorm` where several ranks share the heads: what they add up is the squares."""
+    """`AllHeadsQkNorm` where each of several ranks has some of the heads: an all-reduce adds up the squares of all ranks."""
 
     def __init__(
         self,
@@ -91,9 +93,10 @@ class ShardedAllHeadsQkNorm:
         counts_keys: bool,
         comm: Communicator,
     ) -> None:
-        """Weights are those of this rank's heads, `widths` those of all query heads and all key heads.
+        """The weights are those of this rank's heads; `widths` are those of all query heads and of all key heads.
 
-        Of the ranks that hold the same key heads one alone `counts_keys`.
+        Where several ranks hold the same key heads, exactly one of them has `counts_keys`, so that their squares are counted
+        once.
         """
         self._weights, self._eps, self._comm = (query_weight, key_weight), eps, comm
         counts = (1.0 / widths[0], (1.0 / widths[1]) if counts_keys else 0.0)
@@ -101,7 +104,7 @@ class ShardedAllHeadsQkNorm:
         self.weight_bytes = query_weight.nbytes + key_weight.nbytes
 
     def __call__(self, x_THD: torch.Tensor) -> None:
-        """Normalises `x` [T, query heads + key heads of this rank, D]."""
+        """Normalise `x` [T, query heads + key heads of this rank, D]."""
         width = x_THD.shape[-1]
         sizes = [weight.numel() // width for weight in self._weights]
         parts = [part.float() for part in x_THD.split_with_sizes(sizes, dim=1)]

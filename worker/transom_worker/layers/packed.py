@@ -1,7 +1,7 @@
-"""oneDNN's pre-packed bfloat16 weights, through torch's private operators.
+"""oneDNN's packed bfloat16 weights, through torch's private operators.
 
-torch packs the weight anew in every call otherwise, which at few rows costs as much as the product. Private, so `available` is
-asked first; without them torch's own linear serves.
+torch's public operator packs the weight again in every call, which at few rows costs as much as the product itself. The packed
+operators are private, so callers ask `available` first, and use torch's own linear layer without them.
 
 Legend: M rows, K input width, N output width.
 """
@@ -29,7 +29,7 @@ class PackedWeight:
     @staticmethod
     @cache
     def available() -> bool:
-        """Whether this torch and this CPU have the operators, tried on a tiny product."""
+        """Whether this torch and this CPU have the packed operators, found by trying a tiny product."""
         try:
             weight = torch.ones(16, 16, dtype=torch.bfloat16)
             tiny = PackedWeight(weight, None)
@@ -38,7 +38,7 @@ class PackedWeight:
             return False
 
     def apply(self, x_MK: torch.Tensor, activation: Literal["none", "silu", "gelu_tanh"] = "none") -> torch.Tensor:
-        """`activation(x @ weight.T + bias)`, [M, N]."""
+        """Return `activation(x @ weight.T + bias)`, [M, N]."""
         if x_MK.shape[0] == 0:
             return x_MK.new_empty(0, self._num_columns)
         name, algorithm = _POINTWISE[activation]
@@ -46,7 +46,7 @@ class PackedWeight:
         return y_MN
 
     def combine(self, x_MK: torch.Tensor, other_MN: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        """`(x @ weight.T + bias)` plus or times `other`, rounded once, [M, N]."""
+        """Return `(x @ weight.T + bias)` plus or times `other`, rounded once, [M, N]."""
         if x_MK.shape[0] == 0:
             return x_MK.new_empty(0, self._num_columns)
         y_MN: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(

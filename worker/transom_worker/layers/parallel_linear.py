@@ -1,6 +1,7 @@
-"""Linear layers whose products are parts of a sum: each rank has some columns of the weight.
+"""Row-parallel linear layers: each rank has some columns of the weight, and an all-reduce adds up the ranks' products.
 
-A layer whose rows are shared out needs no class of its own: its weight is that of fewer rows.
+A column-parallel layer, of which each rank has some rows of the weight, needs no class of its own: it is a linear layer with
+fewer rows.
 
 Legend: M rows, K input width of this rank, N output width.
 """
@@ -14,9 +15,9 @@ from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class RowParallelLinear(Linear):
-    """`x @ weight.T + bias`, added up over the ranks; a bias is the first rank's alone.
+    """`x @ weight.T + bias`, summed over the ranks. Only rank 0 has a bias.
 
-    The residual comes after the sum: it may be far larger than the parts, and would round each of them.
+    The residual is added after the sum: it may be far larger than the ranks' parts, and would round each of them.
     """
 
     def __init__(self, linear: Linear, comm: Communicator) -> None:
@@ -24,11 +25,11 @@ class RowParallelLinear(Linear):
         self.weight_bytes = linear.weight_bytes
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """[M, N]."""
+        """Return the sum over the ranks, [M, N]."""
         return self._comm.all_reduce_(self._linear(x_MK))
 
     def add_to(self, residual_MN: torch.Tensor, x_MK: torch.Tensor) -> torch.Tensor:
-        """`residual + self(x)`, [M, N]."""
+        """Return `residual + self(x)`, [M, N]."""
         return self(x_MK).add_(residual_MN)
 
 
@@ -39,17 +40,18 @@ def make_row_parallel(
     quantization: Quantization = "none",
     comm: Communicator = SINGLE_RANK,
 ) -> Linear:
-    """The layer for this rank's columns of a weight; `SINGLE_RANK`, as for one rank, leaves the sum to the caller.
+    """Return the layer for this rank's columns of a weight. With `SINGLE_RANK` as `comm` the caller adds up the ranks' parts,
+    if any.
 
-    In int8 each rank rounds its weight's rows and its part of the input with scales of their own, which are finer than one for
-    all.
+    In int8 each rank has scales of its own for its rows of the weight and its part of the input; they are finer than one scale
+    for all ranks.
     """
     linear = make_linear(weight_NK, bias_N, quantization=quantization)
     return linear if comm is SINGLE_RANK else RowParallelLinear(linear, comm)
 
 
 def all_reduce_both(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums over ranks of two tensors of one shape, in one exchange."""
+    """Return the sums over the ranks of two tensors of one shape, with one all-reduce."""
     if comm is SINGLE_RANK:
         return x, y
     both = comm.all_reduce_(torch.stack((x, y)))

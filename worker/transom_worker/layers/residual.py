@@ -1,4 +1,10 @@
-"""The sum that a decoder's sublayers read and add to.
+"""The residual stream of a decoder, which its sublayers read and add to.
+
+An addition is deferred until the next read, so that one kernel adds, normalises and writes both the sum and the normalised
+rows:
+
+    residual.add(y)               # y is kept as the pending addend
+    x = residual.read(norm)       # one pass: sum += y; x = norm(sum)
 
 Legend: T tokens, R rows that are kept, N hidden width.
 """
@@ -17,29 +23,29 @@ P = ParamSpec("P")
 
 
 class Sublayer(Protocol[P]):
-    """A layer whose output is added to what came in."""
+    """A layer whose output is added to the residual stream."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
-        """[T, N]."""
+        """Return the layer's output, [T, N]."""
         ...
 
     def add_to(self, residual_TN: torch.Tensor, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
-        """`residual + self(...)`, [T, N]."""
+        """Return `residual + self(...)`, [T, N]."""
         ...
 
 
 class Residual:
-    """A sum [T, N] whose last addend waits for the next read, which adds, normalises and writes both in one pass over the rows."""
+    """A sum [T, N], and its pending addend: the last one, which the next read adds."""
 
     def __init__(self, x_TN: torch.Tensor) -> None:
-        """It begins with `x`, which stays as it is."""
+        """Start with `x`, which is not changed."""
         self._sum_TN = x_TN
         self._addend_TN: torch.Tensor | None = None
         self._addend_norm: RmsNorm | None = None
         self._factor = 1.0
 
     def read(self, norm: Norm | None = None) -> torch.Tensor:
-        """The sum, normalised if there is a norm, [T, N]; nobody may write to it."""
+        """Return the sum, normalised if there is a norm, [T, N]. The caller must not write to it."""
         if self._addend_TN is None:
             return self._sum_TN if norm is None else norm(self._sum_TN)
         inner, outer = self._addend_norm, norm if isinstance(norm, RmsNorm) else None
@@ -56,28 +62,31 @@ class Residual:
         return out_TN if norm is None or outer is not None else norm(out_TN)
 
     def add(self, y_TN: torch.Tensor, norm: RmsNorm | None = None) -> None:
-        """Adds `y`, normalised if there is a norm, whose epsilon is that of the norm which reads the sum."""
+        """Add `y`, normalised if there is a norm. Its epsilon must be that of the norm which reads the sum."""
         self.read()
         self._addend_TN, self._addend_norm = y_TN, norm
 
     def add_output(self, sublayer: Sublayer[P], norm: RmsNorm | None, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Adds `sublayer(...)`, normalised if there is a norm; without one, where torch computes, its product takes the sum in."""
+        """Add `sublayer(...)`, normalised if there is a norm.
+
+        Without a norm, and where torch computes instead of Triton, the sublayer adds the sum in its own product (`add_to`).
+        """
         if norm is None and not uses_triton(self._sum_TN):
             self._sum_TN = sublayer.add_to(self.read(), *args, **kwargs)
         else:
             self.add(sublayer(*args, **kwargs), norm)
 
     def scale(self, factor: float) -> None:
-        """Multiplies the sum, its last addend included."""
+        """Multiply the sum, including its pending addend."""
         if self._addend_TN is None:
             self._sum_TN = self._sum_TN * factor
         else:
             self._factor *= factor
 
     def replace(self, x_TN: torch.Tensor) -> None:
-        """`x` is the sum from now on."""
+        """Replace the sum by `x`."""
         self._sum_TN, self._addend_TN = x_TN, None
 
     def select(self, rows_R: torch.Tensor) -> None:
-        """Keeps these rows alone."""
+        """Keep only these rows."""
         self._sum_TN = self.read().index_select(0, rows_R)

@@ -1,4 +1,4 @@
-"""Rotary tables of one step, shared by all layers that turn at the same frequencies.
+"""Rotary embedding (RoPE): the tables of one step, which all layers with the same frequencies share.
 
 Legend: T tokens, R rotated width.
 """
@@ -12,7 +12,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """Cosine and sine (negated for the first of each pair) per token, [T, 1, R]; pairs are halves unless `interleaved`."""
+    """Cosine and sine per token, [T, 1, R]; the sine is negated for the first element of each pair.
+
+    The two elements of a pair are R / 2 apart, or neighbours if `interleaved`.
+    """
 
     cos: torch.Tensor
     signed_sin: torch.Tensor
@@ -20,12 +23,12 @@ class RotaryTables:
 
 
 class RotaryEmbedding:
-    """Tables from frequencies: computed in float32, then cast, as transformers does."""
+    """Computes tables from frequencies in float32, then casts them, as transformers does."""
 
     def __init__(
         self, frequency: torch.Tensor, *, dtype: torch.dtype, scale: float = 1.0, interleaved: bool = False
     ) -> None:
-        """`frequency` [R / 2] float32 in radians per token; `scale` multiplies cosine and sine."""
+        """`frequency` is [R / 2] float32 in radians per token; `scale` multiplies cosine and sine."""
         signs = torch.ones_like(frequency)
         if interleaved:
             self._frequency_R = frequency.repeat_interleave(2)
@@ -36,7 +39,7 @@ class RotaryEmbedding:
         self._dtype, self._scale, self._interleaved = dtype, scale, interleaved
 
     def __call__(self, positions_T: torch.Tensor) -> RotaryTables:
-        """Tables of these positions."""
+        """Return the tables of these positions."""
         angles_TR = positions_T.to(torch.float32)[:, None] * self._frequency_R
         cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin().mul_(self._sign_R)
         if self._scale != 1.0:

@@ -1,6 +1,6 @@
-"""Checkpoint tensors by their Hugging Face names, whatever the format on disk.
+"""Reads checkpoint tensors by their Hugging Face names, from safetensors and GGUF files, quantised or not.
 
-`load_weights(files)` opens a resolved model; calling the result reads one tensor. Nothing is read before it is asked for.
+`load_weights(files)` opens a resolved model; calling the result reads one tensor. No tensor is read before it is requested.
 """
 
 from transom_worker.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, Weights, read_mxfp4

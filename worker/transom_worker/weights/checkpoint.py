@@ -1,4 +1,9 @@
-"""The interface of an open checkpoint, which every format implements: `Weights` reads one tensor, or a part of it, by name."""
+"""The interface of an open checkpoint, which every file format implements: `Weights` reads one tensor, or a part of it, by
+name.
+
+- part: a range for each of a tensor's first axes, such as `(slice(0, 8), slice(64, 128))`; WHOLE is the whole tensor.
+- MXFP4: a 4-bit format with one scale, a power of two, for each group of 32 elements of a row.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +23,28 @@ WHOLE: Part = ()
 
 
 class Weights(Protocol):
-    """An open checkpoint. A tensor stays valid after `close`; the caller must not write into it."""
+    """An open checkpoint. A tensor that was read stays valid after `close`; the caller must not write into it."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hugging Face names of the tensors that the checkpoint holds, as they are once dequantised."""
+        """The Hugging Face names of the tensors that the checkpoint holds, as they are named after dequantisation."""
         ...
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Names in the files of the tensors that nobody has asked for."""
+        """The names of the tensors in the files that were not read yet."""
         ...
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """One tensor on the CPU, in the checkpoint's dtype (dequantised ones in float32 or bfloat16), or a part of it.
+        """Read one tensor, or a part of it, on the CPU: in the checkpoint's dtype, or in float32 or bfloat16 if it was
+        quantised.
 
-        Nothing else is read: a tensor that is not quantised is a map of its file, of a quantised one the blocks that hold the
-        part are dequantised. `shape` is the whole tensor's.
+        Nothing else is read: a tensor that is not quantised is a memory map of its file, and of a quantised one only the blocks
+        that hold the part are dequantised. `shape` is the shape of the whole tensor.
 
         Raises:
-            ModelError: missing, cut off, of an unknown number format, or not of `shape` where one is given; names file and
-                tensor.
+            ModelError: the tensor is missing, cut off, of an unknown number format, or not of `shape` where one is given. The
+                message names file and tensor.
         """
         ...
 
@@ -48,19 +54,20 @@ class Weights(Protocol):
 
 
 def read_mxfp4(weights: Weights, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-    """A tensor or a part of it as it is stored, where that is MXFP4 and the part is of whole groups; else None.
+    """Read a tensor or a part of it as it is stored, if that is MXFP4 and the part has whole groups; otherwise return None.
 
-    Rows are those of a matrix product: a stack of experts [E, in, out] comes as [E, out, in], a matrix [out, in] as it is.
+    Rows are those of a matrix product: a stack of experts [E, in, out] is returned as [E, out, in], and a matrix [out, in]
+    unchanged.
 
     Raises:
-        ModelError: as for one that is dequantised.
+        ModelError: as `Weights.__call__` does.
     """
     read: Callable[..., Mxfp4Tensors | None] | None = getattr(weights, "mxfp4", None)
     return None if read is None else read(name, shape=shape, part=part)
 
 
 def check_shape(tensor: torch.Tensor, shape: tuple[int, ...] | None, *, name: str, file: object) -> torch.Tensor:
-    """The tensor itself, if it has the shape that the model's config implies.
+    """Return the tensor, if it has the shape that the model's config implies.
 
     Raises:
         ModelError: it has another shape.

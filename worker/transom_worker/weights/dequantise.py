@@ -1,7 +1,8 @@
-"""Weights that a checkpoint holds in few bits, with a scale for every block of them: MXFP4 and fp8, back to numbers.
+"""Dequantises weights that a checkpoint stores in few bits, with a scale for every block of them: MXFP4 and fp8.
 
-MXFP4: two 4-bit numbers a byte, the even one in the low half, and a power of two for every 32 of a row. fp8: e4m3 with a factor
-for every block of rows and columns, the last ones cut off where the sizes do not divide.
+- MXFP4: each byte holds two 4-bit numbers, the even one in the low half; every 32 numbers of a row share a scale, a power of
+  two.
+- fp8: e4m3 numbers; every block of rows and columns shares a factor. The last blocks are smaller where sizes do not divide.
 
 Legend: M rows, N columns, G groups of 32 columns.
 """
@@ -16,10 +17,11 @@ _EXPONENT_BIAS = 127
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
-    """`columns` of `blocks` [..., G, 16] and `scales` [..., G], both of bytes, as bfloat16 [..., 32 G]; exact.
+    """Return `columns` of `blocks` [..., G, 16] and `scales` [..., G], both of bytes, as bfloat16 [..., 32 G]; the result is
+    exact.
 
     Raises:
-        ValueError: other dtypes, or shapes that do not belong together.
+        ValueError: the dtypes are wrong, or the shapes do not belong together.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"blocks are {blocks.dtype} and scales {scales.dtype}; both must be uint8")
@@ -35,22 +37,24 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice 
 def dequantise_blockwise(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], part: tuple[slice, ...] = ()
 ) -> torch.Tensor:
-    """`part` (rows, columns) of `values` [M, N], each times its block's factor in `scales` [M / block, N / block]; in float32.
+    """Return `part` (rows, columns) of `values` [M, N] in float32, each times its block's factor in `scales` [M / block, N /
+    block].
 
-    int8 `values` are pairs of 4-bit numbers, [M, N / 2], whose scales are those of MXFP4.
+    int8 `values` are pairs of 4-bit numbers, [M, N / 2], with the scales of MXFP4.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: the shapes do not belong together.
     """
     if values.dim() != 2:
         raise ValueError(f"values have shape {list(values.shape)}; a matrix is needed")
     num_rows, num_columns = values.shape
     if values.dtype == torch.int8:
         block, num_columns = (1, GROUP), 2 * num_columns
-    wanted = (-(-num_rows // block[0]), -(-num_columns // block[1]))
-    if tuple(scales.shape) != wanted:
+    expected_shape = (-(-num_rows // block[0]), -(-num_columns // block[1]))
+    if tuple(scales.shape) != expected_shape:
         raise ValueError(
-            f"values [{num_rows}, {num_columns}] in blocks of {list(block)} need scales {list(wanted)}, not {list(scales.shape)}"
+            f"values [{num_rows}, {num_columns}] in blocks of {list(block)} need scales "
+            f"{list(expected_shape)}, not {list(scales.shape)}"
         )
     rows, columns = (*part, *[slice(None)] * (2 - len(part)))
     blocks, inside = _covering(columns, num_columns, block[1])
@@ -63,20 +67,23 @@ def dequantise_blockwise(
 
 
 def _covering(columns: slice, num_columns: int, block: int) -> tuple[slice, slice]:
-    """The blocks that hold some of `num_columns`, and where these lie among the columns of such blocks."""
+    """Return the range of blocks that hold some of `columns`, and the range of these columns within the blocks.
+
+    Columns 40 to 70 in blocks of 32 are in blocks [1, 3), at [8, 38).
+    """
     start, stop, _ = columns.indices(num_columns)
     first = start // block
     return slice(first, -(-stop // block)), slice(start - first * block, stop - first * block)
 
 
 def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [..., 2 N] of bytes [..., N]; one look-up a byte brings both numbers."""
+    """Return bfloat16 [..., 2 N] of bytes [..., N]; one look-up per byte gives both numbers."""
     pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], dtype=torch.bfloat16)
     return _look_up(pairs.view(torch.int32).flatten(), packed).view(torch.bfloat16)
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as numbers: bytes are exponents of two, exact in bfloat16 as well."""
+    """Return scales as numbers. Bytes are exponents of two, which bfloat16 represents exactly."""
     if scales.dtype == torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
     if scales.dtype != torch.uint8:
@@ -86,5 +93,5 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _look_up(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """`table[indices]`; this form is five times as fast on a CPU."""
+    """Return `table[indices]`; this form is five times as fast on a CPU."""
     return table.index_select(0, indices.flatten().int()).view(indices.shape)

@@ -1,4 +1,6 @@
-"""A GGUF file of a family in `gguf_names`: tensors dequantised to float32 under their Hugging Face names."""
+"""Reads a GGUF file: tensors are dequantised to float32 and have their Hugging Face names, which `gguf_names` lists by model
+family.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from transom_worker.errors import ModelError
 from transom_worker.model_files.gguf_header import GgufTensor, read_gguf_header
 from transom_worker.model_files.resolve import ModelFiles
 from transom_worker.weights.checkpoint import ALL, WHOLE, Part, check_shape
-from transom_worker.weights.gguf_names import NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PAIRS_SIDE_BY_SIDE, PARAMETERS
+from transom_worker.weights.gguf_names import INTERLEAVED_ROPE, NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PARAMETERS
 
-_PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+_REORDERED_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # The package dequantises 16 rows at a time; longer rows (whole quantisation blocks) make fewer, larger numpy calls.
 _ROW_BYTES = 1 << 17
 
@@ -24,10 +26,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class GgufWeights:
-    """Tensors of one GGUF file, read through a memory map and dequantised when asked for.
+    """The tensors of one GGUF file, read through a memory map and dequantised on request.
 
     Raises:
-        ModelError: the file is cut off, or holds a tensor of an unknown name or type; names both.
+        ModelError: the file is cut off, or holds a tensor of an unknown name or type; the message names both.
     """
 
     def __init__(self, files: ModelFiles) -> None:
@@ -43,17 +45,17 @@ class GgufWeights:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Unknown names are refused when the file is opened, so that none is left to tell of."""
+        """Always empty: opening the file refuses a tensor that no model of the family uses, so there is none to warn about."""
         return ()
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """One tensor in float32, or a part of it; see `Weights`."""
+        """Read one tensor in float32, or a part of it; see `Weights.__call__`."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._path} has no tensor {name!r}; the checkpoint is incomplete or of another family.")
         check_shape(torch.empty(tensor.shape, device="meta"), shape, name=name, file=self._path)
-        heads = _PERMUTED.get(name.split(".")[-2])
-        if heads and self._family in PAIRS_SIDE_BY_SIDE:
+        heads = _REORDERED_HEADS.get(name.split(".")[-2])
+        if heads and self._family in INTERLEAVED_ROPE:
             return torch.from_numpy(self._whole_heads(tensor, self._config[heads], part))
         values = self._dequantise(tensor, part)
         if self._family in NORMS_PLUS_ONE and name.endswith("norm.weight"):
@@ -61,19 +63,17 @@ class GgufWeights:
         return torch.from_numpy(values)
 
     def close(self) -> None:
-        """Drop the map; tensors that were read stay valid."""
+        """Drop the memory map; tensors that were read stay valid."""
         self._data = np.empty(0, dtype=np.uint8)
 
     def _hf_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
         layer = re.search(r"\.(\d+)\.", name)
-        known = NAMES[self._family].get(stem.replace(layer[0], ".{}.", 1) if layer else stem)
-        if known is None or kind not in ("weight", "bias"):
-            raise ModelError(
-                f"{self._path} holds tensor {name!r}, which no {self._family} model of Transom's has a place for."
-            )
-        ours = known.format(layer[1]) if layer else known
-        return ours if ours.endswith(PARAMETERS) else f"{ours}.{kind}"
+        hf_pattern = NAMES[self._family].get(stem.replace(layer[0], ".{}.", 1) if layer else stem)
+        if hf_pattern is None or kind not in ("weight", "bias"):
+            raise ModelError(f"{self._path} holds tensor {name!r}, which Transom's {self._family} model does not use.")
+        hf_name = hf_pattern.format(layer[1]) if layer else hf_pattern
+        return hf_name if hf_name.endswith(PARAMETERS) else f"{hf_name}.{kind}"
 
     def _num_bytes(self, tensor: GgufTensor) -> int:
         try:
@@ -85,7 +85,9 @@ class GgufWeights:
         return math.prod(tensor.shape) // int(block) * int(size)
 
     def _whole_heads(self, tensor: GgufTensor, num_heads: int, part: Part) -> Floats:
-        """The part of a tensor whose rows are put in order head by head."""
+        """Return a part of a tensor whose rows llama.cpp reorders in each head: reads whole heads, restores the order, and cuts
+        the part out.
+        """
         rows, *columns = part or (ALL,)
         start, stop, _ = rows.indices(tensor.shape[0])
         width = tensor.shape[0] // num_heads
@@ -94,7 +96,7 @@ class GgufWeights:
         return values[start - first * width : stop - first * width]
 
     def _dequantise(self, tensor: GgufTensor, part: Part) -> Floats:
-        """Reads the quantisation blocks that hold the part; every row is of whole ones."""
+        """Read and dequantise only the quantisation blocks that hold the part; every row has whole blocks."""
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
         length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         raw = self._data[tensor.offset : tensor.offset + self._num_bytes(tensor)]
@@ -108,13 +110,15 @@ class GgufWeights:
             raise ModelError(
                 f"{self._path}: tensor {tensor.name!r} has type {kind.name}, which cannot be read."
             ) from None
-        # F32 comes back as a view of the file: copy, so that the tensor is writable memory of its own
+        # F32 is returned as a view of the file, so it is copied: the caller may need writable memory
         own = np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32)
         return own.reshape(*chosen.shape[:-2], -1)[..., start - first * length : stop - first * length]
 
 
 def _long_rows(raw: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.uint8]:
-    """The same bytes as rows of about _ROW_BYTES, each of whole blocks; as one row if they do not divide."""
+    """Return the same bytes as rows of about _ROW_BYTES, each of whole blocks; fewer rows where the blocks do not divide
+    evenly.
+    """
     num_blocks = raw.size // block_bytes
     num_rows = max(1, raw.size // _ROW_BYTES)
     while num_blocks % num_rows:
@@ -123,6 +127,8 @@ def _long_rows(raw: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.u
 
 
 def _half_split(weight: Floats, num_heads: int) -> Floats:
-    """Undo llama.cpp's order of rows in each head (rotary pairs side by side): first halves, then second halves."""
+    """Undo llama.cpp's order of rows in each head: from rotary pairs as neighbours to all first elements, then all second
+    elements.
+    """
     pairs = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)

@@ -1,4 +1,7 @@
-"""llama.cpp's tensor names, without ".weight" or ".bias", and Hugging Face's; {} is the layer."""
+"""The tensor names of llama.cpp and of Hugging Face, by model family; `{}` is the number of the layer.
+
+llama.cpp's names are without ".weight" or ".bias".
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _ATTENTION = {
 }
 _LLAMA = {**_ATTENTION, "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm"}
 _NORMS_AND_ATTENTION = {key: name for key, name in _LLAMA.items() if key == "blk.{}.ffn_norm" or ".ffn_" not in key}
-_HEAD_NORMS = {
+_QK_NORMS = {
     "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
     "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
 }
@@ -31,34 +34,36 @@ _GEMMA = {
 }
 
 
-def _experts(place: str, router: str) -> dict[str, str]:
-    """Each of three stacks of all experts under a name of its own; see `gguf_experts`."""
-    layer = f"model.layers.{{}}.{place}"
+def _experts(block: str, router: str) -> dict[str, str]:
+    """Names of a mixture of experts: llama.cpp has one tensor for all experts' gates, one for ups and one for downs; see
+    `gguf_experts`.
+    """
+    layer = f"model.layers.{{}}.{block}"
     stacks = {f"blk.{{}}.ffn_{part}_exps": f"{layer}.experts.{part}" for part in ("gate", "up", "down")}
     return {**_NORMS_AND_ATTENTION, "blk.{}.ffn_gate_inp": f"{layer}.{router}", **stacks}
 
 
-def _dense(place: str, suffix: str = "") -> dict[str, str]:
-    return {f"blk.{{}}.ffn_{part}{suffix}": f"model.layers.{{}}.{place}.{part}_proj" for part in ("gate", "up", "down")}
+def _dense(block: str, suffix: str = "") -> dict[str, str]:
+    return {f"blk.{{}}.ffn_{part}{suffix}": f"model.layers.{{}}.{block}.{part}_proj" for part in ("gate", "up", "down")}
 
 
 # By config.json's model_type.
 NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": {**_LLAMA, **_HEAD_NORMS},
+    "qwen3": {**_LLAMA, **_QK_NORMS},
     "gemma2": _GEMMA,
-    "gemma3_text": {**_GEMMA, **_HEAD_NORMS},
+    "gemma3_text": {**_GEMMA, **_QK_NORMS},
     "cohere2": _ATTENTION,
     "smollm3": _LLAMA,
     "olmo3": {
         **{key: name for key, name in _ATTENTION.items() if key != "blk.{}.attn_norm"},
-        **_HEAD_NORMS,
+        **_QK_NORMS,
         "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
         "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
     },
     "mixtral": _experts("block_sparse_moe", "gate"),
-    "qwen3_moe": {**_experts("mlp", "gate"), **_HEAD_NORMS},
+    "qwen3_moe": {**_experts("mlp", "gate"), **_QK_NORMS},
     "gpt_oss": {
         **{key: name for key, name in _experts("mlp", "router").items() if key != "blk.{}.ffn_norm"},
         "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
@@ -70,8 +75,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         **_dense("feed_forward.shared_expert", "_shexp"),
     },
 }
-PARAMETERS = ("self_attn.sinks",)  # Hugging Face calls these so, without ".weight"
-NOT_WEIGHTS = ("rope_freqs.weight",)  # made from the config
-# llama.cpp's converter changes these; reading them changes them back.
-PAIRS_SIDE_BY_SIDE = ("llama", "mixtral", "smollm3")  # rows of q and k in each head
-NORMS_PLUS_ONE = ("gemma2", "gemma3_text")
+PARAMETERS = ("self_attn.sinks",)  # names that Hugging Face has without ".weight"
+NOT_WEIGHTS = ("rope_freqs.weight",)  # computed from the config
+# Families whose weights llama.cpp's converter changes; reading a tensor undoes the change.
+INTERLEAVED_ROPE = (
+    "llama",
+    "mixtral",
+    "smollm3",
+)  # rows of q and k are reordered: the two elements of a rotary pair are neighbours
+NORMS_PLUS_ONE = ("gemma2", "gemma3_text")  # 1 is added to the weights of norms

@@ -1,4 +1,4 @@
-"""Opens the checkpoint of a model in whichever format it is: safetensors, quantised safetensors, or GGUF."""
+"""Opens a model's checkpoint, whichever its format: safetensors, quantised safetensors, or GGUF."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from transom_worker.weights.safetensors_files import SafetensorsWeights
 
 
 def load_weights(files: ModelFiles) -> Weights:
-    """Open a model's checkpoint, of a model that also sees or hears its text decoder's; tensors are read when they are asked for.
+    """Open a model's checkpoint; its tensors are read when they are requested.
+
+    Of a multimodal model, the result has the weights of the text decoder, under the names of a text-only model.
 
     Raises:
-        ModelError: a file is missing or broken, names it; or quantised in a way that cannot be read.
+        ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.
     """
     if files.is_gguf:
         family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))

@@ -1,7 +1,8 @@
-"""A safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks: to a model builder they look like any others.
+"""A safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks; a model builder sees dequantised tensors.
 
-MXFP4 experts are `X_blocks` and `X_scales`, each expert [out, in]; they appear as `X`, [experts, in, out], which is how
-transformers stores them unquantised. fp8 matrices are `X.weight` with `X.weight_scale_inv` or, in DeepSeek's own files, `X.scale`.
+- MXFP4 experts are stored as `X_blocks` and `X_scales`, each expert [out, in]. They appear as `X`, [experts, in, out], which is
+  how transformers stores them unquantised.
+- fp8 matrices are stored as `X.weight` with `X.weight_scale_inv` or, in DeepSeek's own files, with `X.scale`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _DEFAULT_BLOCK = (128, 128)
 
 
 def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
-    """The checkpoint that a config.json's `quantization_config` describes.
+    """Return the checkpoint that a config.json's `quantization_config` describes.
 
     Raises:
-        ModelError: a method or a form of it that cannot be read.
+        ModelError: the quantisation method, or a setting of it, is not supported.
     """
     method = config.get("quant_method") if isinstance(config, Mapping) else config
     if method not in _METHODS:
@@ -43,28 +44,28 @@ def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
 
 
 class QuantisedWeights:
-    """Dequantises what has scales, and passes on the rest."""
+    """Dequantises the tensors that have scales, and reads all others as they are."""
 
     def __init__(self, plain: SafetensorsWeights, block: tuple[int, int]) -> None:
         self._plain, self._block = plain, block
-        there = set(plain.names)
-        self._packed = {
-            name.removesuffix(part) for part in ("_blocks", "_scales") for name in there if name.endswith(part)
+        stored_names = set(plain.names)
+        self._mxfp4_experts = {
+            name.removesuffix(part) for part in ("_blocks", "_scales") for name in stored_names if name.endswith(part)
         }
-        self._scale_of = {name: scale for name in there if (scale := _scale_name(name, there))}
-        hidden = set(self._scale_of.values()) | {
-            f"{name}_{part}" for name in self._packed for part in ("blocks", "scales")
+        self._scale_of = {name: scale for name in stored_names if (scale := _scale_name(name, stored_names))}
+        internal_names = set(self._scale_of.values()) | {
+            f"{name}_{part}" for name in self._mxfp4_experts for part in ("blocks", "scales")
         }
-        self.names = tuple(sorted((there - hidden) | self._packed))
+        self.names = tuple(sorted((stored_names - internal_names) | self._mxfp4_experts))
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """See `Weights`."""
+        """The names of the tensors in the files that were not read yet."""
         return self._plain.unread
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """One tensor; see `Weights`."""
-        if name in self._packed:
+        """Read one tensor; see `Weights.__call__`."""
+        if name in self._mxfp4_experts:
             return self._experts(name, shape, part)
         if name in self._scale_of:
             return self._matrix(name, shape, part)
@@ -75,8 +76,8 @@ class QuantisedWeights:
         self._plain.close()
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """See `read_mxfp4`."""
-        if name in self._packed:
+        """Read one tensor as it is stored, if it is stored as MXFP4; see `read_mxfp4`."""
+        if name in self._mxfp4_experts:
             experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
             blocks, scales, _ = self._blocks_and_scales(name, shape)
             return _whole_groups(blocks[experts, rows].flatten(-2), scales[experts, rows], columns)
@@ -99,14 +100,14 @@ class QuantisedWeights:
             raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
 
     def _blocks_and_scales(self, name: str, shape: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor, Path]:
-        """Of experts that are [experts, in, out] together, and the file of the blocks."""
+        """Read the blocks and scales of experts, [experts, in, out] together, and return them with the file of the blocks."""
         file = self._plain.file_of(f"{name}_blocks")
         blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
         if shape is not None:
             experts, columns, rows_each = shape
-            packed = (experts, rows_each, columns // GROUP, GROUP // 2)
-            check_shape(blocks, packed, name=f"{name}_blocks", file=file)
-            check_shape(scales, packed[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
+            packed_shape = (experts, rows_each, columns // GROUP, GROUP // 2)
+            check_shape(blocks, packed_shape, name=f"{name}_blocks", file=file)
+            check_shape(scales, packed_shape[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
         return blocks, scales, file
 
     def _matrix(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
@@ -127,6 +128,6 @@ def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) ->
     return blocks[..., start // 2 : stop // 2], scales[..., start // GROUP : stop // GROUP]
 
 
-def _scale_name(name: str, there: set[str]) -> str | None:
+def _scale_name(name: str, stored_names: set[str]) -> str | None:
     candidates = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
-    return next((scale for scale in candidates if scale in there), None) if name.endswith(".weight") else None
+    return next((scale for scale in candidates if scale in stored_names), None) if name.endswith(".weight") else None

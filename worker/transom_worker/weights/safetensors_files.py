@@ -1,4 +1,4 @@
-"""A folder of safetensors, in one file or in shards with an index."""
+"""Reads the safetensors files of one folder: a single file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SINGLE = "model.safetensors"
 
 
 class SafetensorsWeights:
-    """Tensors mapped from the files of one folder, so that pages are read as they are used.
+    """Tensors mapped from the files of one folder, so that the system reads their pages on first use.
 
     Raises:
-        ModelError: a file is missing, cut off or not safetensors; names it.
+        ModelError: a file is missing, cut off or not safetensors; the message names it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,11 +32,11 @@ class SafetensorsWeights:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """See `Weights`."""
+        """The names of the tensors that were not read yet."""
         return tuple(name for name in self.names if name not in self._read)
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """One tensor; see `Weights`."""
+        """Read one tensor, or a part of it; see `Weights.__call__`."""
         tensor = self.read(name)
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise ModelError(
@@ -46,10 +46,10 @@ class SafetensorsWeights:
         return check_shape(tensor, shape, name=name, file=self.file_of(name))[part]
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as the file has it, whatever its number format.
+        """Read one tensor as the file has it, in whatever number format.
 
         Raises:
-            ModelError: missing or cut off.
+            ModelError: the tensor is missing or cut off.
         """
         path = self.file_of(name)
         self._read.add(name)
@@ -60,10 +60,10 @@ class SafetensorsWeights:
         return tensor
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor.
+        """Return the file that holds a tensor.
 
         Raises:
-            ModelError: none does.
+            ModelError: no file holds it.
         """
         path = self._file_of.get(name)
         if path is None:
@@ -90,7 +90,7 @@ class SafetensorsWeights:
 
 
 def _files_by_tensor(folder: Path, reader: Any) -> dict[str, Path]:
-    """Which file holds which tensor: by the index if there is one, else by the files' own headers."""
+    """Return the file of every tensor: from the index if there is one, else from the files' own headers."""
     index = folder / _INDEX
     if index.exists():
         return _read_index(index)
