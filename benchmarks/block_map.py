@@ -85,7 +85,7 @@ def measure(num_blocks: int, num_sequences: int, num_frames: int) -> dict[str, A
         sizes.append(len(frame.numbered(1)))
         records.append(json.loads(b"{" + frame.header)["arrays"][1][1] // 5)
     return {
-        "blocks": sum(pool.num_slots for pool in scheduler.cache.pools),
+        "blocks": sum(pool.num_leased_blocks for pool in scheduler.cache.pools),
         "sequences": scheduler.num_running,
         "first_picture_ms": first_picture_ms,
         "first_frame_ms": first_update_ms + whole_ms,

@@ -150,30 +150,30 @@ class Mirror:
 
 
 def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
-    """Reference counts, one place per block, pages conserved, live blocks present."""
+    """Check the counts of every pool, that each block is in exactly one state, and that sequences have their live blocks."""
     sequences = list(sequences)
     check_tree(cache)
     for group, pool in enumerate(cache.pools):
         tables = [sequence.tables[group] for sequence in sequences]
         references = Counter(block for table in tables for block in table.sink_blocks + table.run)
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
-        held = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
-        cached = [*held, *pool.evictable]
+        pinned = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
+        cached = [*pinned, *pool.evictable]
         pages = [page for page, owner in enumerate(cache.arena.owner) if owner == group]
         ids = [block for page in pages for block in cache.arena.blocks(page, group)]
-        empty = [block for block in ids if pool.is_free(block)]
-        assert sorted([*references, *cached, *empty]) == ids  # each block in exactly one place
-        assert (pool.num_active, pool.num_pinned, pool.num_free) == (len(references), len(held), len(empty))
-        assert pool.num_slots == len(ids)
+        free = [block for block in ids if pool.is_free(block)]
+        assert sorted([*references, *cached, *free]) == ids  # each block is in exactly one state
+        assert (pool.num_active, pool.num_pinned, pool.num_free) == (len(references), len(pinned), len(free))
+        assert pool.num_leased_blocks == len(ids)
         active_in = Counter(cache.arena.page_of(group, block) for block in references)
-        held_in = Counter(cache.arena.page_of(group, block) for block in held)
-        loose_in = Counter(cache.arena.page_of(group, block) for block in pool.evictable)
-        assert pool.active_in == {page: active_in[page] for page in pages}
-        assert pool.pinned_in == {page: held_in[page] for page in pages}
-        assert pool.evictable_in == {page: loose_in[page] for page in pages}
+        pinned_in = Counter(cache.arena.page_of(group, block) for block in pinned)
+        evictable_in = Counter(cache.arena.page_of(group, block) for block in pool.evictable)
+        assert pool.num_active_in == {page: active_in[page] for page in pages}
+        assert pool.num_pinned_in == {page: pinned_in[page] for page in pages}
+        assert pool.num_evictable_in == {page: evictable_in[page] for page in pages}
         assert set(pool.idle_pages) == set(pages) - set(active_in)
-        assert set(pool.evictable_pages) == set(pages) - set(active_in) - set(held_in)
-        assert set(pool.busy_evictable_pages) == set(loose_in) & set(active_in)
+        assert set(pool.evictable_pages) == set(pages) - set(active_in) - set(pinned_in)
+        assert set(pool.busy_evictable_pages) == set(evictable_in) & set(active_in)
         assert pool.slack == sum(len(cache.arena.blocks(page, group)) for page in active_in) - len(references)
         assert all(any(not pool.is_free(b) for b in cache.arena.blocks(page, group)) for page in pages)
         assert {digest: b for b, (digest, _) in pool.published.items()} == cache.index.groups[group]

@@ -4,13 +4,15 @@ Terms:
 
     page         a part of the arena, leased to one KV cache group at a time, or not leased
     busy page    a leased page with an active block (referenced by a running sequence)
-    usable page  a page without an active block: not leased, or leased and *idle*
-    slack        a group's blocks in busy pages that are not active
-    evictable    cached, and not pinned by a checkpoint
+    usable page  a page without an active block: not leased, or leased and *idle*; any group may take it, after evictions
+    slack        the number of a group's blocks in busy pages that are not active: the group may take them, after evictions
+    evictable    a cached block that no checkpoint pins
+    run          consecutive free blocks of one page
 
-A group can take its slack, and the blocks of usable pages; every page has the same number of a group's blocks. So whether an
-allocation fits is exact arithmetic: `pages_needed` divides the usable pages among the groups, and `allocate` takes at most its
-group's share. Example: a group needs 10 blocks, has a slack of 3 and 4 blocks a page: it needs ceil(7 / 4) = 2 usable pages.
+A group can take its slack and the blocks of usable pages, and every page has the same number of a group's blocks. So simple
+arithmetic decides exactly whether an allocation fits: `pages_needed` divides the usable pages among the groups, and `allocate`
+takes at most its group's share. Example: a group needs 10 blocks, its slack is 3, and a page has 4 of its blocks. It needs
+ceil((10 - 3) / 4) = 2 usable pages.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from transom_worker.kvcache.pool import GroupPool
 EVICTED_FOR_OWN_GROUP = "own_group"
 EVICTED_FOR_OTHER_GROUP = "other_group"
 
-_SCARCE = 4  # usable pages are scarce when they are at most 1/4 of all pages
+_SCARCE_FRACTION = 4  # usable pages are scarce when they are at most 1/4 of all pages
 
 Evict = Callable[[int, list[int], str], None]  # (group, evictable blocks, reason)
-EvictCheckpoint = Callable[[], bool]
+EvictCheckpoint = Callable[[], bool]  # unpins one checkpoint's blocks; False: there was none
 
 
 class BlockAllocator:
@@ -59,8 +61,9 @@ class BlockAllocator:
         return pages if sum(pages) <= self.usable_pages else None
 
     def allocate(self, group: int, count: int, near: int | None, max_pages: int) -> tuple[list[int], int]:
-        """Take `count` blocks with one reference each, if possible behind block `near`; return them and the usable pages they
-        took.
+        """Take `count` blocks with one reference each, if possible behind block `near`.
+
+        Returns the blocks, and how many usable pages they took: at most `max_pages`, the group's share.
         """
         pool = self._pools[group]
         taken: list[int] = []
@@ -68,7 +71,7 @@ class BlockAllocator:
         while len(taken) < count:
             missing = count - len(taken)
             first = self._next(pool, near, missing, may_take_page=pages < max_pages)
-            pages += not pool.active_in[self._arena.page_of(group, first)]
+            pages += not pool.num_active_in[self._arena.page_of(group, first)]
             run = pool.free_run(first, missing)
             pool.take(run)
             taken += run
@@ -77,7 +80,7 @@ class BlockAllocator:
 
     def _next(self, pool: GroupPool, near: int | None, count: int, *, may_take_page: bool) -> int:
         """Return a free block, evicting cached ones if there is none. Busy pages are filled first when usable pages are scarce."""
-        scarce = self.usable_pages * _SCARCE <= self._arena.num_pages
+        scarce = self.usable_pages * _SCARCE_FRACTION <= self._arena.num_pages
         if not may_take_page or (scarce and pool.slack):
             block = self._place(pool, near, may_take_page=False)
             if block is None:
@@ -89,8 +92,10 @@ class BlockAllocator:
         return block
 
     def _place(self, pool: GroupPool, near: int | None, *, may_take_page: bool) -> int | None:
-        """Return a free block: behind `near`, else in its page, else in a new page (the next one if possible), else in any; or
-        None.
+        """Return a free block without evicting any; None if there is none.
+
+        In order of preference: the block behind `near`, another block of the same page, a newly leased page (the next one if
+        possible), any other leased page.
         """
         prefer = None
         if near is not None:
@@ -103,12 +108,13 @@ class BlockAllocator:
             prefer = page + 1
         if may_take_page and self._arena.num_free:
             return pool.add_page(self._arena.lease(pool.group, prefer=prefer))
-        roomiest = pool.roomiest_page(busy_only=not may_take_page)
-        return None if roomiest is None else pool.first_free(roomiest)
+        emptiest = pool.page_with_most_free(busy_only=not may_take_page)
+        return None if emptiest is None else pool.first_free(emptiest)
 
     def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
-        """Evict the evictable blocks of one busy page, and return one of them; if `must`, evict checkpoints until there are
-        some.
+        """Evict the evictable blocks of one busy page, and return one of them; None if there are none.
+
+        If `must`, evict checkpoints until there are some.
         """
         while not (blocks := pool.evictable_in_busy_page()):
             if not must:
@@ -119,8 +125,10 @@ class BlockAllocator:
         return blocks[0]
 
     def _reclaim(self, pool: GroupPool, count: int) -> None:
-        """Evict up to `count` evictable blocks of the group; else all blocks of another group's page without others; else a
-        checkpoint.
+        """Evict cached blocks so that a block of this group, or a whole page, becomes free.
+
+        In order of preference: up to `count` evictable blocks of the group; all blocks of a page of another group that has no
+        active or pinned block; a checkpoint, whose blocks become evictable.
         """
         if pool.evictable:
             self._evict(pool.group, list(islice(pool.evictable, count)), EVICTED_FOR_OWN_GROUP)

@@ -1,9 +1,9 @@
 """`Arena`: the pages of the KV memory, each free or leased to one KV cache group. Integers only; `ArenaLayout` has the bytes.
 
-A page leased to a group has that group's blocks. Free pages are kept as runs of consecutive pages: a group that needs its first
-page gets the middle of the longest run, so that the sequence before it and the new one can both grow into consecutive pages.
-Example with 8 pages: the first lease takes page 0, the second takes page 4 (the middle of 1 to 7), and each has 3 free pages behind
-it.
+A *page* is an equal part of the memory; while a group leases it, it has that group's blocks and no others. Free pages are kept as
+*runs* of consecutive pages. A lease without a preferred page gets the middle of the longest run, so that this sequence and the one
+whose pages lie before the run can both grow into consecutive pages. Example with 8 pages: the first lease takes page 0, the second
+takes page 4 (the middle of 1 to 7), and each has 3 free pages behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ FREE = -1  # in `owner`: no group leases the page
 
 
 class Arena:
-    """Leases pages to groups. Raises ConfigError if no block of a group fits in a page."""
+    """Leases pages to groups.
+
+    Raises:
+        ConfigError: no block of a group fits in a page.
+    """
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
@@ -49,8 +53,8 @@ class Arena:
         """
         page = prefer
         if page is None or page >= self.num_pages or self.owner[page] != FREE:
-            page = self._roomy_page()
-        self._cut(page)
+            page = self._page_to_grow_from()
+        self._remove_from_run(page)
         self.owner[page] = group
         self.num_free -= 1
         return page
@@ -73,8 +77,8 @@ class Arena:
         """Return the runs of free pages as (first, one past the last), in order."""
         return [(start, self._run_end[start]) for start in self._run_starts]
 
-    def _roomy_page(self) -> int:
-        """Return the middle of the longest free run, so that the group that leases the page before the run can grow into it."""
+    def _page_to_grow_from(self) -> int:
+        """Return the middle of the longest free run, or page 0 if the run starts there (no leased page lies before it)."""
         length, start = self._longest[0]
         while self._run_end.get(start) != start - length:
             heappop(self._longest)
@@ -89,7 +93,7 @@ class Arena:
             self._longest = [(begin - stop, begin) for begin, stop in self._run_end.items()]
             heapify(self._longest)
 
-    def _cut(self, page: int) -> None:
+    def _remove_from_run(self, page: int) -> None:
         """Remove a page from its free run."""
         at = bisect_right(self._run_starts, page) - 1
         start = self._run_starts[at]

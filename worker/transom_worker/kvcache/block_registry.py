@@ -73,7 +73,7 @@ class BlockRegistry:
                 self._touched[group].update(map(found.__getitem__, published_now))
 
     def moved(self, group: int, source: int, target: int) -> None:
-        """Note that compaction moved a block, published or not, to another id."""
+        """Note that compaction (moving blocks together to clear a page) moved a block, published or not, to another id."""
         entry = self._pools[group].published.get(target)
         if entry is not None:
             self.index.groups[group][entry[0]] = target

@@ -10,7 +10,8 @@ from transom_worker.kvcache.histogram import Histogram
 class BlockTimes:
     """Two histograms over blocks: `residency` from cached to evicted, `reuse_interval` from cached to hit.
 
-    A block is cached from when its last reference is removed. `clock` gives seconds.
+    A published block counts as cached from the moment when the last running sequence stops using it. Example: that happens at second
+    10, and a sequence hits the block at second 13: a reuse interval of 3 s. `clock` gives seconds.
     """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
@@ -20,14 +21,14 @@ class BlockTimes:
         self._since_s = [0.0] * num_blocks  # by block: when its last reference was removed
 
     def cached(self, blocks: Sequence[int]) -> None:
-        """The last references of these blocks were removed just now, and they can be hit."""
+        """Note that these blocks lost their last references just now and can be hit."""
         if blocks:
             now_s, since_s = self._clock(), self._since_s
             for block in blocks:
                 since_s[block] = now_s
 
     def hit(self, blocks: Sequence[int]) -> None:
-        """Sequences reference these blocks again, which were cached until now."""
+        """Note that sequences hit these blocks, which were cached until now."""
         if blocks:
             now_s = self._clock()
             for since_s in map(self._since_s.__getitem__, blocks):
@@ -42,7 +43,7 @@ class BlockTimes:
         return self._clock() - self._since_s[block]
 
     def evicted(self, blocks: Sequence[int]) -> None:
-        """These blocks were evicted just now."""
+        """Note that these blocks were evicted just now."""
         now_s = self._clock()
         for since_s in map(self._since_s.__getitem__, blocks):
             self.residency.observe(now_s - since_s)

@@ -74,7 +74,7 @@ class Compaction:
 
     def _move(self, group: int, source: int, cleared: set[int]) -> None:
         pool = self._pools[group]
-        page = pool.fullest_page(cleared)
+        page = pool.page_with_fewest_free(cleared)
         assert page is not None
         target = pool.first_free(page)
         assert target is not None
@@ -109,7 +109,7 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
             if not pages:
                 continue
             page = pages[0]
-            moves, size = pools[group].active_in[page], len(arena.blocks(page, group))
+            moves, size = pools[group].num_active_in[page], len(arena.blocks(page, group))
             slack[group] -= size
             usable += 1
             helps = slack[group] >= 0 and missing() < short
@@ -130,5 +130,5 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
 
 def _by_active(pool: GroupPool, slack: int) -> list[int]:
     """Return busy pages, those with fewest active blocks first; at most `slack`, since each has a block to move into slack."""
-    busy = [page for page, active in pool.active_in.items() if active]
-    return nsmallest(min(len(busy), slack), busy, key=pool.active_in.__getitem__)
+    busy = [page for page, active in pool.num_active_in.items() if active]
+    return nsmallest(min(len(busy), slack), busy, key=pool.num_active_in.__getitem__)

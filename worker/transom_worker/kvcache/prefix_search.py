@@ -2,13 +2,13 @@
 
 Terms:
 
-    hash block     `--block-size` tokens with a digest (`hashing`); a KV block of a group has one hash block, or several of them in
-                   groups of compressed entries, and is found under the digest of its last one
-    boundary u     the position behind the first `u` hash blocks of a prompt
-    full groups    KV cache groups that keep every token; a hit needs all their blocks below the boundary
-    sliding groups groups with a window, chunk or compressor state; a hit needs their *live* blocks, the ones that the next token
-    reads sink blocks    a sliding group's first blocks, which hold attention sinks and never slide out; a hit needs them too window
-    repair  computing the tokens before a boundary again, so that the sliding groups get their live blocks (`window_repair`)
+    hash block      `--block-size` tokens; their *digest* names them and all tokens before them (`hashing`). A KV block has one hash
+                    block (several in groups of compressed entries) and is found under the digest of its last one
+    boundary u      the position behind the first `u` hash blocks of a prompt
+    full groups     KV cache groups that keep every token; a hit needs all their blocks below the boundary
+    sliding groups  groups with a window, chunk or compressor state; a hit needs their *live* blocks, which the next token reads
+    sink blocks     a sliding group's first blocks, which hold attention sinks and never slide out; a hit needs them too
+    window repair   computing the tokens before a boundary again, so that the sliding groups get their live blocks (`window_repair`)
 
 Example, hash blocks of 16 tokens, one full group and one with a window of 33 tokens (2 live blocks), a prompt of 10 hash blocks:
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.window_repair import repair_start
 
-_PIECE = 512  # hash blocks that are looked up at once
+_LOOKUP_BLOCKS = 512  # hash blocks that are looked up at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +65,32 @@ def find_hit(
 ) -> PrefixHit:
     """Return the hit that leaves fewest tokens to compute, at a boundary of at most `limit`.
 
-    `found[g]` has the digests of group `g`'s cached blocks. Two boundaries compete: the largest at which every group has the blocks
-    that it needs; and the largest at which the full groups and the sink blocks reach, with the windows repaired. The second wins if
-    it leaves no more tokens to compute, because it shares more blocks. No other boundary can win: a repair of a larger boundary
-    never starts further back than that of a smaller one. A repair that starts at token 0 saves nothing and is not taken.
+    `found[g]` has the digests of group `g`'s cached blocks. Two boundaries compete:
+
+    - the largest boundary at which every group has the blocks that it needs;
+    - the largest boundary below which the full groups have all their blocks and every sink block is there, with a window repair.
+
+    The second wins if it leaves no more tokens to compute, because it shares more blocks. No other boundary can win: the repair of a
+    larger boundary never starts further back than that of a smaller one. A repair that starts at token 0 saves nothing and is not
+    taken.
 
     The smallest block of all groups is the hash block.
     """
     block_size = min(retention.block_size for retention in retentions)
     limit = min(limit, len(digests))
 
-    # How far the full groups and the sink blocks reach.
+    # The largest boundary for which the full groups, and then all sink blocks too, are cached.
     full_groups_reach, repairable = limit, False
     sliding: list[tuple[Retention, Collection[bytes]]] = []
     for retention, group in zip(retentions, found, strict=True):
         if retention.keeps_everything:
-            full_groups_reach = _leading(group, digests, full_groups_reach, retention.block_size // block_size)
+            full_groups_reach = _leading_boundary(group, digests, full_groups_reach, retention.block_size // block_size)
             repairable = window_repair
         else:
             sliding.append((retention, group))
     reach = full_groups_reach
     for retention, group in sliding:
-        reach = min(reach, _sink_reach(group, digests, reach, retention.num_sink_blocks))
+        reach = min(reach, _sink_boundary(group, digests, reach, retention.num_sink_blocks))
 
     # The largest boundary with all live blocks, unless a repair of `reach` leaves no more to compute.
     specs = [retention.spec for retention in retentions]
@@ -102,11 +106,11 @@ def find_hit(
     )
 
 
-def _leading(group: Collection[bytes], digests: Sequence[bytes], end: int, hash_blocks_per_block: int) -> int:
+def _leading_boundary(group: Collection[bytes], digests: Sequence[bytes], end: int, hash_blocks_per_block: int) -> int:
     """Return the largest boundary up to `end` whose whole blocks are all found in one group."""
     num_blocks = end // hash_blocks_per_block
-    for begin in range(0, num_blocks, _PIECE):
-        stop = min(num_blocks, begin + _PIECE)
+    for begin in range(0, num_blocks, _LOOKUP_BLOCKS):
+        stop = min(num_blocks, begin + _LOOKUP_BLOCKS)
         last = digests[(begin + 1) * hash_blocks_per_block - 1 : stop * hash_blocks_per_block : hash_blocks_per_block]
         gap = _presence(group, last).find(0)
         if gap >= 0:
@@ -114,7 +118,7 @@ def _leading(group: Collection[bytes], digests: Sequence[bytes], end: int, hash_
     return end
 
 
-def _sink_reach(group: Collection[bytes], digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
+def _sink_boundary(group: Collection[bytes], digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
     """Return the largest boundary up to `end` whose sink blocks are all found."""
     missing = _presence(group, digests[: min(end, num_sink_blocks)]).find(0)
     return end if missing < 0 else missing
@@ -139,13 +143,14 @@ def _presence(group: Collection[bytes], digests: Sequence[bytes]) -> bytes:
 class _WindowSearch:
     """Searches one sliding group, from `end` down, for boundaries that have their live blocks; looks no further back than it must.
 
-    Works for any group whose live range starts later the later the boundary is: a block that is missing at index `i` rules out
-    every boundary between `i` and the boundary that needed it.
+    The search works for every group whose live range never starts earlier for a later boundary. So a missing block `i` that boundary
+    `b` needs is needed by every boundary from `i + 1` to `b`. Example: boundary 20 needs blocks 12 to 19, and block 15 is missing:
+    boundaries 16 to 20 are no hits, and the search continues at boundary 15 or below.
     """
 
     def __init__(self, retention: Retention, group: Collection[bytes], digests: Sequence[bytes], end: int) -> None:
         self._first_live = retention.first_live_at(end)
-        self._needs_nothing = retention.free_boundaries(end)
+        self._largest_free_boundary = retention.boundaries_without_live_blocks(end)
         self._group, self._digests = group, digests
         self._present = bytearray(end)  # by block: 1 if found; looked up from `_known_from` on
         self._known_from = end
@@ -164,7 +169,7 @@ class _WindowSearch:
             missing = self._present.rfind(0, first, at)
             if missing < 0:
                 return at
-            at = max(self._behind_last_run(missing, floor), self._needs_nothing[missing])
+            at = max(self._behind_last_run(missing, floor), self._largest_free_boundary[missing])
         return floor
 
     def _behind_last_run(self, end: int, floor: int) -> int:
@@ -178,7 +183,7 @@ class _WindowSearch:
         while (at := self._present.rfind(run, self._known_from, end)) < 0:
             if self._known_from <= max(0, lowest - num_live):
                 break
-            self._look_back(self._known_from - _PIECE)
+            self._look_back(self._known_from - _LOOKUP_BLOCKS)
         return max(at + num_live if at >= 0 else 0, lowest)
 
     def _look_back(self, begin: int) -> None:

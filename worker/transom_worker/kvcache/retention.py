@@ -1,14 +1,22 @@
-"""`Retention`: which blocks of a KV cache group a sequence must keep, derived from `GroupSpec.live`.
+"""`Retention`: which blocks of a KV cache group a sequence must keep after a number of tokens.
 
-A sequence's block table in a group is its sink blocks (first blocks, which hold attention sinks and never slide out), then a run of
-consecutive logical blocks. Processing tokens only ever frees blocks at the run's front. Example, window of 33 tokens, blocks of 16:
+Terms:
+
+    logical block  a block's index in its sequence: with blocks of 16 tokens, logical block 3 has tokens 48 to 63
+    live tokens    the tokens that the next token's query reads in this group (`GroupSpec.live`)
+    live blocks    the blocks that have live tokens; the sequence must keep them
+    sink blocks    the first logical blocks of a group with attention sinks; they never slide out
+    run            the consecutive logical blocks behind the sink blocks; blocks are only ever freed at its front
+    boundary b     the position behind the first `b` blocks of a sequence
+
+Example, a window of 33 tokens (the query included), blocks of 16:
 
     processed tokens    live tokens     first live block
     40                  [8, 40)         0
     47                  [15, 47)        0
     48                  [16, 48)        1: block 0 may be freed
 
-Tables over the boundaries between blocks are computed once per group and used by every search and bound.
+Tables by boundary are computed once per group; prefix searches and capacity bounds look values up in them.
 """
 
 from __future__ import annotations
@@ -19,26 +27,26 @@ from transom_worker.kvcache.groups import GroupSpec
 
 
 class Retention:
-    """One group's live blocks. Not thread-safe: its tables grow on use. `num_sink_blocks` blocks never slide out."""
+    """One group's live blocks. Not thread-safe: its tables grow on use."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
         self.block_size = spec.block_size
         self.num_sink_blocks = spec.num_sink_blocks
         self.keeps_everything = spec.keeps_everything
-        # After so many tokens the set of live blocks repeats, shifted, once the first `reach` tokens are processed.
+        # From `reach` processed tokens on, the live blocks after `n + period` tokens are those after `n` tokens, shifted.
         self.period = math.lcm(spec.block_size, spec.chunk or 1, spec.ratio or 1)
         reach = spec.sinks + spec.window + (1 + spec.overlap) * spec.ratio
         self._steady_blocks = -(-(reach + self.period) // spec.block_size) + 1
-        self._first = [self.first_live_block(0)]
-        self._free_boundary = [0]
-        self._peak = [1]  # by boundary: most blocks held up to there
+        self._first_live = [self.first_live_block(0)]  # by boundary
+        self._free_boundary = [0]  # by boundary: the largest boundary, up to this one, without live blocks in the run
+        self._peak = [1]  # by boundary: most blocks that a sequence holds at once up to there
         self._change: list[
             int
         ] = []  # by block: the position inside it at which the first live block grows, else its end
 
     def first_live_block(self, n: int) -> int:
-        """Return the run's first logical block that must stay after `n` processed tokens; at least `num_sink_blocks`."""
+        """Return the first logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""
         if self.keeps_everything:
             return 0
         ranges = self.spec.live(n)
@@ -55,13 +63,13 @@ class Retention:
     def first_live_at(self, num_blocks: int) -> list[int]:
         """Return a table over boundaries 0 to at least `num_blocks`: the run's first live block at that boundary."""
         self._grow(num_blocks)
-        return self._first
+        return self._first_live
 
-    def free_boundaries(self, num_blocks: int) -> list[int]:
-        """Return a table over boundaries 0 to at least `num_blocks`: the largest boundary up to that one that needs no block of the
-        run.
+    def boundaries_without_live_blocks(self, num_blocks: int) -> list[int]:
+        """Return a table over boundaries 0 to at least `num_blocks`: the largest boundary, up to that one, that needs no block of
+        the run.
 
-        Boundary 0 needs none.
+        Boundary 0 needs none. Example: with chunked attention a sequence at the start of a chunk needs no block.
         """
         self._grow(num_blocks)
         return self._free_boundary
@@ -85,9 +93,9 @@ class Retention:
 
     def _grow(self, num_blocks: int) -> None:
         """Extend the tables up to boundary `num_blocks`."""
-        for boundary in range(len(self._first), num_blocks + 1):
+        for boundary in range(len(self._first_live), num_blocks + 1):
             first = self.first_live_block(boundary * self.block_size)
-            self._first.append(first)
+            self._first_live.append(first)
             self._free_boundary.append(boundary if first >= boundary else self._free_boundary[-1])
             self._peak.append(max(self._peak[-1], self.allocated_blocks(boundary * self.block_size)))
             self._change.append(self._change_inside((boundary - 1) * self.block_size, boundary * self.block_size))
