@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from transom_worker.kvcache.return_times import EDGES, LAST, CheckpointClass, ReturnTimes, WatchedCheckpoint
+from transom_worker.kvcache.return_times import (
+    BUCKET_EDGES,
+    LAST_BUCKET,
+    CheckpointClass,
+    ReturnTimes,
+    WatchedCheckpoint,
+)
 
-PROMPT: CheckpointClass = ("prompt", True, 0)
+PROMPT = CheckpointClass(kind="prompt", was_built_upon=True, num_returns=0)
 
 
 def rounds(period: int, *, num_requests: int = 900) -> tuple[ReturnTimes, list[WatchedCheckpoint]]:
@@ -38,7 +44,7 @@ def test_a_checkpoint_that_is_returned_to_at_once_or_never_is_worth_less_by_age(
 def test_a_checkpoint_without_returns_is_forgotten() -> None:
     times = ReturnTimes()
     old = times.watch(PROMPT)
-    times.now = EDGES[LAST]
+    times.now = BUCKET_EDGES[LAST_BUCKET]
     times.tick()
     assert times.num_watched == 0
     assert times.worth(old) > 0  # by the prior

@@ -3,18 +3,22 @@ holds.
 
 Terms:
 
-    node, segment, windows  parts of the prefix tree (`tree`): a node pins a segment of its chain, and windows at its boundary
-    evicting a leaf         frees a childless node's segment and windows
-    evicting windows        frees the windows of a node that has children; its segment stays
-    rank                    a policy's estimate of a node's value per byte; of the nodes compared the lowest is evicted
-    return                  a later request that continues from a node
-    ghost                   what is remembered of an evicted hash block, to learn from returns that find it gone
+    hash block        `--block-size` tokens; its digest names it and all tokens before it. A prompt's *chain* is its digests
+    boundary          the position behind the first n hash blocks of a chain
+    node              a boundary in the prefix tree (`tree`) at which requests may continue; it pins blocks: excludes them from eviction
+    segment           the hash blocks between a node's boundary and its parent's
+    windows           the blocks that sliding-window layers need at the node's boundary
+    evicting a leaf   unpins a childless node's segment and windows, and removes the node
+    evicting windows  unpins the windows of a node that has children; its segment stays
+    rank              a policy's score of a node; of the nodes compared the lowest is evicted (no tensor-parallel rank)
+    return            a later request that continues from a node, or from a boundary inside its segment
+    ghost             what is remembered of an evicted node, by digest, so that the policy can learn from returns to it (a miss)
 
 Blocks that no node pins are evicted before any node, so this module never sees them.
 
-Example: leaf A would free 4 MiB and lose 512 tokens, leaf B 1 MiB and 256 tokens. If returns to both are equally likely, A is
-evicted: it saves 128 tokens per MiB, B 256. If A is expected to return three times as soon, its worth is three times as high, and B
-is evicted.
+Example: leaf A has 4 MiB, and a return to it saves computing 512 tokens; leaf B has 1 MiB and saves 256 tokens. If returns to both
+are equally likely, A is evicted: it saves 128 tokens per MiB, B 256. If a return to A is expected three times as soon, A's rank is
+three times as high, and B is evicted.
 """
 
 from __future__ import annotations
@@ -27,14 +31,14 @@ from typing import NamedTuple, Protocol
 from transom_worker.kvcache.return_times import CheckpointClass, ReturnTimes, WatchedCheckpoint
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
-SAMPLE_SIZE = 64  # candidates compared for one victim
+SAMPLE_SIZE = 64  # nodes compared to find one to evict
 MAX_GHOSTS = 262_144
-GHOST_TAIL = 64  # hash blocks at the end of a segment that all become ghosts; of the others 1 in 16 does
+GHOST_BLOCKS = 64  # the last hash blocks of a segment, which all become ghosts; of the others 1 in 16 does
 MAX_RETURNS = 3  # classes do not tell higher numbers of returns apart
 
 
-class Ghost(NamedTuple):
-    """An evicted node that a request came back to.
+class GhostHit(NamedTuple):
+    """A return to an evicted node, whose kind and earlier returns this has.
 
     The request's chain parts from the node's chain `num_blocks_before` hash blocks before the node's boundary.
     """
@@ -45,32 +49,33 @@ class Ghost(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Learns from returns, and ranks nodes for eviction. One instance serves one cache; it keeps its state in
-    `node.policy_state`.
+    """Learns from returns, and ranks nodes for eviction.
+
+    One instance serves one cache; it may keep what it knows of a node in `node.policy_state`.
     """
 
     def admitted(self) -> None:
-        """A request was admitted. Policies count time in admitted requests."""
+        """Note that a request was admitted. Policies count time in admitted requests."""
 
     def created(self, node: Node) -> None:
-        """A node was placed; its kind and its number of returns are set."""
+        """Note that a node was placed. Its kind and its number of returns are set."""
 
     def built_upon(self, node: Node) -> None:
-        """A node got its first child, or the first sibling behind a common parent that was split off."""
+        """Note that a node got its first child, or its first sibling, whose chain parts inside the segment that both shared."""
 
     def returned(self, node: Node) -> None:
-        """A request returned to a node, or into its segment."""
+        """Note that a request returned to a node, or to a boundary inside its segment."""
 
-    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> Ghost | None:
-        """A request's hash blocks `[begin, end)` are not in the tree. Return the evicted node that it came back to, if one is
-        known.
+    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> GhostHit | None:
+        """Note that a request's hash blocks `[begin, end)` are not in the tree; return the evicted node that it returned to, if one
+        is known.
         """
 
     def windows_evicted(self, node: Node) -> None:
-        """A node's windows were evicted; the node may stay."""
+        """Note that a node's windows were evicted; the node may stay."""
 
     def removed(self, node: Node) -> None:
-        """A node was evicted with its segment."""
+        """Note that a node was evicted with its segment."""
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """Return the node's rank; the smallest is evicted first.
@@ -80,13 +85,15 @@ class EvictionPolicy(Protocol):
 
 
 class ReturnTimePolicy:
-    """Ranks a node by the tokens that it is expected to save per byte: learned worth (`return_times`) times tokens, over bytes."""
+    """Ranks a node by the tokens that it is expected to save per byte and request of waiting: `worth * lost_tokens / freed_bytes`.
+
+    `return_times` learns the worth: expected returns per admitted request, by the node's class and age.
+    """
 
     def __init__(self) -> None:
         self._times = ReturnTimes()
-        self._ghosts: OrderedDict[bytes, tuple[WatchedCheckpoint, int]] = (
-            OrderedDict()
-        )  # (evicted node, its boundary) by digest
+        # By digest: (the evicted node's watch, its boundary); the oldest are forgotten first.
+        self._ghosts: OrderedDict[bytes, tuple[WatchedCheckpoint, int]] = OrderedDict()
 
     def admitted(self) -> None:
         """Advance the clock by one request."""
@@ -106,36 +113,39 @@ class ReturnTimePolicy:
         watched = node.policy_state
         if isinstance(watched, WatchedCheckpoint):
             self._times.returned(watched)
-            node.policy_state = self._times.watch(watched.cls)
+            node.policy_state = self._times.watch(watched.checkpoint_class)
 
-    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> Ghost | None:
-        """Count a return to the evicted node that shares most of the chain, and return that node's ghost."""
+    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> GhostHit | None:
+        """Count a return to the evicted node that shares most of the chain, and describe it; None if no ghost shares any of it."""
         ghosts = self._ghosts
         for at in range(end - 1, begin - 1, -1):
             found = ghosts.pop(chain[at], None)
             if found is not None:
                 watched, boundary = found
                 self._times.returned(watched)
-                kind, _, num_returns = watched.cls
-                return Ghost(CheckpointKind(kind), num_returns, boundary - (at + 1))
+                evicted = watched.checkpoint_class
+                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, boundary - (at + 1))
         return None
 
     def windows_evicted(self, node: Node) -> None:
-        """Remember the node's boundary as a ghost."""
+        """Remember the node as a ghost, under the digest of its last hash block."""
         if isinstance(node.policy_state, WatchedCheckpoint):
             self._remember(node.digest, node, node.policy_state)
 
     def removed(self, node: Node) -> None:
-        """Remember the segment's last hash blocks, and a sample of the others, as ghosts."""
+        """Remember the node as a ghost, under the digests of the segment's last hash blocks and of a sample of the others."""
         if not isinstance(node.policy_state, WatchedCheckpoint):
             return
-        tail = len(node.segment) - GHOST_TAIL
+        first_of_last = len(node.segment) - GHOST_BLOCKS
         for at, digest in enumerate(node.segment):
-            if at >= tail or digest[0] < 16:  # the first byte of a digest is uniform: 16 of 256 values
+            if at >= first_of_last or digest[0] < 16:  # the first byte of a digest is uniform: 16 of 256 values
                 self._remember(digest, node, node.policy_state)
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
-        """Return worth times tokens over bytes; 0 for a node that is not watched, such as one made by a split."""
+        """Return the worth times the lost tokens over the freed bytes; 0 for a node that is not watched.
+
+        A node that was only made to split a segment is not watched.
+        """
         if not isinstance(node.policy_state, WatchedCheckpoint):
             return 0.0
         return self._times.worth(node.policy_state) * lost_tokens / max(1, freed_bytes)
@@ -152,7 +162,10 @@ class ReturnTimePolicy:
 
 
 class Candidates:
-    """The nodes that may be evicted, in a list with constant-time insertion, removal and sampling."""
+    """The nodes that may be evicted, in a list with constant-time insertion, removal and sampling.
+
+    `node.candidate_index` is a node's index in the list; None: it is not in the list.
+    """
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
@@ -189,4 +202,4 @@ class Candidates:
 
 
 def _class(node: Node, *, built_upon: bool) -> CheckpointClass:
-    return (node.kind.value, built_upon, min(node.num_returns, MAX_RETURNS))
+    return CheckpointClass(node.kind.value, built_upon, min(node.num_returns, MAX_RETURNS))

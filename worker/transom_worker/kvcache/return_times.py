@@ -2,72 +2,92 @@
 
 Terms:
 
-    checkpoint  a boundary of a prompt's hash chain at which a request can continue (`tree`)
+    checkpoint  a cached prefix, such as a prompt with its answer, from whose end a later request can continue
+    return      a later request that continues from the checkpoint
+    built upon  a checkpoint from which another, longer one has been placed, such as a turn that the next turn continued
     class       checkpoints of the same kind, built upon or not, with the same number of returns so far: they share statistics
-    age         admitted requests since the checkpoint was placed or last returned to
-    bucket      a range of ages; buckets grow by 2/5: [0, 1), [1, 2), [2, 3), [3, 4), [4, 5), [5, 7), [7, 9), ...
-    life table  per class and bucket: how many checkpoints were returned to at such an age, and how many were not
+    age         admitted requests since the checkpoint was placed or last returned to; the unit of time here
+    bucket      a range of ages; their ends grow by 2/5: [0, 1), [1, 2), [2, 3), [3, 4), [4, 5), [5, 7), [7, 9), [9, 12), ...
+    survive     reach the end of a bucket without a return in it
+    life table  per class and bucket: how many checkpoints were returned to at such an age, and how many survived the bucket
     hazard      the chance of a return inside a bucket, given that there was none before: returned / (returned + survived)
+    prior       the hazard that is assumed where nothing was observed yet
     worth       the checkpoint's Gittins index: expected returns per request of waiting, for the best time to stop waiting
-
-Example: of 100 checkpoints of a class, 50 are returned to at age 1, and the others never. Leaving prior and smoothing out, a new
-one is worth 0.5 / 1.75 = 0.29 returns per request, one of age 1 is worth 0.5 / 0.75 = 0.67, and one of age 2 is worth nothing.
 
 The worth at age `a` is the maximum over all stopping ages `s > a` of
 
     P(return between a and s) / E(requests waited until the return or s)
 
-(Gittins 1979; Aggarwal et al., SIGMETRICS 2009, use it likewise). A cyclic scan makes old checkpoints precious, since they are due
-next; bursty traffic makes young ones precious. Plain recency is the special case of a falling hazard, which is also the prior.
-Evicted checkpoints are watched as well, so that the statistics do not depend on the cache's own decisions.
+Example: of 100 checkpoints of a class, 50 are returned to at age 1, and the others never. Leaving prior and smoothing out, and with
+a return in the middle of its bucket [1, 2), the best stopping age is 2:
+
+    age 0    waits 1 request, then 1/2 (return) or 1 (none) more: 0.5 / (1 + 0.75) = 0.29 returns per request
+    age 1    waits 1/2 or 1 request:                              0.5 / 0.75       = 0.67
+    age 2    no return is to come:                                0
+
+Gittins (1979) has the theory; Aggarwal et al. (SIGMETRICS 2009) use the index likewise. Where sessions take turns in a fixed order,
+old checkpoints are worth most, since their sessions are next; where requests come in bursts, young ones are. Least-recently-used
+eviction is the special case of a hazard that falls with age; so is the prior, which is equal in all buckets while buckets grow.
+Evicted checkpoints are watched as well, so that the statistics do not depend on what the cache evicted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from typing import NamedTuple
 
-CheckpointClass = tuple[str, bool, int]  # (kind, has been built upon, returns so far up to `eviction.MAX_RETURNS`)
+
+class CheckpointClass(NamedTuple):
+    """Checkpoints with equal values here share their statistics."""
+
+    kind: str  # `tree.CheckpointKind`, such as "prompt"
+    was_built_upon: bool
+    num_returns: int  # so far; `eviction.MAX_RETURNS` stands for more as well
 
 
-def _edges() -> list[int]:
+def _bucket_edges() -> list[int]:
     edges = [0, 1, 2, 3]
     while edges[-1] < 2**20:
         edges.append(max(edges[-1] + 1, edges[-1] * 7 // 5))
     return edges
 
 
-EDGES = _edges()  # bucket b holds ages in [EDGES[b], EDGES[b + 1])
-LAST = len(EDGES) - 2  # the last bucket
-PRIOR_CHANCE = 0.05  # hazard of a bucket without observations
+BUCKET_EDGES = _bucket_edges()  # bucket b has the ages [BUCKET_EDGES[b], BUCKET_EDGES[b + 1])
+LAST_BUCKET = len(BUCKET_EDGES) - 2
+PRIOR_HAZARD = 0.05  # of a bucket without observations
 PRIOR_WEIGHT = 2.0  # observations that the prior counts as
-POOL_WEIGHT = 16.0  # observations that the pooled hazard of all classes counts as, beside those of the class itself
-DECAY_EVERY = 1024  # requests
-DECAY = 0.5  # factor on all counts
+MERGED_WEIGHT = 16.0  # observations that the hazard of all classes together counts as, beside those of the class itself
+DECAY_EVERY = 1024  # requests, after which all counts are multiplied by `DECAY`
+DECAY = 0.5
 REFRESH_EVERY = 16  # requests, after which worths are computed anew
 
 
 class WatchedCheckpoint:
-    """One checkpoint from its last use on, until a client returns to it. `is_ended`: it is not watched any more."""
+    """One checkpoint from its placement or last return on, until the next return. `is_ended`: it is not watched any more."""
 
-    __slots__ = ("born", "cls", "is_ended")
+    __slots__ = ("checkpoint_class", "is_ended", "watched_from")
 
-    def __init__(self, cls: CheckpointClass, born: int) -> None:
-        self.cls = cls
-        self.born = born  # admitted requests at its last use
+    def __init__(self, checkpoint_class: CheckpointClass, watched_from: int) -> None:
+        self.checkpoint_class = checkpoint_class
+        self.watched_from = watched_from  # `ReturnTimes.now` when its age was 0
         self.is_ended = False
 
 
 class _LifeTable:
-    """By bucket: how many checkpoints were returned to in it, and how many survived it without a return."""
+    """Two counts by bucket: checkpoints that were returned to at such an age, and checkpoints that survived the bucket.
+
+    Counts are fractions after a decay.
+    """
 
     __slots__ = ("returned", "survived")
 
     def __init__(self) -> None:
-        self.returned = [0.0] * (LAST + 1)
-        self.survived = [0.0] * (LAST + 1)
+        self.returned = [0.0] * (LAST_BUCKET + 1)
+        self.survived = [0.0] * (LAST_BUCKET + 1)
 
     def decay(self) -> None:
+        """Let old observations count less."""
         self.returned = [DECAY * count for count in self.returned]
         self.survived = [DECAY * count for count in self.survived]
 
@@ -78,34 +98,34 @@ class ReturnTimes:
     def __init__(self) -> None:
         self.now = 0
         self._tables: dict[CheckpointClass, _LifeTable] = {}
-        self._pools: tuple[_LifeTable, _LifeTable] = (
-            _LifeTable(),
-            _LifeTable(),
-        )  # all classes not built upon; built upon
-        self._in_bucket: list[deque[WatchedCheckpoint]] = [deque() for _ in range(LAST)]
+        self._merged_tables: dict[bool, _LifeTable] = {  # all classes together, by `was_built_upon`
+            False: _LifeTable(),
+            True: _LifeTable(),
+        }
+        self._in_bucket: list[deque[WatchedCheckpoint]] = [deque() for _ in range(LAST_BUCKET)]
         self._worths: dict[CheckpointClass, list[float]] = {}  # by bucket
 
     @property
     def num_watched(self) -> int:
-        """Entries of checkpoints that have not survived every bucket, those that ended meanwhile included."""
+        """Watched checkpoints that are not in the last bucket yet, ended ones included until their bucket ends."""
         return sum(map(len, self._in_bucket))
 
     def tick(self) -> None:
-        """Count one more admitted request, and every checkpoint that survives a bucket by it."""
+        """Advance the clock by one admitted request, and count every checkpoint that has survived its bucket now."""
         self.now += 1
-        for bucket in range(LAST):
-            waiting, end = self._in_bucket[bucket], EDGES[bucket + 1]
-            while waiting and self.now - waiting[0].born >= end:
-                self._survive(waiting.popleft(), bucket)
+        for bucket in range(LAST_BUCKET):
+            watched, end = self._in_bucket[bucket], BUCKET_EDGES[bucket + 1]
+            while watched and self.now - watched[0].watched_from >= end:
+                self._survive(watched.popleft(), bucket)
         if self.now % REFRESH_EVERY == 0:
             self._worths.clear()
         if self.now % DECAY_EVERY == 0:
-            for table in (*self._tables.values(), *self._pools):
+            for table in (*self._tables.values(), *self._merged_tables.values()):
                 table.decay()
 
-    def watch(self, cls: CheckpointClass) -> WatchedCheckpoint:
-        """Begin to watch a checkpoint that was placed or used just now."""
-        watched = WatchedCheckpoint(cls, self.now)
+    def watch(self, checkpoint_class: CheckpointClass) -> WatchedCheckpoint:
+        """Begin to watch a checkpoint that was placed or returned to just now."""
+        watched = WatchedCheckpoint(checkpoint_class, self.now)
         self._in_bucket[0].append(watched)
         return watched
 
@@ -115,8 +135,8 @@ class ReturnTimes:
             return
         watched.is_ended = True
         bucket = self._bucket(watched)
-        self._table(watched.cls).returned[bucket] += 1
-        self._pools[watched.cls[1]].returned[bucket] += 1
+        self._table(watched.checkpoint_class).returned[bucket] += 1
+        self._merged_tables[watched.checkpoint_class.was_built_upon].returned[bucket] += 1
 
     def forget(self, watched: WatchedCheckpoint) -> None:
         """End watching a checkpoint that has changed its class, and count nothing."""
@@ -124,49 +144,54 @@ class ReturnTimes:
 
     def worth(self, watched: WatchedCheckpoint) -> float:
         """Return the expected returns per admitted request while the checkpoint is kept, for the best time to stop keeping it."""
-        by_bucket = self._worths.get(watched.cls)
+        by_bucket = self._worths.get(watched.checkpoint_class)
         if by_bucket is None:
-            by_bucket = self._worths[watched.cls] = self._compute_worths(watched.cls)
+            by_bucket = self._worths[watched.checkpoint_class] = self._compute_worths(watched.checkpoint_class)
         return by_bucket[self._bucket(watched)]
 
     def _bucket(self, watched: WatchedCheckpoint) -> int:
-        return min(LAST, bisect_right(EDGES, self.now - watched.born) - 1)
+        """Return the bucket of a checkpoint's age."""
+        return min(LAST_BUCKET, bisect_right(BUCKET_EDGES, self.now - watched.watched_from) - 1)
 
     def _survive(self, watched: WatchedCheckpoint, bucket: int) -> None:
-        """Count a checkpoint that reached the end of a bucket without a return."""
+        """Count a checkpoint that has survived a bucket, and watch it in the next one."""
         if watched.is_ended:
             return
-        self._table(watched.cls).survived[bucket] += 1
-        self._pools[watched.cls[1]].survived[bucket] += 1
-        if bucket + 1 < LAST:  # the last bucket has no end
+        self._table(watched.checkpoint_class).survived[bucket] += 1
+        self._merged_tables[watched.checkpoint_class.was_built_upon].survived[bucket] += 1
+        if bucket + 1 < LAST_BUCKET:  # the last bucket has no end
             self._in_bucket[bucket + 1].append(watched)
 
-    def _table(self, cls: CheckpointClass) -> _LifeTable:
-        table = self._tables.get(cls)
+    def _table(self, checkpoint_class: CheckpointClass) -> _LifeTable:
+        table = self._tables.get(checkpoint_class)
         if table is None:
-            table = self._tables[cls] = _LifeTable()
+            table = self._tables[checkpoint_class] = _LifeTable()
         return table
 
-    def _hazards(self, cls: CheckpointClass) -> list[float]:
-        """Return the hazard of each bucket: the class's own observations, the pooled ones and the prior, by weight."""
-        own, pool = self._table(cls), self._pools[cls[1]]
+    def _hazards(self, checkpoint_class: CheckpointClass) -> list[float]:
+        """Return the hazard of each bucket: a weighted mean of the class's observations, those of all classes and the prior.
+
+        Example: 8 returns among 16 observations of the class, and a hazard of 0.1 in all classes together: (8 + 16 * 0.1) / (16 +
+        16) = 0.3.
+        """
+        own, merged = self._table(checkpoint_class), self._merged_tables[checkpoint_class.was_built_upon]
         hazards = []
         for returned, survived, all_returned, all_survived in zip(
-            *map(_smooth, (own.returned, own.survived, pool.returned, pool.survived)), strict=True
+            *map(_smooth, (own.returned, own.survived, merged.returned, merged.survived)), strict=True
         ):
-            pooled = (all_returned + PRIOR_WEIGHT * PRIOR_CHANCE) / (all_returned + all_survived + PRIOR_WEIGHT)
-            hazards.append((returned + POOL_WEIGHT * pooled) / (returned + survived + POOL_WEIGHT))
+            merged_hazard = (all_returned + PRIOR_WEIGHT * PRIOR_HAZARD) / (all_returned + all_survived + PRIOR_WEIGHT)
+            hazards.append((returned + MERGED_WEIGHT * merged_hazard) / (returned + survived + MERGED_WEIGHT))
         return hazards
 
-    def _compute_worths(self, cls: CheckpointClass) -> list[float]:
-        """Return the Gittins index at the start of each bucket. Quadratic in the number of buckets."""
-        hazards = self._hazards(cls)
+    def _compute_worths(self, checkpoint_class: CheckpointClass) -> list[float]:
+        """Return the worth at the start of each bucket. Quadratic in the number of buckets."""
+        hazards = self._hazards(checkpoint_class)
         worths = []
-        for start in range(LAST + 1):
-            # Extend the waiting time bucket by bucket; a return inside a bucket ends the wait in its middle.
+        for start in range(LAST_BUCKET + 1):
+            # Move the stopping age on bucket by bucket. A return counts as one in the middle of its bucket.
             still_waiting, expected_wait, expected_returns, best = 1.0, 0.0, 0.0, 0.0
-            for bucket in range(start, LAST + 1):
-                width = EDGES[bucket + 1] - EDGES[bucket]
+            for bucket in range(start, LAST_BUCKET + 1):
+                width = BUCKET_EDGES[bucket + 1] - BUCKET_EDGES[bucket]
                 hazard = hazards[bucket]
                 expected_wait += still_waiting * width * (1 - hazard / 2)
                 expected_returns += still_waiting * hazard
@@ -177,9 +202,9 @@ class ReturnTimes:
 
 
 def _smooth(counts: list[float]) -> list[float]:
-    """Return each bucket's count mixed with a quarter of each neighbour's.
+    """Return each bucket's count averaged with its neighbours': a quarter of each neighbour's count and half of its own.
 
-    The Gittins index takes the best of many ratios; without smoothing it would take noise for the best.
+    A worth is the largest of many ratios; without smoothing, the largest would often be large by chance alone.
     """
     padded = [counts[0], *counts, counts[-1]]
     return [padded[at] / 4 + here / 2 + padded[at + 2] / 4 for at, here in enumerate(counts)]
