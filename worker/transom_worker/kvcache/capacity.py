@@ -1,8 +1,8 @@
 """`Capacity`: how much the KV pool can hold: the pages of one sequence at its peak, the longest sequence, how many more fit now.
 
-A *page* is a part of the pool that is leased to one KV cache group at a time and has that group's blocks. A sequence's *peak* is the
-most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10 and 9 blocks of
-them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
+A *page* is a part of the pool that is leased to one KV cache group at a time and has that group's blocks. A sequence's *peak* is
+the most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10 and 9 blocks
+of them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Terms:
 
     hash block        `--block-size` tokens; its digest names it and all tokens before it. A prompt's *chain* is its digests
     boundary          the position behind the first n hash blocks of a chain
-    node              a boundary in the prefix tree (`tree`) at which requests may continue; it pins blocks: excludes them from eviction
+    pin               exclude a block from eviction
+    node              a boundary in the prefix tree (`tree`) at which requests may continue; it pins a segment and windows
     segment           the hash blocks between a node's boundary and its parent's
     windows           the blocks that sliding-window layers need at the node's boundary
     evicting a leaf   unpins a childless node's segment and windows, and removes the node

@@ -46,8 +46,8 @@ from transom_worker.kvcache.arena import Arena
 class GroupPool:
     """States and counts of one group's blocks.
 
-    Neighbours in a list of blocks mostly lie in the same page. So methods collect the changes of the counts while the page stays the
-    same, and apply them when it changes. Example: `unref` of blocks 8, 9, 10 and 40 changes the counts of two pages, once each.
+    Neighbours in a list of blocks mostly lie in the same page. So methods collect the changes of the counts while the page stays
+    the same, and apply them when it changes. Example: `unref` of blocks 8, 9, 10 and 40 changes the counts of two pages, once each.
     """
 
     def __init__(self, arena: Arena, group: int) -> None:
@@ -232,7 +232,7 @@ class GroupPool:
         self._add_to_page_counts(page, 0, moved, -moved, 0)
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Remove a checkpoint's pin from each block. Cached blocks without a pin become evictable, last in the order of eviction."""
+        """Remove a checkpoint's pin from each block. Cached blocks without a pin become evictable, the last to be evicted."""
         refs, pins, stride, page_bytes = self.refs, self.pins, self._stride, self._page_bytes
         page: int | None = None  # the page that the collected changes are for
         moved = 0  # from pinned to evictable

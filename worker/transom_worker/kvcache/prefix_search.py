@@ -70,8 +70,8 @@ def find_hit(
     - the largest boundary at which every group has the blocks that it needs;
     - the largest boundary below which the full groups have all their blocks and every sink block is there, with a window repair.
 
-    The second wins if it leaves no more tokens to compute, because it shares more blocks. No other boundary can win: the repair of a
-    larger boundary never starts further back than that of a smaller one. A repair that starts at token 0 saves nothing and is not
+    The second wins if it leaves no more tokens to compute, because it shares more blocks. No other boundary can win: the repair of
+    a larger boundary never starts further back than that of a smaller one. A repair that starts at token 0 saves nothing and is not
     taken.
 
     The smallest block of all groups is the hash block.
@@ -143,9 +143,9 @@ def _presence(group: Collection[bytes], digests: Sequence[bytes]) -> bytes:
 class _WindowSearch:
     """Searches one sliding group, from `end` down, for boundaries that have their live blocks; looks no further back than it must.
 
-    The search works for every group whose live range never starts earlier for a later boundary. So a missing block `i` that boundary
-    `b` needs is needed by every boundary from `i + 1` to `b`. Example: boundary 20 needs blocks 12 to 19, and block 15 is missing:
-    boundaries 16 to 20 are no hits, and the search continues at boundary 15 or below.
+    The search works for every group whose live range never starts earlier for a later boundary. So a missing block `i` that
+    boundary `b` needs is needed by every boundary from `i + 1` to `b`. Example: boundary 20 needs blocks 12 to 19, and block 15 is
+    missing: boundaries 16 to 20 are no hits, and the search continues at boundary 15 or below.
     """
 
     def __init__(self, retention: Retention, group: Collection[bytes], digests: Sequence[bytes], end: int) -> None:
