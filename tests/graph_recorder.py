@@ -30,7 +30,7 @@ class NotCapturable(Exception):
 
 
 class Recording(TorchDispatchMode):
-    """What was done since it began."""
+    """The operations since recording began."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class RecordedGraph:
 
 
 class RecorderDevice:
-    """A `CaptureDevice`. Its buffers tell whether somebody writes to one that is still being read."""
+    """A `CaptureDevice`. Its buffers detect a write to a buffer that an upload still reads."""
 
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
@@ -125,7 +125,7 @@ class RecorderDevice:
 
 @contextmanager
 def recorded() -> Iterator[Recording]:
-    """Notes what is done within; raises NotCapturable at what a graph cannot hold."""
+    """Records the operations inside the context; raises NotCapturable for an operation that a graph cannot hold."""
     from triton.runtime.interpreter import GridExecutor
 
     recording, interpret = Recording(), GridExecutor.__call__

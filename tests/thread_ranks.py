@@ -30,7 +30,7 @@ SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": 
 
 
 class Rendezvous:
-    """Where threads bring their tensors; the last to come does what is asked for, once for all."""
+    """Collects the tensors of all threads; the last thread to arrive computes the result for all of them."""
 
     def __init__(self, size: int) -> None:
         self.sum_widths: list[int] = []
@@ -39,7 +39,7 @@ class Rendezvous:
         self._barrier = threading.Barrier(size, self._make, timeout=TIMEOUT_S)
 
     def come(self, rank: int, what: str, x: torch.Tensor) -> Any:
-        """What was made of all ranks' tensors."""
+        """Return the result that was computed of all ranks' tensors."""
         self._brought[rank] = (what, x)
         try:
             self._barrier.wait()
@@ -48,11 +48,11 @@ class Rendezvous:
         return self._made
 
     def leave(self) -> None:
-        """A rank has failed: nobody waits for it."""
+        """Release the waiting threads, because a rank has failed."""
         self._barrier.abort()
 
     def reset(self) -> None:
-        """All ranks are there again."""
+        """Let all ranks take part again."""
         self._barrier.reset()
 
     def _make(self) -> None:
@@ -70,7 +70,7 @@ class Rendezvous:
 
 
 class ThreadComm:
-    """One thread's `Communicator`; sums are in order of rank. Counts what it passes round."""
+    """One thread's `Communicator`; sums are in order of rank. Counts the tensors that it exchanges."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous, self._rank = rendezvous, rank
@@ -108,7 +108,7 @@ class RankThreads:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank {rank}") for rank in range(size)]
 
     def on_each(self, call: Callable[[Parallel], Any]) -> list[Any]:
-        """What `call` returns on each rank; the first error that is not another's."""
+        """Return what `call` returns on each rank; raise the first error that another rank's error did not cause."""
 
         def guarded(parallel: Parallel) -> Any:
             try:

@@ -1,4 +1,4 @@
-"""Writes plans by hand: gives blocks out in order, slides windows, remembers what ranks know."""
+"""A scheduler for tests: allocates blocks in order, slides windows, and writes the plans that a test asks for."""
 
 from __future__ import annotations
 

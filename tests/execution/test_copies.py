@@ -1,4 +1,4 @@
-"""A plan's copies, one after the other over all groups: pages change hands between them."""
+"""A plan's copies run one after the other over all groups, because a page may pass from one group to another between copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps through recorded graphs, plan by plan; what happens where capturing fails; what a recording refuses."""
+"""Decode steps replayed from recorded graphs, plan by plan; failed captures; what a recording refuses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def graphed(checkpoint: Path) -> tuple[ModelRunner, RecorderDevice]:
 
 
 def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
-    """A step's logits; what it samples goes on."""
+    """Return a step's logits; the sequence continues with the sampled tokens."""
     kept: list[torch.Tensor] = []
     plan = hand.plan(counts)
 
@@ -192,14 +192,14 @@ def test_families(tmp_path: Path, family: str) -> None:
     check_steps(tmp_path, seed=3, num_steps=12, max_num_seqs=2, window=None, sinks=0, window_pattern="S")
 
 
-def test_the_cache_is_blank_behind_the_start(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
+def test_the_cache_is_blank_after_start_up(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
     runner, device = graphed
     assert len(device.graphs) == 1
     assert not runner._slab[: runner.info.layout.pool_bytes].any()
 
 
 class BakedGraph(RecordedGraph):
-    """As if a number of the first step had been kept: the second step's inputs are not seen."""
+    """Fakes a graph that keeps a number of the first step: it does not read the second step's inputs."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         run()
@@ -289,7 +289,7 @@ def out_of_memory(*_: object) -> None:
     ],
     ids=["no memory for random blocks", "no time"],
 )
-def test_a_start_without_room_or_time_does_without_graphs(
+def test_a_start_without_memory_or_time_runs_without_graphs(
     checkpoint: Path,
     name: str,
     value: Any,

@@ -1,4 +1,4 @@
-"""Every decode step that a graph should serve finds a size with room for it, and few sizes serve all."""
+"""Every decode step that a graph should serve fits into a size, and there are few sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_sequences_come_in_few_sizes() -> None:
     assert [len(sizes(256, length).all) for length in (1024, 8192, 131_072)] == [13, 37, 55]
 
 
-def test_the_usual_sizes_come_first_and_the_largest_of_a_level() -> None:
+def test_low_levels_come_first_and_of_each_level_the_largest_size() -> None:
     every = sizes(8, 8192).all
     assert every[:5] == tuple(
         DecodeSize(level=level, num_seqs=num) for level, num in ((0, 8), (0, 4), (0, 2), (0, 1), (1, 8))
@@ -72,7 +72,9 @@ def test_the_smallest_size_is_taken(lengths: list[int], size: tuple[int, int] | 
     max_num_seqs=st.integers(1, 300),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
 )
-def test_steps_with_few_programs_always_find_room(max_model_len: int, max_num_seqs: int, shares: list[float]) -> None:
+def test_steps_with_few_work_items_always_fit_a_size(
+    max_model_len: int, max_num_seqs: int, shares: list[float]
+) -> None:
     made = sizes(max_num_seqs, max_model_len)
     step = need([1 + int(share * (max_model_len - 1)) for share in shares[:max_num_seqs]])
     found = made.smallest_for(step)

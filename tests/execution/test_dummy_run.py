@@ -1,4 +1,4 @@
-"""A warm-up tries every kind of step before the first request, and leaves nothing behind."""
+"""A warm-up runs every kind of step before the first request, and writes to no block that a sequence could read."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_warm_up_writes_to_dump_blocks_only() -> None:
     assert not builder.slab.any()
 
 
-def test_the_step_that_needs_most_memory_stands_behind_a_whole_sequence_where_entries_are_listed() -> None:
+def test_the_worst_case_has_a_full_context_only_with_compressed_layers() -> None:
     plain = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
     entries = GroupSpec(name="indexer_4", kind=GroupKind.INDEXER, layers=(0,), block_size=16, ratio=4)
     assert worst_case_start([plain], 50, 100) == 0

@@ -1,4 +1,4 @@
-"""What capturing asks of CUDA, in which order, and what a capture that fails leaves behind: over a CUDA that only takes note."""
+"""The calls that capturing makes to CUDA, in order, and the state after a failed capture; a fake CUDA records the calls."""
 
 from __future__ import annotations
 

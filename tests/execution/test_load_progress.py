@@ -1,4 +1,4 @@
-"""Who waits for a rank that downloads its model hears of it."""
+"""A rank that downloads its model reports progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transom_worker.execution import load_progress
 from transom_worker.execution.load_progress import fetch_with_progress
 
 
-def test_a_long_download_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_download_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_progress, "PERIOD_S", 0.01)
     told, told_twice = [], threading.Event()
 
@@ -23,7 +23,7 @@ def test_a_long_download_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[:2] == [(0.0, 0)] * 2
 
 
-def test_what_a_download_raises() -> None:
+def test_an_error_of_the_download_is_raised() -> None:
     def fail() -> None:
         raise TimeoutError("no answer")
 

@@ -1,4 +1,4 @@
-"""The pool's size, from settings and from what the machine has."""
+"""The size of the KV pool, from the settings and from the machine's memory."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatc
 def test_a_control_group_lowers_what_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, use: int, cache: int | None, expected: int
 ) -> None:
-    """File cache counts as the group's use, but goes when memory is wanted."""
+    """File cache counts as the group's use, but the kernel frees it when a process needs memory."""
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
     (tmp_path / "limit").write_text(limit + "\n")
     (tmp_path / "use").write_text(f"{use}\n")
@@ -60,7 +60,7 @@ def test_this_machine_has_memory() -> None:
     assert memory.available_cpu_bytes() > 2**20
 
 
-def test_most_useful_is_every_place_at_full_length() -> None:
+def test_max_useful_bytes_hold_every_sequence_at_full_length() -> None:
     shape = load_toy([layer(), layer(4)]).architecture
     groups = cache_groups(shape, block_size=4, dtype="float32")
     stride = groups[0].stride_bytes

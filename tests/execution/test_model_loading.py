@@ -1,4 +1,4 @@
-"""What settings and checkpoint make of device, number format, ends of text and threads."""
+"""Device, dtype, EOS tokens and threads, from settings and checkpoint."""
 
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [3, 12]
 
 
-def test_a_machine_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
     with pytest.raises(ConfigError, match="give --kv-cache-memory-bytes"):
         memory.available_cpu_bytes()

@@ -33,7 +33,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def decode(runner: ModelRunner, hand: HandScheduler, chunks: dict[int, list[int]], steps: int) -> dict[int, list[int]]:
-    """Prefill each sequence by its chunks (whoever is done decodes on), until all have `steps` tokens."""
+    """Prefill each sequence by its chunks (a sequence whose prompt is done decodes), until all have `steps` tokens."""
     found: dict[int, list[int]] = {seq_id: [] for seq_id in chunks}
     left = {seq_id: list(sizes) for seq_id, sizes in chunks.items()}
     while any(len(tokens) < steps for tokens in found.values()):
@@ -130,7 +130,10 @@ def test_prompt_logprobs_in_chunks() -> None:
 
 
 def test_window_repair_by_hand() -> None:
-    """The window group lost everything below 24: replay from s with the full group write-masked, then go on as if cold."""
+    """The window group lost every block below 24.
+
+    The plan computes again from s without writing to the full group, then continues as a cold run does.
+    """
     runner, hand, model = make("hybrid")
     tokens = prompt(30)
     hand.add(0, tokens[:24])
@@ -152,7 +155,7 @@ def _block_bytes(runner: ModelRunner, blocks: dict[int, int]) -> list[bytes]:
 
 
 def test_block_copies_before_the_forward_pass() -> None:
-    """Sequence 1 shares a prefix that ends inside a block: it goes on in copies."""
+    """Sequence 1 shares a prefix that ends inside a block, so it continues in copies of the shared blocks."""
     runner, hand, model = make("hybrid")
     tokens = prompt(10)
     hand.add(0, tokens)
@@ -178,7 +181,7 @@ def test_block_copies_before_the_forward_pass() -> None:
 
 @pytest.mark.parametrize("kind", ["hybrid", "sinks"])
 def test_compaction_moves_blocks_under_a_running_sequence(kind: str) -> None:
-    """Blocks swap places through a spare one, window blocks among them; the sequence never notices."""
+    """Blocks swap places through a free block, window blocks among them; the sequence's tokens stay as they are."""
     runner, hand, model = make(kind)
     tokens = prompt(18)
     hand.add(0, tokens)

@@ -1,4 +1,4 @@
-"""What a step leaves in the buffers of its size: its own numbers, and padding that reads nothing."""
+"""A step writes its own numbers into the buffers of its size, and padding that reads nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make() -> tuple[ModelRunner, DecodeSizes]:
 
 
 def decoding(runner: ModelRunner, lengths: list[int]) -> StepArrays:
-    """A step for sequences that have so many tokens behind them."""
+    """Return a decode step of sequences with these numbers of computed tokens."""
     hand = HandScheduler(runner.info.layout)
     for seq_id, length in enumerate(lengths):
         hand.add(seq_id, [7] * length)

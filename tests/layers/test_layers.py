@@ -46,7 +46,7 @@ def test_gated_mlp(dtype, quantization, biased):
     assert (got - wanted).norm() / wanted.norm() < limit
 
 
-def test_head_gives_float32_and_counts_what_it_holds():
+def test_lm_head_gives_float32_and_counts_its_weight():
     table = torch.randn(16, 8)
     rows = Embedding(table)(torch.tensor([3, 3, 0]))
     assert rows.equal(table[[3, 3, 0]])

@@ -49,7 +49,7 @@ def reference_gated(inner, rule):
 
 
 def reference_experts(x, routes, weights, rule, *, scales_input):
-    """What one token's experts make of it."""
+    """The weighted sum of one token's experts."""
     y = torch.zeros_like(x)
     for e, weight in routes:
         inner = weights.gate_up[e] @ (x * weight if scales_input else x)
@@ -135,7 +135,7 @@ def test_experts_in_other_formats_stay_close(dtype, quantization):
     assert (got - wanted).norm() / wanted.norm() < 0.03
 
 
-def test_a_token_alone_gets_what_it_gets_in_company():
+def test_a_token_alone_has_the_result_that_it_has_in_a_batch():
     weights, x = make_weights(), torch.randn(50, HIDDEN)
     routes = route(torch.randn(50, EXPERTS), Routing(num_chosen=CHOSEN))
     experts = make_experts(weights, SILU, quantization="none")

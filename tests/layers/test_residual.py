@@ -1,4 +1,4 @@
-"""The sum that sublayers add to: the same whoever computes, bit by bit where torch does."""
+"""The residual stream gives the same sums with torch and with Triton's kernels, and the same bits with torch."""
 
 from __future__ import annotations
 

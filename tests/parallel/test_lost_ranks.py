@@ -1,4 +1,4 @@
-"""Ranks that die, hang, leave or never come: the others get RankLost, and before their patience is at its end."""
+"""Ranks that die, hang, close or never connect: the other ranks raise RankLost before their timeout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_up_until_lost(comm: Communicator, rank: int, pipe: Connection) -> tuple[
 
 
 def add_up_until_late(comm: Communicator, rank: int, pipe: Connection) -> tuple[float, str, bool]:
-    """The same with a rank that is impatient once both are there."""
+    """As above, with a rank whose timeout becomes short once both ranks are connected."""
     return _add_up(comm, pipe, lambda: _be_impatient(comm))
 
 
@@ -66,7 +66,7 @@ def wait_for_the_last(comm: Communicator, rank: int, pipe: Connection) -> bool:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_while_adding_up(kind: str, size: int) -> None:
+def test_killed_during_all_reduce(kind: str, size: int) -> None:
     with ranks(kind, size, add_up_until_lost) as processes:
         assert [process.receive() for process in processes] == ["going"] * size
         processes[-1].signal(signal.SIGKILL)
@@ -85,7 +85,7 @@ def test_killed_while_others_wait_for_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_while_adding_up(kind: str) -> None:
+def test_stopped_during_all_reduce(kind: str) -> None:
     with ranks(kind, 2, add_up_until_late) as (first, second):
         assert [first.receive(), second.receive()] == ["going"] * 2
         second.signal(signal.SIGSTOP)
@@ -106,7 +106,7 @@ def leave_or_wait(comm: Communicator, rank: int, pipe: Connection) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_leaves_is_not_waited_for(kind: str) -> None:
+def test_a_rank_that_closes_is_not_waited_for(kind: str) -> None:
     with ranks(kind, 2, leave_or_wait) as (first, _):
         assert "ank" in first.receive()
 
@@ -131,7 +131,7 @@ def test_waiting_leaves_the_core_to_others(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_never_comes(kind: str) -> None:
+def test_a_rank_that_never_connects(kind: str) -> None:
     with ranks(kind, 3, idle, timeout_s=TIMEOUT_S, come=2) as processes:
         for process in processes:
             error = process.receive()

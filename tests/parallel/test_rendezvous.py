@@ -1,4 +1,4 @@
-"""Where ranks meet: by shared memory if they can, over TCP if not, and nothing is left behind."""
+"""A rendezvous uses shared memory where ranks can share it, TCP elsewhere, and leaves no file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_other_hosts_other_devices_and_other_machines_do_not(monkeypatch: pytest
     assert kind_of([host_id()] * 2) == "tcp"
 
 
-def test_one_rank_needs_nobody() -> None:
+def test_one_rank_needs_no_rendezvous() -> None:
     assert connect("tcp:nowhere", rank=0, size=1, timeout_s=1.0) is SINGLE_RANK
 
 
@@ -46,7 +46,7 @@ def test_an_address_of_another_host_cannot_be_listened_on() -> None:
 
 
 @pytest.mark.parametrize("hosts", [[host_id()] * 2, ["a", "b"]])
-def test_a_closed_meeting_lets_nobody_in(hosts: list[str]) -> None:
+def test_no_rank_connects_to_a_closed_rendezvous(hosts: list[str]) -> None:
     rendezvous = Rendezvous(hosts)
     rendezvous.close()
     rendezvous.close()
@@ -54,7 +54,7 @@ def test_a_closed_meeting_lets_nobody_in(hosts: list[str]) -> None:
         connect(rendezvous.address, rank=0, size=2, timeout_s=0.3)
 
 
-def test_memory_is_of_a_number_of_ranks() -> None:
+def test_shared_memory_is_made_for_one_number_of_ranks() -> None:
     rendezvous = Rendezvous([host_id()] * 2)
     with pytest.raises(RankLost, match="not made for 5 ranks"):
         connect(rendezvous.address, rank=0, size=5, timeout_s=0.3)
@@ -81,7 +81,7 @@ def test_killed_ranks_leave_no_memory_behind() -> None:
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if "transom-ranks" in os.path.realpath(fd)]
 
 
-def test_a_meeting_has_one_address() -> None:
+def test_every_rendezvous_has_its_own_address() -> None:
     first, second = Rendezvous([host_id()] * 2), Rendezvous([host_id()] * 2)
     assert first.address != second.address
     assert first.address.startswith(MEMORY)

@@ -1,4 +1,4 @@
-"""Plans that raise: ranks that all refused one go on, ranks that may have parted do not."""
+"""Plans that raise: if every rank refuses the plan, the ranks go on; if only some do, all ranks are lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 
 
 def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
-    """What was submitted behind it is dropped on every rank, so that later results are not taken for its."""
+    """Every rank drops the plans behind it, so that a later result is not taken for its result."""
     expected = run(engine, [make_request("before", PROMPT, max_tokens=4)])[0].token_ids
     executor = engine.executor
     executor.submit(StepPlan(step_id=1_000, version=99))
@@ -40,8 +40,8 @@ def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
     assert run(engine, [make_request("after", PROMPT, max_tokens=4)])[0].token_ids == expected
 
 
-def test_results_that_nobody_waits_for_any_more(engine: Engine) -> None:
-    """After an interrupt ranks have run what the engine has forgotten."""
+def test_results_of_forgotten_plans_are_dropped(engine: Engine) -> None:
+    """After an interrupt, ranks have run plans that the engine has forgotten."""
     executor = engine.executor
     executor.submit(StepPlan(step_id=2_000))
     executor.drop_in_flight()
@@ -50,7 +50,7 @@ def test_results_that_nobody_waits_for_any_more(engine: Engine) -> None:
 
 
 def test_an_interrupt_while_a_plan_is_sent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank has the plan and the other does not: they may not go on as they are."""
+    """One rank has the plan and the other does not, so both must be restarted."""
     send = ExecutorChannel._send
 
     def send_and_interrupt(channel: ExecutorChannel, rank: int, frame: zmq.Frame) -> None:
@@ -70,7 +70,7 @@ def test_an_interrupt_while_a_plan_is_sent(engine: Engine, monkeypatch: pytest.M
 
 
 def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one began it and waits; what is told is why."""
+    """The other rank began the plan and waits; the error names the refusing rank's reason."""
     send = ExecutorChannel._send
 
     def send_another(channel: ExecutorChannel, rank: int, frame: zmq.Frame) -> None:

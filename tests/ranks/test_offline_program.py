@@ -1,4 +1,4 @@
-"""Ranks of a program of its own: an interrupt costs it nothing but the answers under way, and its end is theirs."""
+"""Ranks of a user's program: an interrupt aborts only the running requests, and the ranks end with the program."""
 
 from __future__ import annotations
 

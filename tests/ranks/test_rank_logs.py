@@ -53,7 +53,7 @@ def lines_of_ranks(model: Path, what_they_do: str) -> tuple[list[dict[str, Any]]
     return [line for line in lines if line["process"].startswith("rank/")], done.stdout
 
 
-def test_whatever_a_rank_says_is_json_with_its_rank_and_worker(tiny_model: Path) -> None:
+def test_every_line_of_a_rank_is_json_with_its_rank_and_worker(tiny_model: Path) -> None:
     lines, error = lines_of_ranks(tiny_model, TALK)
     assert error == ""
     assert {(line["process"], line["rank"], line["worker"]) for line in lines} == {

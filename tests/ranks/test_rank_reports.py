@@ -1,4 +1,4 @@
-"""What ranks in processes of their own tell of themselves, and what the worker's page makes of it."""
+"""The usage that ranks in processes of their own report, and the worker's metrics of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_driver import make_engine, make_request, run
 from transom_worker.scheduling.step import StepPlan
 
 
-def test_every_rank_tells_what_it_uses(tiny_model: Path) -> None:
+def test_every_rank_reports_its_usage(tiny_model: Path) -> None:
     engine = make_engine(str(tiny_model), device="cpu", tensor_parallel_size=2)
     executor = engine.executor
     try:

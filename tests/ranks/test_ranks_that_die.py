@@ -1,4 +1,7 @@
-"""kill -9 and SIGSTOP of each rank, in prefill and in decode: everybody is told at once, and served again after the restart."""
+"""kill -9 and SIGSTOP of each rank, in prefill and in decode.
+
+Every request gets its error at once, and requests are served again after the restart.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long start-up waits for ranks: as long as one of them loads, and not much longer; and what is closed when that fails."""
+"""Start-up waits for ranks as long as one of them reports progress; when it gives up, it closes everything."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from transom_worker.settings import Settings
 SILENCE_S = 10.0
 
 
-class Nobody(Launcher):
-    """Starts no process, so that nobody ever says a word."""
+class NoProcesses(Launcher):
+    """Starts no process, so that no message ever arrives."""
 
     ip = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def launch(self, setups: Sequence[RankSetup], on_end: OnRankExit) -> None:
+    def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
         self.done.append("launch")
 
     def kill(self) -> None:
@@ -39,7 +39,7 @@ class Nobody(Launcher):
         self.done.append("close")
 
 
-class KillFails(Nobody):
+class KillFails(NoProcesses):
     def kill(self) -> None:
         raise OSError("no connection")
 
@@ -49,8 +49,8 @@ class Script:
 
     size = 2
 
-    def __init__(self, words: list[tuple[float, int, object]], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._words, self.now_s = words, 0.0
+    def __init__(self, messages: list[tuple[float, int, object]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._messages, self.now_s = messages, 0.0
         monkeypatch.setattr(startup.time, "monotonic", lambda: self.now_s)
 
     def send(self, rank: int, message: object) -> None:
@@ -60,10 +60,10 @@ class Script:
         pass
 
     def receive(self, deadline_s: float) -> tuple[int, object]:
-        if not self._words or self.now_s + self._words[0][0] > deadline_s:
+        if not self._messages or self.now_s + self._messages[0][0] > deadline_s:
             self.now_s = deadline_s
             raise RankLost("silence")
-        pause_s, rank, message = self._words.pop(0)
+        pause_s, rank, message = self._messages.pop(0)
         self.now_s += pause_s
         return rank, message
 
@@ -73,16 +73,16 @@ def config(tiny_model: Path) -> EngineConfig:
     return Settings.parse(model=str(tiny_model), device="cpu", tensor_parallel_size=2).engine_config()
 
 
-def test_ranks_that_say_nothing(config: EngineConfig) -> None:
-    nobody = Nobody()
+def test_ranks_that_send_nothing(config: EngineConfig) -> None:
+    launcher = NoProcesses()
     with pytest.raises(RankLost, match="hangs"):
-        RanksExecutor(config, lambda: nobody, silence_timeout_s=0.05).start()
-    assert nobody.done == ["launch", "kill", "close"]
+        RanksExecutor(config, lambda: launcher, silence_timeout_s=0.05).start()
+    assert launcher.done == ["launch", "kill", "close"]
     assert not left_behind(os.getpid())
 
 
 def test_a_long_load_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank tells of its progress and the other does not; silence counts from the last word of either."""
+    """One rank reports its progress and the other does not; silence counts from the last message of either."""
     hellos = [(1.0, rank, Hello("host", "", rank)) for rank in range(2)]
     loading = [(0.9 * SILENCE_S, 1, LoadProgress(share / 100, share)) for share in range(100)]
     script = Script([*hellos, (1.0, 0, RendezvousOpened("")), *loading, (1.0, 1, Loaded())], monkeypatch)

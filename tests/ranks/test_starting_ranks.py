@@ -1,4 +1,4 @@
-"""What goes wrong while ranks start: each error is told with its rank, and no process or file is left."""
+"""Failures while ranks start: each error names its rank, and no process or file is left."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_rank_that_hangs_in_start_up(tiny_model: Path, pids: list[int], monkey
 
 
 def test_a_start_that_is_interrupted(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank hangs in Load: who shuts its worker down does not wait for it."""
+    """One rank hangs in Load; shutting its worker down does not wait for it."""
     hangs, told = threading.Event(), SimpleQueue[str]()
 
     def hang() -> None:

@@ -1,4 +1,4 @@
-"""The pruned race against all the noise."""
+"""Gumbel-max sampling that draws little noise, against Gumbel-max sampling that draws all of it."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_winner_equals_that_of_all_the_noise(
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32), first=st.integers(0, 300), width=st.integers(1, 300))
-def test_a_slice_has_the_scores_that_the_whole_has_there(seed: int, first: int, width: int) -> None:
+def test_a_slice_has_the_scores_of_the_whole_vocabulary(seed: int, first: int, width: int) -> None:
     logits = torch.randn(4, first + width, generator=torch.Generator().manual_seed(seed)) * 3
     scores = (logits + gumbel(keys(4, seed), torch.arange(first + width)))[:, first:].max(-1)
     found_scores, found_ids = gumbel_argmax(logits[:, first:], keys(4, seed), first_id=first)

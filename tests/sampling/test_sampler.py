@@ -91,7 +91,7 @@ def test_equal_logits_give_the_lowest_id() -> None:
     assert sampler.sample(logits, [0]).token_ids == [77]
 
 
-def test_min_tokens_forbids_ends_until_reached() -> None:
+def test_min_tokens_bans_end_tokens_until_reached() -> None:
     sampler = Sampler(eos_token_ids=(EOS,))
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
     add(sampler, 0, [1], 1, params)
@@ -104,7 +104,7 @@ def test_min_tokens_forbids_ends_until_reached() -> None:
     assert chosen == [9, 9, EOS]
 
 
-def test_an_ignored_end_is_not_forbidden() -> None:
+def test_an_ignored_end_token_is_not_banned() -> None:
     sampler = Sampler(eos_token_ids=(EOS,))
     add(sampler, 0, [1], 1, SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True))
     logits = torch.zeros(1, VOCABULARY)
@@ -170,7 +170,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert [top.rank for top in entry.top] == [1, 2, 3, 4]
 
 
-def test_everything_forbidden_still_gives_a_token() -> None:
+def test_a_mask_that_bans_every_token_still_gives_a_token() -> None:
     sampler = Sampler()
     for seq_id, kind in enumerate(["greedy", "plain", "top_p"]):
         add(sampler, seq_id, [1], 1, KINDS[kind])

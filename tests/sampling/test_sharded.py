@@ -1,4 +1,4 @@
-"""A vocabulary cut over ranks: the same tokens and log-probabilities, to the bit, as of one that is not."""
+"""A sharded vocabulary gives the same tokens as a whole one, and the same bits of log-probabilities."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from([11, 64, 200, 1000]), num_rows=st.integers(1, 12))
-def test_any_mixture_over_any_cuts(size: int, seed: int, vocab_size: int, num_rows: int) -> None:
+def test_any_rows_over_any_slices(size: int, seed: int, vocab_size: int, num_rows: int) -> None:
     rng = np.random.default_rng(seed)
     kinds = [ALL_KINDS[kind] for kind in rng.integers(0, len(ALL_KINDS), num_rows)]
     steps = [random_logits(rng, num_rows, vocab_size) for _ in range(STEPS)]
@@ -103,7 +103,7 @@ def test_only_rows_that_need_it_are_gathered() -> None:
     assert on_ranks(2, one_rank) == [(2 * 500, 3)] * 2
 
 
-def test_a_step_of_plain_rows_is_one_exchange() -> None:
+def test_a_step_of_local_rows_is_one_all_reduce() -> None:
     def one_rank(parallel: Parallel) -> tuple[int, int]:
         share = parallel.share(1000)
         run(ShardedSampler(parallel, first_id=share.start), [GREEDY, NOISY], [torch.zeros(2, 1000)[:, share]], [None])
@@ -135,7 +135,7 @@ def test_log_probabilities_of_prompts(size: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [0, 3]])
-def test_whole_rows(rows: list[int]) -> None:
+def test_gather_rows(rows: list[int]) -> None:
     logits = torch.arange(40.0).view(4, 10)
     for size in (1, 3):
         cut = on_ranks(size, lambda parallel: ShardedSampler(parallel).gather_rows(logits[:, parallel.share(10)], rows))

@@ -187,7 +187,7 @@ def test_faults_are_named_by_file_and_tensor(tmp_path: Path, model: LlamaForCaus
         load_weights(resolve_model(str(path)))
 
 
-def test_a_tensor_without_a_place_is_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
     path = write_gguf(
         tmp_path / "tiny.gguf", model, Kind.F32, extra={"blk.0.attn_sinks.weight": np.ones(4, dtype=np.float32)}
     )

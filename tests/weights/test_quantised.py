@@ -189,7 +189,7 @@ def test_other_quantisations_are_refused(tmp_path: Path, quantization: Any, mess
         open_weights(tmp_path, fp8(), quantization)
 
 
-def test_small_numbers_without_a_word_about_them_are_refused(tmp_path: Path) -> None:
+def test_8_bit_tensors_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
     weights = open_weights(tmp_path, fp8(), None)
     with pytest.raises(
         ModelError, match=r"model\.safetensors: tensor '.*weight' holds float8_e4m3fn.*give the unquantised"
