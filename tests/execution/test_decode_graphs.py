@@ -21,7 +21,7 @@ from graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, Recordi
 from tiny_checkpoints import tiny_llama
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe.dispatch import block_rows
-from transom_kernels.moe.sort import MOST_PAIRS
+from transom_kernels.moe.sort import MAX_PAIRS
 from transom_kernels.paged_attention import tuning
 from transom_worker.execution import dummy_run, forward_pass
 from transom_worker.execution.graphs.decode_graphs import GraphMismatch
@@ -317,8 +317,8 @@ def test_infinite_logits_do_not_void_the_check(graphed: tuple[ModelRunner, Recor
 
 
 def test_experts_of_many_sequences_are_found_in_a_graph() -> None:
-    """Beyond `MOST_PAIRS` torch sorts: a thousand rows, more than random steps here have."""
-    experts = torch.randint(8, (MOST_PAIRS + 7,), generator=torch.Generator().manual_seed(0))
+    """Beyond `MAX_PAIRS` torch sorts: a thousand rows, more than random steps here have."""
+    experts = torch.randint(8, (MAX_PAIRS + 7,), generator=torch.Generator().manual_seed(0))
     pairs, owners = (found.clone() for found in block_rows(experts, 8, 16))
 
     def run() -> None:
