@@ -35,7 +35,7 @@ from transom_worker.execution.step_sampling import sample_step
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
-from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_shares
+from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_rank_shares
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult
 
@@ -256,7 +256,7 @@ class ModelRunner:
             tensor_parallel_size=self._parallel.size,
             steps_in_flight=scheduler.steps_in_flight,
         )
-        return with_shares(plan, self._loaded.architecture)
+        return with_rank_shares(plan, self._loaded.architecture)
 
     def _allocate_slab(self) -> torch.Tensor:
         try:

@@ -1,8 +1,16 @@
 """Computes what lies inside a KV cache group's block on one rank: each layer's tensors, their widths, number formats and offsets.
 
-latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4)
-compressed entry   a latent row that stands for several tokens; its *indexer* keys tell which entries a query reads
-compressor state   the (kv, gate) rows of recent tokens, from which the next compressed entry is made
+Terms:
+
+    group              layers that keep the same tokens for the same time; a block has the rows of all its layers
+    rule               which tokens a group keeps (`groups.Rule`)
+    latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4)
+    compressed entry   a latent row that stands for several tokens; its *indexer* keys tell which entries a query reads
+    compressor state   the (kv, gate) rows of recent tokens, from which the next compressed entry is made
+    stride             the distance in bytes between the starts of a group's blocks
+
+Example: a layer with 8 KV heads of 64 elements in bfloat16 and blocks of 16 tokens: K takes 16 * 8 * 64 * 2 = 16,384 bytes of a
+block, V as much behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from transom_worker.planner.groups import Rule, layer_rules, make_groups
 
 FP8 = "float8_e4m3fn"
 RAW = "uint8"  # rows that mix number formats
-STATE_DTYPE = "float32"
+STATE_DTYPE = "float32"  # of compressor states
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, RAW: 1}
 KV_CACHE_DTYPES = {
     "bf16": "bfloat16",
@@ -35,11 +43,14 @@ KV_CACHE_DTYPES = {
     "fp8_ds_mla": FP8,
 }
 FP8_SCALE_GROUP = 64  # elements of a latent row that share a scale of one byte; a row's scales are padded to 8
-INDEXER_SCALE_BYTES = 4
+INDEXER_SCALE_BYTES = 4  # of an indexer key in FP8
 
 
 class Tensor(NamedTuple):
-    """One row of a layer's tensor: its role, heads, widths of K and V (V 0: K's tensor serves as V too) and number format."""
+    """What one row of a layer's tensor has: its role, KV heads, elements of K and V per head, and number format.
+
+    `v_size` 0: K's tensor serves as V too.
+    """
 
     role: Role
     heads: int
@@ -106,7 +117,7 @@ def rank_layout(layout: ArenaLayout, groups: Sequence[GroupLayout]) -> ArenaLayo
 
 
 def _layer_tensors(layer: LayerAttention, dtype: str, heads: int) -> tuple[Tensor, ...]:
-    """Return the tensors of a layer that has so many KV heads on this rank."""
+    """Return the tensors of a layer that has `heads` KV heads on this rank."""
     size, compression = layer.head_size, layer.compression
     if not layer.latent:
         return (Tensor(Role.KV, heads, size, layer.value_size or size, dtype),)
@@ -114,7 +125,7 @@ def _layer_tensors(layer: LayerAttention, dtype: str, heads: int) -> tuple[Tenso
     latent = Tensor(Role.KV, 1, width, 0, format_)
     if compression is None:
         return (latent,)
-    coefficient = 1 + compression.overlap
+    coefficient = 1 + compression.overlap  # the compressor makes one (kv, gate) per entry that a token contributes to
     tensors = [
         latent,
         latent._replace(role=Role.COMPRESSED),
@@ -128,18 +139,20 @@ def _layer_tensors(layer: LayerAttention, dtype: str, heads: int) -> tuple[Tenso
 
 
 def _latent_row(layer: LayerAttention, dtype: str) -> tuple[int, str]:
-    """Return width and format of a latent row. In FP8 the rotary part stays in 16 bits, and scales follow: 448 + 2 * 64 + 8 =
-    584 bytes.
+    """Return the width and the number format of a latent row.
+
+    In FP8 the elements with RoPE stay in 16 bits, and the scales of the others stand behind them. Example, 448 elements without and
+    64 with RoPE: 448 + 2 * 64 + 8 (7 scales, padded) = 584 bytes.
     """
     if dtype != FP8:
         return layer.head_size, dtype
-    plain = layer.head_size - layer.rope_size
-    scales = -(-plain // FP8_SCALE_GROUP)
-    return plain + 2 * layer.rope_size + -(-scales // 8) * 8, RAW
+    num_plain = layer.head_size - layer.rope_size
+    num_scales = -(-num_plain // FP8_SCALE_GROUP)
+    return num_plain + 2 * layer.rope_size + -(-num_scales // 8) * 8, RAW
 
 
 def _group_layout(spec: GroupSpec, tensors: list[tuple[Tensor, ...]], rules: list[dict[Role, Rule]]) -> GroupLayout:
-    """Place the tensors that a group keeps one behind the other; `tensors` and `rules` are by layer."""
+    """Return a group's block: the tensors with the group's rule, one behind the other. `tensors` and `rules` are by layer."""
     rule = Rule(spec.kind, spec.window, spec.sinks, spec.chunk, spec.ratio, spec.overlap)
     group = GroupLayout(spec=spec, block_bytes=0, stride_bytes=0, layers=())
     offset = 0

@@ -1,13 +1,19 @@
 """Computes how many requests of one length fit the KV pool at the same time, without preemption and with an empty prefix cache.
 
-All requests are taken to grow to the length in lock-step, one token a step. A request holds most blocks at the first token of a
-block: one more block is needed there, and none has been freed since. What a sliding group holds repeats with a period, what a full
-group holds only grows; so the peak lies in the last period before the length. Example: a window of 40 tokens and blocks of 16: at
-position 64 a request holds blocks 1 to 4, from position 71 on blocks 2 to 4.
+Terms:
 
     full group     KV cache group that keeps every token; a *sliding group* has a window, chunk or compressor state
-    demand         blocks by group that one request holds at one of its peaks
-    lag            tokens that are in flight when the next one is planned: blocks are freed so many tokens later
+    page           a part of the pool, leased to one group at a time; it has the same number of a group's blocks everywhere
+    demand         the blocks, by group, that one request holds at one of its peaks
+    lag            tokens of a request that are in flight (computed, not answered) when the next one is planned: blocks are freed so
+                   many tokens later
+
+All requests are taken to reach the length at the same time, one token a step. A request holds most blocks at the first token of a
+block, where it has just got one more block. Example, a window of 40 tokens and blocks of 16: at position 64 a request holds blocks
+1 to 4, from position 71 on only blocks 2 to 4.
+
+What a sliding group holds repeats with a period, and what a full group holds only grows. So it is enough to look at the positions
+in the last period before the length. Different groups may have their peaks at different positions there: hence several demands.
 """
 
 from __future__ import annotations
@@ -20,14 +26,15 @@ from transom_worker.kvcache.retention import Retention
 
 
 def num_computed(length: int) -> int:
-    """Return how many tokens of a request of `length` tokens get keys and values: all but the last, which no token follows."""
+    """Return how many tokens of a request of `length` tokens get keys and values: all but the last, which is only sampled."""
     return max(1, length - 1)
 
 
 def peak_demands(layout: ArenaLayout, length: int, *, block_size: int, lag: int) -> list[tuple[int, ...]]:
-    """Return the demands of one request of `length` tokens, without those that another one covers in every group.
+    """Return the demands of one request of `length` tokens. A demand is left out if another one is at least as large in every
+    group.
 
-    `block_size` is that of a hash block, the smallest block of all groups.
+    `block_size` is the `--block-size` of the worker, the smallest block of all groups.
     """
     retentions = [Retention(group.spec) for group in layout.groups]
     period = math.lcm(block_size, *(r.period for r in retentions if not r.keeps_everything))
@@ -35,19 +42,23 @@ def peak_demands(layout: ArenaLayout, length: int, *, block_size: int, lag: int)
     demands: list[tuple[int, ...]] = []
     for boundary in range(last, max(-1, last - period // block_size), -1):
         held = tuple(retention.allocated_blocks(boundary * block_size, lag=lag) for retention in retentions)
-        if not any(_covers(other, held) for other in demands):
+        if not any(_is_at_least(other, held) for other in demands):
             demands.append(held)
     return demands
 
 
 def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once: Sequence[int]) -> int:
-    """Return the most requests whose blocks fit the pages at each of the demands, beside `once` blocks of each group."""
+    """Return the most requests whose blocks fit the pages, whichever of the demands they are at.
+
+    `once[g]` more blocks of group `g` are taken beside them. Example with one group, 4 blocks a page and 10 pages: 3 requests with
+    a demand of 12 blocks fit, for ceil(36 / 4) = 9 pages. Binary search.
+    """
     per_page = [layout.blocks_per_page(group) for group in range(len(layout.groups))]
 
     def fit(count: int) -> bool:
         """Return whether `count` requests fit."""
         return all(
-            sum(-(-(count * held + extra) // room) for held, extra, room in zip(demand, once, per_page, strict=True))
+            sum(-(-(count * held + extra) // fits) for held, extra, fits in zip(demand, once, per_page, strict=True))
             <= layout.num_pages
             for demand in demands
         )
@@ -60,12 +71,16 @@ def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once:
 
 
 def in_flight_blocks(layout: ArenaLayout, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Return the blocks by group that a whole step's tokens take beyond the demands; full groups keep them anyway, so 0."""
+    """Return the blocks, by group, that a step of `max_num_batched_tokens` prompt tokens takes beyond the demands while in flight.
+
+    Full groups keep these blocks anyway, so the demands have them: 0.
+    """
     return tuple(
         0 if group.spec.keeps_everything else -(-max_num_batched_tokens // group.spec.block_size)
         for group in layout.groups
     )
 
 
-def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
+def _is_at_least(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether one demand is as large as another in every group, or larger."""
     return all(a >= b for a, b in zip(one, other, strict=True))

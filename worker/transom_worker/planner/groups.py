@@ -16,14 +16,17 @@ from transom_worker.model_config.layer_attention import LayerAttention
 
 
 class Rule(NamedTuple):
-    """Which tokens are kept (`kvcache.groups`); the sizes that a kind has no use for are 0."""
+    """Which tokens a part of a layer's cache keeps (`kvcache.groups`); the sizes that its kind has no use for are 0.
+
+    Parts with equal rules share a group.
+    """
 
     kind: GroupKind
-    window: int = 0
-    sinks: int = 0
-    chunk: int = 0
-    ratio: int = 0
-    overlap: int = 0
+    window: int = 0  # tokens that a query reads, itself included
+    sinks: int = 0  # first tokens that are always kept
+    chunk: int = 0  # tokens of a chunk of local attention
+    ratio: int = 0  # tokens per compressed entry
+    overlap: int = 0  # earlier runs of `ratio` tokens that an entry is also made of
 
     @property
     def name(self) -> str:
@@ -36,7 +39,7 @@ class Rule(NamedTuple):
 def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
     """Return the parts of a layer's cache and the rule of each; none if the layer reads another layer's cache.
 
-    `hybrid=False` keeps every token where a window, chunk or compressor state would slide.
+    `hybrid=False` keeps every token, also where a window, chunk or compressor state would free it.
     """
     if layer.reads_cache_of is not None:
         return {}
@@ -54,9 +57,10 @@ def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
 
 
 def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) -> tuple[GroupSpec, ...]:
-    """Return the groups: those that keep every token first, then sliding ones, each in the order of their first layer.
+    """Return the groups: those that keep every token first, then the others (*sliding groups*), each in the order of their first
+    layer.
 
-    A block has `block_size` tokens (a hash block); in groups of compressed entries at least one entry.
+    A block has `block_size` tokens; in groups of compressed entries it has at least one entry.
 
     Raises:
         ConfigError: neither of the block size and the compression ratio divides the other.
@@ -70,6 +74,7 @@ def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) ->
 
 
 def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:
+    """Return the rule of a layer's keys and values; `everything` if it has neither window nor chunk."""
     if layer.window is not None:
         kind = GroupKind.SINKS_WINDOW if layer.sinks else GroupKind.WINDOW
         return Rule(kind, window=layer.window, sinks=layer.sinks)
@@ -77,6 +82,7 @@ def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:
 
 
 def _group(rule: Rule, layers: tuple[int, ...], hash_block_size: int) -> GroupSpec:
+    """Return the group of these layers; `hash_block_size` is `--block-size`, the tokens that are hashed together."""
     by_entry = rule.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER)
     block_size = max(hash_block_size, rule.ratio) if by_entry else hash_block_size
     if by_entry and (block_size % hash_block_size or block_size % rule.ratio):

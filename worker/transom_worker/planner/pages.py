@@ -1,13 +1,24 @@
-"""Chooses how large the arena's pages are, and how far apart blocks start in them (the stride), so that least memory is lost.
+"""Chooses how large the pages of the KV memory are, and how far apart blocks start in them, so that least memory is lost.
 
-A page is leased to one KV cache group at a time and must serve every group; what a group's blocks do not fill is lost. Blocks of
-different groups seldom fit evenly, so a stride may be padded: a stride that divides the page wastes nothing but its padding.
-Example, pages of 1,000 bytes and blocks of 240: unpadded, 4 blocks fit in some pages and only 3 in the page where they fit worst;
-padded to 250, 4 fit in every page.
+Terms:
 
-The page that loses least is chosen. Its loss is the sum of the worst group's waste in a full page, what is left behind the last
-page, and half a page per group that is not filled. So pages are small where blocks fit them well, and as large as they must be
-elsewhere.
+    pool     the KV memory of one rank; it is divided into pages of equal size
+    page     the unit that is leased to one KV cache group at a time, so it must fit the blocks of every group
+    stride   the distance in bytes between the starts of a group's blocks; *padded* if it is larger than the block
+    waste    the fraction of a page's bytes that a group's blocks cannot fill
+    loss     the fraction of the pool that a page size loses; the page size with the smallest loss is chosen
+
+A group has the same number of blocks in every page. Block `b` starts at byte `b * stride` of the pool, so blocks may lie across the
+end of a page, and such blocks are not used. Example, pages of 1,000 bytes and blocks of 240 bytes: with a stride of 240 a page has
+3 or 4 whole blocks, so every page counts as 3 (waste 28 %); with the stride padded to 250 every page has 4 (waste 4 %).
+
+The loss of a page size is the sum of
+
+    - the waste of the group with most waste,
+    - the bytes behind the last whole page, as a fraction of the pool,
+    - half a page per group, as a fraction of the pool: each group's last page is half full on average.
+
+So pages are small where blocks fit them well, and as large as they must be elsewhere.
 """
 
 from __future__ import annotations
@@ -19,15 +30,18 @@ from dataclasses import dataclass, replace
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, blocks_inside
 
-# With one block a page, taking a block costs 2.5 times as much time as with twenty; finer pages gain nothing then.
+# More pages would lose hardly less memory and cost time: with one block a page, allocating a block takes 2.5 times as long as with
+# twenty blocks a page.
 MAX_PAGES = 2**15
-MAX_LARGEST_BLOCKS = 64  # blocks in a page, of the group with the largest blocks
-MAX_PADDING = 32  # a stride is padded by at most 1/32
+NUM_BLOCK_COUNTS = (
+    64  # page sizes are tried for so many counts of the largest block, from the smallest count that MAX_PAGES allows
+)
+MAX_PADDING_FRACTION = 32  # a stride is padded by at most 1/32 of the block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageChoice:
-    """A page size, every group's stride, and the fraction of a full page that the group with most waste cannot use."""
+    """A page size, every group's stride, and the waste of the group with most waste."""
 
     page_bytes: int
     stride_bytes: tuple[int, ...]
@@ -51,7 +65,7 @@ def make_layout(groups: Sequence[GroupLayout], pool_bytes: int) -> ArenaLayout:
 
 
 def group_waste(layout: ArenaLayout, group: int) -> float:
-    """Return the fraction of a group's pages that its blocks cannot fill."""
+    """Return the waste of a group in a layout."""
     return 1.0 - layout.blocks_per_page(group) * layout.groups[group].block_bytes / layout.page_bytes
 
 
@@ -61,9 +75,8 @@ def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
     Raises:
         ConfigError: the pool cannot hold one page per group.
     """
-    sizes = [
-        -(-size // BLOCK_ALIGNMENT_BYTES) for size in block_bytes
-    ]  # in multiples of the alignment, as all sizes below
+    # All sizes from here on are in multiples of the alignment.
+    sizes = [-(-size // BLOCK_ALIGNMENT_BYTES) for size in block_bytes]
     pool = pool_bytes // BLOCK_ALIGNMENT_BYTES
     largest, num_groups = max(sizes), len(sizes)
     if largest * num_groups > pool:
@@ -73,7 +86,7 @@ def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
             f"(--kv-cache-memory-bytes) of at least {2 * num_groups * largest * BLOCK_ALIGNMENT_BYTES}."
         )
     page = _best_page(sizes, pool)
-    fits = [_fit(page, size) for size in sizes]
+    fits = [_best_stride(page, size) for size in sizes]
     return PageChoice(
         page_bytes=page * BLOCK_ALIGNMENT_BYTES,
         stride_bytes=tuple(stride * BLOCK_ALIGNMENT_BYTES for _, stride in fits),
@@ -82,18 +95,21 @@ def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
 
 
 def _best_page(sizes: Sequence[int], pool: int) -> int:
-    """Return the page that loses least, the smallest of equals. Tries whole strides of the largest block, padded and unpadded."""
+    """Return the page size with the smallest loss, the smallest of equals.
+
+    The candidates are whole numbers of strides of the largest block, unpadded and padded.
+    """
     largest, num_groups = max(sizes), len(sizes)
     descending = sorted(set(sizes), reverse=True)  # the largest blocks waste most, so they rule a page out soonest
     best_loss, best_page = math.inf, largest
-    least = max(1, -(-pool // (MAX_PAGES * largest)))
-    for count in range(least, least + MAX_LARGEST_BLOCKS):
-        for stride in range(largest, largest + largest // MAX_PADDING + 1):
+    min_count = max(1, -(-pool // (MAX_PAGES * largest)))
+    for count in range(min_count, min_count + NUM_BLOCK_COUNTS):
+        for stride in range(largest, largest + largest // MAX_PADDING_FRACTION + 1):
             page = count * stride
-            unfilled = num_groups * page / (2 * pool)
-            if page * num_groups > pool or unfilled + 1 - largest / stride >= best_loss:
+            half_pages = num_groups * page / (2 * pool)
+            if page * num_groups > pool or half_pages + 1 - largest / stride >= best_loss:
                 break  # wider strides lose more
-            loss = unfilled + pool % page / pool
+            loss = half_pages + pool % page / pool
             waste = 0.0
             for size in descending:
                 waste = max(waste, _waste(page, size))
@@ -105,16 +121,18 @@ def _best_page(sizes: Sequence[int], pool: int) -> int:
 
 
 def _waste(page: int, size: int) -> float:
-    """Return the fraction of a page that blocks of one size cannot fill."""
-    return 1.0 - _fit(page, size)[0] * size / page
+    """Return the waste of blocks of one size."""
+    return 1.0 - _best_stride(page, size)[0] * size / page
 
 
-def _fit(page: int, size: int) -> tuple[int, int]:
-    """Return blocks per page and their stride: a padded one that divides the page if it gives more blocks, else the unpadded
-    one.
+def _best_stride(page: int, size: int) -> tuple[int, int]:
+    """Return the number of blocks in every page, and the stride that allows it.
+
+    The stride is a padded one that divides the page if that gives more blocks than the unpadded stride. Example: a page of 1,000
+    and blocks of 240 give (4, 250).
     """
-    unpadded = blocks_inside(page, size)
+    num_unpadded = blocks_inside(page, size)
     count = page // size
-    while count > unpadded and page % count:
+    while count > num_unpadded and page % count:
         count -= 1
-    return (count, page // count) if count > unpadded else (unpadded, size)
+    return (count, page // count) if count > num_unpadded else (num_unpadded, size)

@@ -1,9 +1,20 @@
 """`CachePlan`: a model's KV cache in a given amount of memory, in integers. `transom plan` prints it, and the engine builds it.
 
-group           model layers that keep the same tokens for the same time (`kvcache.groups`)
-page            a part of the KV memory, leased to one group at a time
-rank            one process of a tensor-parallel worker; the plan is that of the first rank, which holds most
-window repair   computing tokens again so that sliding windows can be restored at a cached prefix's end
+Terms:
+
+    group          model layers that keep the same tokens for the same time, such as all layers with one window (`kvcache.groups`)
+    page           a part of the KV memory, leased to one group at a time
+    stride         the distance in bytes between the starts of a group's blocks: the block's bytes and their padding
+    waste          the fraction of a page's bytes that a group's blocks cannot fill
+    rank           one process of a tensor-parallel worker; the plan is that of the first rank, which holds most
+    in flight      computed by a step that has not answered; blocks of tokens in flight are not freed
+    lag            tokens of one request that are in flight when the next one is planned: 1 with two steps in flight
+    demand         the blocks, by group, that one request holds at one of its peaks (`concurrency`)
+    window repair  computing tokens again so that sliding windows can be restored at a cached prefix's end
+
+Example: gpt-oss-20b (12 layers with full attention, 12 with a window of 128 tokens) in 10 GiB, blocks of 16 tokens. Both groups
+have blocks of 384 KiB, so pages of 384 KiB waste nothing. A request of 32,768 tokens holds 32,768 / 16 = 2,048 blocks of the full
+group and 9 of the window group: 771 MiB, so 13 such requests run at once.
 """
 
 from __future__ import annotations
@@ -22,13 +33,14 @@ from transom_worker.planner.blocks import cache_groups, kv_dtype
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
 from transom_worker.planner.pages import group_waste, make_layout
 
+# The lengths for which a plan says how many requests fit: 1,024, 4,096, 16,384 ... tokens, and the longest one.
 SHORTEST_LENGTH = 1024
-LENGTH_STEP = 4
+LENGTH_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """One group. Numbers of blocks are those of one request of `max_model_len` tokens that is alone in a step."""
+    """One group's blocks, and how many of them one request of `max_model_len` tokens holds if its steps compute one token each."""
 
     name: str
     kind: str
@@ -37,18 +49,21 @@ class GroupPlan:
     block_bytes: int
     stride_bytes: int
     blocks_per_page: int
-    live_blocks: int  # when the request ends
-    peak_blocks: int  # at most, at any time
-    in_flight_blocks: int  # beyond that for a whole step's tokens, once per engine
-    waste: float  # fraction of a page that no block covers
+    live_blocks: int  # held when the request ends
+    peak_blocks: int  # most blocks held at any time
+    in_flight_blocks: (
+        int  # more blocks, once per engine, while a step of `max_num_batched_tokens` prompt tokens is in flight
+    )
+    waste: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
     """How many requests of `length` tokens, prompt and answer together, run at once without preemption.
 
-    `requests` counts decoding requests; chunks of prompts shrink where memory is short. `requests_with_budget` leaves memory for a
-    step that is full of prompt chunks.
+    `requests` is for decoding requests alone; the scheduler then makes chunks of new prompts shorter where memory is short.
+    `requests_with_budget` leaves memory for a step of `max_num_batched_tokens` prompt tokens besides. `request_bytes` is what one
+    request holds at its peak.
     """
 
     length: int
@@ -59,7 +74,7 @@ class Concurrency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """The plan of the rank that holds most."""
+    """A model's KV cache on the rank that holds most: its pages, its groups, and how many requests fit."""
 
     memory_bytes: int
     kv_dtype: str
@@ -69,20 +84,20 @@ class CachePlan:
     max_num_batched_tokens: int
     page_bytes: int
     num_pages: int
-    waste: float  # fraction of a full page that the worst group cannot use
+    waste: float  # of the group with most waste
     groups: tuple[GroupPlan, ...]
-    request_bytes: int  # of one request of `max_model_len` tokens
-    in_flight_bytes: int
-    repair_tokens: int  # computed again to restore all windows at the last boundary of such a request
+    request_bytes: int  # of all groups' `live_blocks`
+    in_flight_bytes: int  # of all groups' `in_flight_blocks`
+    repair_tokens: int  # computed by a window repair at the end of a cached prefix of `max_model_len - 1` tokens
     concurrency: tuple[Concurrency, ...]
     layout: ArenaLayout
-    ranks: tuple[RankShare, ...] = ()  # if there are several ranks and the model is known
-    replicated: tuple[str, ...] = ()  # if there are several ranks and the model is known: what every rank holds
+    ranks: tuple[RankShare, ...] = ()  # what each rank holds; empty with one rank, or before `with_rank_shares`
+    replicated: tuple[str, ...] = ()  # what every rank holds in equal copies; empty in the same cases
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON values, without the layout."""
-        parts = ("layout", "groups", "concurrency", "ranks", "replicated")
-        values = {name: getattr(self, name) for name in self.__slots__ if name not in parts}
+        not_plain = ("layout", "groups", "concurrency", "ranks", "replicated")
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in not_plain}
         return values | {
             "groups": [asdict(group) for group in self.groups],
             "concurrency": [asdict(point) for point in self.concurrency],
@@ -105,6 +120,8 @@ def plan_from_config(
 ) -> CachePlan:
     """Return the plan for a `config.json`.
 
+    `hybrid=False` keeps every token in every group; `steps_in_flight` is how many steps the engine plans ahead of their answers.
+
     Raises:
         ModelError: the config is not understood.
         ConfigError: the length is beyond the model's, there are more ranks than can share it, the dtype is unknown, or memory is
@@ -125,10 +142,10 @@ def plan_from_config(
         kv_dtype=dtype,
         steps_in_flight=steps_in_flight,
     )
-    return with_shares(plan, architecture)
+    return with_rank_shares(plan, architecture)
 
 
-def with_shares(plan: CachePlan, architecture: Architecture) -> CachePlan:
+def with_rank_shares(plan: CachePlan, architecture: Architecture) -> CachePlan:
     """Return the plan with what each rank holds of the model, if there are several ranks."""
     size = plan.tensor_parallel_size
     if size == 1:
@@ -147,7 +164,10 @@ def plan_cache(
     tensor_parallel_size: int = 1,
     steps_in_flight: int = 1,
 ) -> CachePlan:
-    """Return the plan for groups of blocks. With `steps_in_flight` plans in flight, blocks are freed so many steps later, less one.
+    """Return the plan for groups of blocks.
+
+    With two steps in flight, a block is freed one step later than with one, since the step that may still read it has not answered:
+    the lag is `steps_in_flight - 1`.
 
     Raises:
         ConfigError: the memory cannot hold one page per group.
@@ -157,7 +177,9 @@ def plan_cache(
     in_flight = in_flight_blocks(layout, max_num_batched_tokens)
     demands = peak_demands(layout, max_model_len, block_size=block_size, lag=lag)
     live = [Retention(group.spec).allocated_blocks(num_computed(max_model_len) - 1, lag=lag) for group in groups]
-    parts = tuple(_group_plan(layout, index, demands, live[index], in_flight[index]) for index in range(len(groups)))
+    group_plans = tuple(
+        _group_plan(layout, index, demands, live[index], in_flight[index]) for index in range(len(groups))
+    )
     return CachePlan(
         memory_bytes=memory_bytes,
         kv_dtype=kv_dtype,
@@ -167,13 +189,13 @@ def plan_cache(
         max_num_batched_tokens=max_num_batched_tokens,
         page_bytes=layout.page_bytes,
         num_pages=layout.num_pages,
-        waste=max(part.waste for part in parts),
-        groups=parts,
-        request_bytes=_request_bytes(layout, live),
-        in_flight_bytes=_request_bytes(layout, in_flight),
+        waste=max(group.waste for group in group_plans),
+        groups=group_plans,
+        request_bytes=_bytes_of(layout, live),
+        in_flight_bytes=_bytes_of(layout, in_flight),
         repair_tokens=_repair_tokens(layout, max_model_len - 1),
         concurrency=tuple(
-            _concurrency(layout, length, block_size, lag, in_flight) for length in _lengths(max_model_len)
+            _concurrency(layout, length, block_size, lag, in_flight) for length in _reported_lengths(max_model_len)
         ),
         layout=layout,
     )
@@ -182,6 +204,7 @@ def plan_cache(
 def _group_plan(
     layout: ArenaLayout, index: int, demands: Sequence[Sequence[int]], live_blocks: int, in_flight: int
 ) -> GroupPlan:
+    """Return the plan of the group with this index."""
     group = layout.groups[index]
     return GroupPlan(
         name=group.spec.name,
@@ -199,32 +222,35 @@ def _group_plan(
 
 
 def _concurrency(layout: ArenaLayout, length: int, block_size: int, lag: int, in_flight: Sequence[int]) -> Concurrency:
+    """Return how many requests of `length` tokens fit; `in_flight` are the blocks of a whole step's tokens by group."""
     demands = peak_demands(layout, length, block_size=block_size, lag=lag)
     return Concurrency(
         length=length,
         requests=max_requests(layout, demands, once=[0] * len(in_flight)),
         requests_with_budget=max_requests(layout, demands, once=in_flight),
-        request_bytes=max(_request_bytes(layout, demand) for demand in demands),
+        request_bytes=max(_bytes_of(layout, demand) for demand in demands),
     )
 
 
 def _repair_tokens(layout: ArenaLayout, boundary: int) -> int:
-    """Return the tokens of a window repair at a boundary, counted without rounding to blocks: a real one begins up to a block
-    earlier.
+    """Return how many tokens a window repair computes at the end of a cached prefix of `boundary` tokens.
+
+    The number is not rounded to blocks; the engine's repair begins up to a block earlier.
     """
     specs = [replace(group.spec, block_size=1) for group in layout.groups]
     return boundary - repair_start(specs, boundary)
 
 
-def _request_bytes(layout: ArenaLayout, num_blocks: Sequence[int]) -> int:
+def _bytes_of(layout: ArenaLayout, num_blocks: Sequence[int]) -> int:
+    """Return the bytes of so many blocks of each group, padding included."""
     return sum(count * group.stride_bytes for count, group in zip(num_blocks, layout.groups, strict=True))
 
 
-def _lengths(longest: int) -> list[int]:
-    """Return 1k, 4k, 16k ... and the longest length."""
+def _reported_lengths(longest: int) -> list[int]:
+    """Return 1,024, 4,096, 16,384 ... below the longest length, and the longest length."""
     lengths = []
     length = SHORTEST_LENGTH
     while length < longest:
         lengths.append(length)
-        length *= LENGTH_STEP
+        length *= LENGTH_FACTOR
     return [*lengths, longest]
