@@ -17,17 +17,38 @@ from stub_worker import ByteTokenizer, StubDirectory, StubWorker
 
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.routing.placer import Placer
+from transom_cluster.telemetry.tracing import RouterTracing
 from transom_worker.config import FailoverConfig, ServerConfig
 
 
-def make_router(*workers: StubWorker, directory: StubDirectory | None = None, **config: Any) -> Router:
+def timings(**values: float) -> RouterTimings:
+    """A router's timings with a short drain, so that a test ends soon."""
+    return RouterTimings(**{"drain_s": 0.05, **values})
+
+
+SHORT_TIMINGS = timings()
+
+
+def make_router(
+    *workers: StubWorker,
+    directory: StubDirectory | None = None,
+    timings: RouterTimings = SHORT_TIMINGS,
+    placer: Placer | None = None,
+    tracing: RouterTracing | None = None,
+    **config: Any,
+) -> Router:
+    """A router of stub workers; `config` are fields of its ServerConfig."""
     values = {"served_model_name": "stub", "failover": FailoverConfig(wait_s=0.05), **config}
     return Router(
         workers=directory or StubDirectory(*workers),
         tokenizer=ByteTokenizer(),
         config=ServerConfig(**values),
         router_id="r0",
-        drain_s=0.05,
+        timings=timings,
+        placer=placer,
+        tracing=tracing,
     )
 
 

@@ -15,6 +15,8 @@ import uvicorn
 
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.telemetry.tracing import RouterTracing
 from transom_worker.config import ServerConfig
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
@@ -77,7 +79,9 @@ class EngineServer:
 
 
 @contextlib.contextmanager
-def engine_server(model: Path, *, server: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[EngineServer]:
+def engine_server(
+    model: Path, *, server: Mapping[str, Any] | None = None, tracing: RouterTracing | None = None, **settings: Any
+) -> Iterator[EngineServer]:
     """A server of `model`; `server` are fields of its ServerConfig."""
     parsed = Settings.parse(model=str(model), **settings)
     replica = WorkerReplica(parsed.engine_config(), "tiny")
@@ -89,7 +93,14 @@ def engine_server(model: Path, *, server: Mapping[str, Any] | None = None, **set
     listener.bind(("127.0.0.1", 0))
 
     async def serve() -> None:
-        router = Router(workers=OneWorker(replica), tokenizer=tokenizer, config=config, router_id="r", drain_s=0.1)
+        router = Router(
+            workers=OneWorker(replica),
+            tokenizer=tokenizer,
+            config=config,
+            router_id="r",
+            timings=RouterTimings(drain_s=0.1),
+            tracing=tracing,
+        )
         running = uvicorn.Server(
             # no connection may be closed just as a client that was kept from its core sends the next request
             uvicorn.Config(build_api(router), log_level="critical", ws="none", timeout_keep_alive=START_S)

@@ -195,6 +195,11 @@ class StubWorker:
         assert self._queue is not None
         self._queue.put_nowait(WorkerMessage(events=events))
 
+    def skip_index_updates(self) -> None:
+        """Send an update of the prefix index whose predecessors the router never got."""
+        assert self._queue is not None
+        self._queue.put_nowait(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
+
     def die(self) -> None:
         self._cancel_all()
         assert self._queue is not None

@@ -7,23 +7,25 @@ import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
 from stub_worker import StubWorker
 
-from conftest import Api, running_api, until
-from transom_cluster.blockmap import feed, outbox
-from transom_cluster.http import block_map_stream
+import conftest
+from conftest import Api, timings, until
+from transom_cluster.blockmap import outbox
 from transom_cluster.http.api import build_api
 from transom_worker.errors import Overloaded
 
+WITHOUT_PAUSES = timings(block_map_poll_s=0.001, first_feed_pause_s=0.0)
 
-@pytest.fixture(autouse=True)
-def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_map_stream, "POLL_S", 0.001)
-    monkeypatch.setattr(feed, "FIRST_PAUSE_S", 0.0)
+
+def running_api(*workers: StubWorker, **values: Any) -> AbstractAsyncContextManager[Api]:
+    return conftest.running_api(*workers, **{"timings": WITHOUT_PAUSES, **values})
 
 
 class StreamCall:
@@ -180,7 +182,7 @@ async def test_a_slow_client_loses_frames_instead_of_piling_them_up():
         assert not call.events("problem")
 
 
-async def test_an_outbox_keeps_nothing_of_those_who_have_nothing_in_it():
+async def test_an_outbox_counts_the_frames_of_each_worker_alone():
     box = outbox.Outbox()
     for number in range(outbox.MAX_UNSENT):
         assert not box.is_full("a")
@@ -190,7 +192,7 @@ async def test_an_outbox_keeps_nothing_of_those_who_have_nothing_in_it():
     box.put(b"told")
     assert [await box.next(1.0) for _ in range(3)] == [b"0", b"1", b"told"]
     await box.wait_until_empty("a")
-    assert not box._unsent
+    assert box.num_unsent == {}  # nothing is kept of a worker without a waiting frame
 
 
 async def test_the_stream_ends_when_the_router_drains():
@@ -202,9 +204,9 @@ async def test_the_stream_ends_when_the_router_drains():
         await until(lambda: not worker.watchers)
 
 
-async def test_silence_is_broken_by_comments(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_map_stream, "KEEPALIVE_S", 0.0)
-    async with running_api() as api, streaming(api) as call:
+async def test_silence_is_broken_by_comments():
+    never_silent = replace(WITHOUT_PAUSES, block_map_keepalive_s=0.0)
+    async with running_api(timings=never_silent) as api, streaming(api) as call:
         await until(lambda: call.text.count(": still here\n\n") > 2)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from stub_worker import StubWorker
 
-from conftest import Api, num_in_flight, running_api, until
-from transom_cluster.router import in_flight_requests, request_queue, worker_connection
+from conftest import Api, num_in_flight, running_api, timings, until
 from transom_worker.config import FailoverConfig, LimitsConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import EngineDead, Overloaded, WorkerLost
@@ -120,7 +119,7 @@ async def test_choices_of_one_request_go_on_each_by_itself() -> None:
     assert num_done == 1
 
 
-async def test_a_chat_that_is_killed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chat_that_is_killed_twice() -> None:
     """The same position twice would be poison by the usual rule."""
     failover = FailoverConfig(wait_s=120.0, max_lost_workers=3)
     async with running_api(*workers(3, max_events=3), failover=failover) as api:
@@ -168,9 +167,8 @@ async def test_killed_between_a_submission_and_its_answer() -> None:
         assert (await answer).json()["choices"][0]["text"] == LETTERS[:5]
 
 
-async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_connection, "SUBMIT_GRACE_S", 0.01)
-    async with running_api(*workers(2, max_events=0), **PATIENT) as api:
+async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted() -> None:
+    async with running_api(*workers(2, max_events=0), timings=timings(submit_grace_s=0.01), **PATIENT) as api:
         for worker in api.workers:
             worker.reply_failure = ConnectionError("the reply was lost")
         answer = asyncio.create_task(api.complete(max_tokens=5))
@@ -209,9 +207,8 @@ async def test_output_that_is_missing_is_computed_again() -> None:
         assert first in api.worker.aborted
 
 
-async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
-    async with running_api(*workers(1, max_events=3), **PATIENT) as api:
+async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again() -> None:
+    async with running_api(*workers(1, max_events=3), timings=timings(first_reconnect_pause_s=0.0), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await silent(api)
         api.worker.max_events = None
@@ -260,9 +257,8 @@ async def test_resumes_are_bounded(num_events: int) -> None:
         assert response.headers["retry-after"] == "1"
 
 
-async def test_a_resumed_stream_waits_where_all_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_queue, "RETRY_S", 0.01)
-    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
+async def test_a_resumed_stream_waits_where_all_are_full() -> None:
+    async with running_api(*workers(2, max_events=3), timings=timings(retry_s=0.01), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         for worker in api.workers:
             worker.admission_error = None
@@ -319,9 +315,9 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
         assert other.num_running == num_in_flight(api.router) == 0
 
 
-async def test_a_deadline_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight_requests, "DEADLINE_GRACE_S", 0.0)
-    async with running_api(*workers(1, max_events=3), limits=LimitsConfig(request_timeout_s=2.0), **PATIENT) as api:
+async def test_a_deadline_goes_on_counting() -> None:
+    values = {"limits": LimitsConfig(request_timeout_s=2.0), "timings": timings(deadline_grace_s=0.0), **PATIENT}
+    async with running_api(*workers(1, max_events=3), **values) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await kill_one(api)
         response = await answer

@@ -13,6 +13,7 @@ import pytest
 
 from conftest import num_in_flight, until
 from transom_cluster.router.router import Router
+from transom_cluster.router.timings import RouterTimings
 from transom_worker.config import FailoverConfig, ServerConfig
 from transom_worker.contract import (
     ErrorInfo,
@@ -123,7 +124,7 @@ async def routed(tiny_model: Path, *workers: Mortal) -> AsyncIterator[Router]:
             served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)
         ),
         router_id="r",
-        drain_s=0.0,
+        timings=RouterTimings(drain_s=0.0),
     )
     router.start()
     await until(lambda: sum(connection.is_open for connection in router.connections.values()) == len(workers))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stub_worker import StubDirectory, StubWorker
 
-from conftest import Api, make_router, num_in_flight, running_api
-from transom_cluster.router import request_queue, worker_connection
+from conftest import Api, make_router, num_in_flight, running_api, timings
 from transom_cluster.router.router import Router
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import Request, SamplingParams
@@ -25,13 +24,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SLOW = 10  # turns of the event loop for a token, so that there is time to die
 # No bounds: what is asked here is that nothing is lost or sent twice, however often workers are lost.
 UNBOUNDED = FailoverConfig(max_resumes=10**6, max_lost_workers=10**6, wait_s=600.0)
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(worker_connection, "LONGEST_PAUSE_S", 0.001)
-    monkeypatch.setattr(request_queue, "RETRY_S", 0.001)
+NO_PAUSES = timings(first_reconnect_pause_s=0.0, longest_reconnect_pause_s=0.001, retry_s=0.001)
 
 
 def one_request(request_id: str, max_tokens: int, choice_index: int) -> Request:
@@ -60,7 +53,7 @@ async def check_nothing_is_left(router: Router, workers: list[StubWorker]) -> No
 async def test_32_streams_over_3_workers_that_die_and_are_replaced(seed: int, policy: str) -> None:
     rng = random.Random(seed)
     workers = [StubWorker(worker=f"w{i}", num_turns=SLOW) for i in range(3)]
-    async with running_api(*workers, failover=UNBOUNDED, routing_policy=policy) as api:
+    async with running_api(*workers, failover=UNBOUNDED, timings=NO_PAUSES, routing_policy=policy) as api:
         lengths = [rng.randint(1, 26) for _ in range(32)]
         answers = []
         for length in lengths:
@@ -104,7 +97,7 @@ class Cluster(RuleBasedStateMachine):
         self.answers: list[asyncio.Task] = []
         self.numbers = itertools.count()
         self.directory = StubDirectory(self.new_worker())
-        self.router = make_router(directory=self.directory, failover=UNBOUNDED)
+        self.router = make_router(directory=self.directory, failover=UNBOUNDED, timings=NO_PAUSES)
         self.on_loop(self.router.start)
 
     def new_worker(self) -> StubWorker:
@@ -212,4 +205,3 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
-TestCluster = pytest.mark.usefixtures("no_pauses")(TestCluster)

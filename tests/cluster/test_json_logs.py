@@ -16,15 +16,16 @@ SERVE = """
 import json, pathlib, sys
 import httpx
 from engine_server import engine_server
-from transom_worker.telemetry import tracing
+from transom_cluster.telemetry.tracing import RouterTracing
 from transom_worker.config import TracingConfig
+from transom_worker.telemetry.tracing import Tracing
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-tracing._otlp_exporter = lambda _: InMemorySpanExporter()
-endpoint = "http://127.0.0.1:9/v1/traces"
-server = {"log_format": "json", "tracing": TracingConfig(endpoint=endpoint)}
-settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "log_format": "json", "otlp_traces_endpoint": endpoint}
-with engine_server(pathlib.Path(sys.argv[1]), server=server, **settings) as running:
+config = TracingConfig(endpoint="http://127.0.0.1:9/v1/traces")
+spans = Tracing(config, role="router", name="r", exporter=InMemorySpanExporter())
+tracing = RouterTracing(spans, model="tiny")
+settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "log_format": "json"}
+with engine_server(pathlib.Path(sys.argv[1]), server={"log_format": "json"}, tracing=tracing, **settings) as running:
     with httpx.Client(base_url=running.url, timeout=120, trust_env=False) as client:
         body = {"prompt": "zebra4711", "max_tokens": 4, "ignore_eos": True}
         headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}

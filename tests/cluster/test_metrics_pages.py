@@ -13,8 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from stub_worker import StubDirectory, StubWorker
 
-from conftest import Api, make_router, running_api
-from transom_cluster.http import metrics_page
+from conftest import Api, make_router, running_api, timings
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 
@@ -77,9 +76,8 @@ async def test_one_page_has_all_routers_and_workers() -> None:
     assert text.count("# TYPE transom_build_info ") == 1
 
 
-async def test_what_does_not_answer_is_left_out_and_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_page, "SCRAPE_TIMEOUT_S", 0.01)
-    async with running_api(stub("w0"), stub("w1"), stub("w2")) as api:
+async def test_what_does_not_answer_is_left_out_and_counted_by_kind() -> None:
+    async with running_api(stub("w0"), stub("w1"), stub("w2"), timings=timings(scrape_timeout_s=0.01)) as api:
         api.workers[1].metrics = None
         api.workers[2].metrics_text = lambda **_: asyncio.Event().wait()
         api.router.peers = StubPeers(TimeoutError(), other_router("r2"))

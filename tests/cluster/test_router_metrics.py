@@ -9,8 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stub_worker import StubDirectory, StubWorker
 
-from conftest import Api, make_router, running_api, until
-from transom_cluster.router import worker_pool
+from conftest import Api, make_router, running_api, timings, until
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.router_metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
 from transom_worker.config import AutoscalingConfig
@@ -91,11 +90,11 @@ async def test_a_crash_is_a_loss_whatever_the_router_hears_of_first(stream_break
         assert value(api.router, "drains_total", outcome="finished") == 0
 
 
-async def test_a_leaving_worker_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leaving_worker_that_does_not_answer_is_lost() -> None:
     """Its host is gone: calls to it do not fail, they hang."""
-    async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
-        monkeypatch.setattr(worker_pool, "LAST_CALL_TIMEOUT_S", 0.01)
-        monkeypatch.setattr(api.worker, "info", asyncio.Event().wait)
+    impatient = timings(last_call_timeout_s=0.01)
+    async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1"), timings=impatient) as api:
+        api.worker.info = asyncio.Event().wait  # type: ignore[assignment,method-assign]
         api.directory.remove(api.worker)
         await until(lambda: "w0" not in api.router.connections)
         assert changes(api) == [2, 1, 0]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from asgi_call import AsgiCall
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from stub_worker import StubWorker
@@ -23,18 +23,20 @@ from test_failover_engines import Mortal, Workers
 from conftest import Api, running_api, until
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.telemetry.tracing import RouterTracing
 from transom_worker.config import FailoverConfig, ServerConfig, TracingConfig
 from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, StepFailed
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
-from transom_worker.telemetry import tracing
+from transom_worker.telemetry.timeline_exporter import RequestSpans, TimelineExporter
+from transom_worker.telemetry.tracing import Tracing, is_sampled
 from transom_worker.text.tokenizer import Tokenizer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ENDPOINT = "http://127.0.0.1:9/v1/traces"
-TRACED = TracingConfig(endpoint=ENDPOINT)
 MARK = "zebra4711"
 
 
@@ -46,10 +48,14 @@ class Collector(InMemorySpanExporter):
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Collector:
-    made = Collector()
-    monkeypatch.setattr(tracing, "_otlp_exporter", lambda _: made)
-    return made
+def collector() -> Collector:
+    return Collector()
+
+
+def traced(exporter: SpanExporter, *, sample_ratio: float = 1.0, model: str = "stub") -> RouterTracing:
+    """The tracing of a router whose spans go to `exporter`."""
+    config = TracingConfig(endpoint=ENDPOINT, sample_ratio=sample_ratio)
+    return RouterTracing(Tracing(config, role="router", name="r0", exporter=exporter), model=model)
 
 
 def named(collector: Collector, name: str) -> list[ReadableSpan]:
@@ -71,7 +77,7 @@ async def ask(api: Api, headers: dict[str, str] | None = None, **body: Any) -> h
 
 
 async def test_a_span_for_the_request_and_one_for_its_worker(collector: Collector) -> None:
-    async with running_api(StubWorker(), tracing=TRACED) as api:
+    async with running_api(StubWorker(), tracing=traced(collector)) as api:
         response = await ask(api, client_parent("01"), temperature=0.5)
         await api.client.get("/metrics")
         sent_parent = api.worker.submitted[0].trace_parent
@@ -104,7 +110,7 @@ async def test_a_span_for_the_request_and_one_for_its_worker(collector: Collecto
 
 
 async def test_a_client_without_a_trace_begins_one(collector: Collector) -> None:
-    async with running_api(StubWorker(), tracing=TRACED) as api:
+    async with running_api(StubWorker(), tracing=traced(collector)) as api:
         for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}):
             assert (await ask(api, headers)).status_code == 200
     spans = named(collector, "POST /v1/completions")
@@ -116,15 +122,15 @@ async def test_a_client_without_a_trace_begins_one(collector: Collector) -> None
 async def test_the_client_decides_else_the_ratio(
     collector: Collector, ratio: float, flags: str | None, is_traced: bool
 ) -> None:
-    async with running_api(StubWorker(), tracing=TracingConfig(endpoint=ENDPOINT, sample_ratio=ratio)) as api:
+    async with running_api(StubWorker(), tracing=traced(collector, sample_ratio=ratio)) as api:
         await ask(api, client_parent(flags) if flags else None)
         parent = api.worker.submitted[0].trace_parent
     assert bool(collector.get_finished_spans()) == is_traced
-    assert tracing.is_sampled(parent) == is_traced  # workers do as the router did
+    assert is_sampled(parent) == is_traced  # workers do as the router did
 
 
 async def test_choices_have_an_attempt_each(collector: Collector) -> None:
-    async with running_api(StubWorker(), tracing=TRACED) as api:
+    async with running_api(StubWorker(), tracing=traced(collector)) as api:
         await ask(api, n=3)
         parents = {request.trace_parent for request in api.worker.submitted}
     [span] = named(collector, "POST /v1/completions")
@@ -135,9 +141,11 @@ async def test_choices_have_an_attempt_each(collector: Collector) -> None:
 
 
 async def test_errors_set_the_status(collector: Collector) -> None:
-    async with running_api(StubWorker(admission_error=ErrorInfo.of(Overloaded(MARK))), tracing=TRACED) as api:
+    async with running_api(
+        StubWorker(admission_error=ErrorInfo.of(Overloaded(MARK))), tracing=traced(collector)
+    ) as api:
         assert (await ask(api)).status_code == 503
-    async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK))), tracing=TRACED) as api:
+    async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK))), tracing=traced(collector)) as api:
         assert "error" in (await ask(api, stream=True)).text
         assert (await ask(api, temperature=-1)).status_code == 400
     refused, broken, wrong = named(collector, "POST /v1/completions")
@@ -152,7 +160,7 @@ async def test_errors_set_the_status(collector: Collector) -> None:
 
 
 async def test_a_client_that_leaves_ends_its_spans(collector: Collector) -> None:
-    async with running_api(StubWorker(max_events=1), tracing=TRACED) as api:
+    async with running_api(StubWorker(max_events=1), tracing=traced(collector)) as api:
         call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 9, "stream": True})
         await call.begun()
         await call.leave()
@@ -162,13 +170,20 @@ async def test_a_client_that_leaves_ends_its_spans(collector: Collector) -> None
 
 
 @contextlib.asynccontextmanager
-async def two_engines(model: Path, dying: Mortal, other: Mortal) -> AsyncIterator[httpx.AsyncClient]:
+async def two_engines(
+    model: Path, dying: Mortal, other: Mortal, collector: Collector
+) -> AsyncIterator[httpx.AsyncClient]:
     """A router over both, and a client of it."""
-    config = ServerConfig(
-        served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0), tracing=TRACED
+    router = Router(
+        workers=Workers(dying, other),
+        tokenizer=Tokenizer.load(resolve_model(str(model))),
+        config=ServerConfig(
+            served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)
+        ),
+        router_id="r",
+        timings=RouterTimings(drain_s=0.0),
+        tracing=traced(collector, model="tiny"),
     )
-    tokenizer = Tokenizer.load(resolve_model(str(model)))
-    router = Router(workers=Workers(dying, other), tokenizer=tokenizer, config=config, router_id="r", drain_s=0.0)
     router.start()
     await until(
         lambda: all(connection.is_open for connection in router.connections.values()) and len(router.connections) == 2
@@ -182,12 +197,15 @@ async def two_engines(model: Path, dying: Mortal, other: Mortal) -> AsyncIterato
 
 
 async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: Path, collector: Collector) -> None:
-    values = {"model": str(tiny_model), "kv_cache_memory_bytes": "4MiB", "otlp_traces_endpoint": ENDPOINT}
-    config = Settings.parse(**values).engine_config()
+    config = Settings.parse(model=str(tiny_model), kv_cache_memory_bytes="4MiB").engine_config()
     replicas = [WorkerReplica(config, "tiny", f"w{i}") for i in range(2)]
+    for i, replica in enumerate(replicas):
+        own = Tracing(TracingConfig(endpoint=ENDPOINT), role="worker", name=f"w{i}", exporter=collector)
+        spans = RequestSpans(own, f"w{i}")
+        replica.engine.timelines.exporter = TimelineExporter([spans], close_formats=own.close)
     dying, other = (Mortal(replica) for replica in replicas)
     try:
-        async with two_engines(tiny_model, dying, other) as client:
+        async with two_engines(tiny_model, dying, other, collector) as client:
             for worker in (dying, other):
                 worker.num_messages = 7 if worker is dying else None
             body = {"prompt": list(range(5, 40)), "max_tokens": 20, "ignore_eos": True}
@@ -227,9 +245,8 @@ class Broken(InMemorySpanExporter):
         raise ConnectionError("no collector")
 
 
-async def test_a_collector_that_fails_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_otlp_exporter", lambda _: Broken())
-    async with running_api(StubWorker(), tracing=TRACED) as api:
+async def test_a_collector_that_fails_changes_no_answer() -> None:
+    async with running_api(StubWorker(), tracing=traced(Broken())) as api:
         for stream in (False, True):
             assert (await ask(api, stream=stream)).status_code == 200
 

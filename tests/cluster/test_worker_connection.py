@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_worker import StubWorker
 
-from conftest import http_server, make_router, num_in_flight, running_api, until
+from conftest import http_server, make_router, num_in_flight, running_api, timings, until
 from transom_cluster.http.api import build_api
-from transom_cluster.router import worker_connection
 from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests, Undelivered
 from transom_cluster.router.output_stream import MAX_BUFFERED, OutputStream
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.router.worker_connection import WorkerConnection
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import OutputEvent, Request, SamplingParams
 from transom_worker.errors import WorkerLost
@@ -101,9 +102,10 @@ async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     one_request = InFlightRequest(OutputStream([request()]), 0, request())
     old = one_request.begin_attempt()
     one_request.begin_attempt()
-    await worker_connection.WorkerConnection("w0", worker, "r0", Listener()).submit([(one_request, old)])
+    connection = WorkerConnection("w0", worker, "r0", Listener(), RouterTimings())
+    await connection.submit([(one_request, old)])
     assert not one_request.is_sent
-    worker._cancel_all()
+    worker.kill()
 
 
 def test_a_slow_reader_gets_everything_and_few_events():
@@ -126,14 +128,14 @@ def test_a_slow_reader_gets_everything_and_few_events():
 
 
 NO_FAILOVER = {"failover": FailoverConfig(max_resumes=0, wait_s=0.05)}
+NO_PAUSES = timings(first_reconnect_pause_s=0.0)
 
 
-async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_comes_back(monkeypatch):
-    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
-    async with running_api(StubWorker(max_events=2), **NO_FAILOVER) as api:
+async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_comes_back():
+    async with running_api(StubWorker(max_events=2), timings=NO_PAUSES, **NO_FAILOVER) as api:
         streaming = asyncio.create_task(api.complete(stream=True, max_tokens=5))
         whole = asyncio.create_task(api.complete(max_tokens=5, n=2))
-        await until(lambda: len(api.worker.submitted) == 3 and not api.worker._queue.qsize())
+        await until(lambda: len(api.worker.submitted) == 3 and api.worker.is_read)
         api.worker.die()
         response = await streaming
         assert "[DONE]" not in response.text
@@ -147,9 +149,8 @@ async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_
         assert (await api.complete()).status_code == 200
 
 
-async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_third_attempt(monkeypatch):
-    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
-    async with running_api(StubWorker(max_events=1), **NO_FAILOVER) as api:
+async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_third_attempt():
+    async with running_api(StubWorker(max_events=1), timings=NO_PAUSES, **NO_FAILOVER) as api:
         waiting = asyncio.create_task(api.complete(max_tokens=5))
         await api.worker.until(lambda: len(api.worker.submitted) == 1)
         open_stream, attempts = api.worker.open_stream, []
@@ -161,7 +162,7 @@ async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_th
             async for events in open_stream(router_id):
                 yield events
 
-        monkeypatch.setattr(api.worker, "open_stream", open_at_third)
+        api.worker.open_stream = open_at_third
         api.worker.die()
         assert (await waiting).status_code == 503
         await api.worker.until(lambda: api.worker.aborted)
@@ -186,9 +187,9 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
         await until(lambda: not api.router.queue.num_submitting)  # the router waits for no reply of the worker any more
 
 
-async def test_a_submission_that_fails_is_503(monkeypatch):
-    monkeypatch.setattr(worker_connection, "SUBMIT_GRACE_S", 0.01)
-    async with running_api(StubWorker(submit_failure=ConnectionError("secret"))) as api:
+async def test_a_submission_that_fails_is_503():
+    worker = StubWorker(submit_failure=ConnectionError("secret"))
+    async with running_api(worker, timings=timings(submit_grace_s=0.01)) as api:
         response = await api.complete()
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 import pytest
 from stub_worker import StubDirectory, StubWorker
 
-from conftest import Api, make_router, num_in_flight, running_api, until
-from transom_cluster.router import request_queue, worker_connection, worker_pool
+from conftest import Api, make_router, num_in_flight, running_api, timings, until
+from transom_cluster.openai.completion_types import MAX_CHOICES
+from transom_cluster.router.request_queue import MAX_WAITING
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_worker.config import FailoverConfig, LimitsConfig
-from transom_worker.contract import ErrorInfo, Request, Usage, WorkerMessage
+from transom_worker.contract import ErrorInfo, Request, Usage
 from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
-from transom_worker.kvcache.events import KvUpdate
 
 PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
 
@@ -61,18 +61,19 @@ async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
-async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_queue, "MAX_WAITING", 2)
+async def test_only_so_many_wait_where_there_is_no_worker() -> None:
     async with running_api(*workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
-        waiting = [asyncio.create_task(api.complete()) for _ in range(2)]
-        await until(lambda: len(api.router.queue) == 2)
+        many = {"prompt": ["hi"] * 8, "n": MAX_CHOICES // 8, "max_tokens": 1}
+        waiting = [asyncio.create_task(api.complete(**many)) for _ in range(MAX_WAITING // MAX_CHOICES)]
+        await until(lambda: len(api.router.queue) == MAX_WAITING)
         refused = await api.complete(stream=True)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "overloaded"
         api.directory.add(StubWorker(worker="w1"))
-        assert [await text(answer) for answer in waiting] == ["abc"] * 2
+        for answer in waiting:
+            assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * MAX_CHOICES
 
 
 async def test_no_request_waits_for_ever() -> None:
@@ -129,9 +130,8 @@ async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
         assert sum(len(worker.submitted) for worker in api.workers) == 1
 
 
-async def test_a_worker_that_starts_its_ranks_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_queue, "RETRY_S", 0.01)
-    async with running_api(*workers(1), **PATIENT) as api:
+async def test_a_worker_that_starts_its_ranks_again_is_waited_for() -> None:
+    async with running_api(*workers(1), timings=timings(retry_s=0.01), **PATIENT) as api:
         api.worker.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
         answer = asyncio.create_task(api.complete())
         await until(lambda: len(api.worker.submitted) >= 3)
@@ -141,8 +141,7 @@ async def test_a_worker_that_starts_its_ranks_again_is_waited_for(monkeypatch: p
 
 async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
     old, new = workers(2, max_events=2)
-    async with running_api(old, **PATIENT) as api:
-        api.router._pool._drain_s = 20.0
+    async with running_api(old, timings=timings(drain_s=20.0), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=5))
         await until(lambda: old.num_silent == 1)
         api.directory.remove(old)
@@ -177,8 +176,8 @@ async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
 
 async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
     """A poison request must not go on for ever because the directory hears of deaths before the streams break."""
-    async with running_api(*workers(1, max_events=2), failover=FailoverConfig(wait_s=120.0, max_resumes=0)) as api:
-        api.router._pool._drain_s = 20.0
+    values = {"failover": FailoverConfig(wait_s=120.0, max_resumes=0), "timings": timings(drain_s=20.0)}
+    async with running_api(*workers(1, max_events=2), **values) as api:
         answer = asyncio.create_task(api.complete(max_tokens=5))
         await until(lambda: api.worker.num_silent == 1)
         api.directory.remove(api.worker)
@@ -198,9 +197,7 @@ async def test_a_worker_that_was_missing_for_a_moment_is_linked_again() -> None:
         assert (await api.complete()).status_code == 200
 
 
-async def test_a_directory_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "DIRECTORY_RETRY_S", 0.0)
-
+async def test_a_directory_that_fails_is_asked_again() -> None:
     class Failing(StubDirectory):
         num_failures = 0
 
@@ -211,26 +208,22 @@ async def test_a_directory_that_fails_is_asked_again(monkeypatch: pytest.MonkeyP
             async for present in super().changes():
                 yield present
 
-    router = make_router(directory=Failing(*workers(1)))
+    router = make_router(directory=Failing(*workers(1)), timings=timings(directory_retry_s=0.0))
     router.start()
     await until(lambda: router.is_ready)
     await router.stop()
 
 
-async def test_a_request_that_cannot_be_placed_fails_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running_api(*workers(1), **PATIENT) as api:
-        api.directory.remove(api.worker)
-        await until(lambda: not api.router.connections)
-        place = Placer.place
-
-        def broken(self: Placer, request: Request, among: Collection[str]) -> PlacementDecision:
+async def test_a_request_that_cannot_be_placed_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Placer):
+        def place(self, request: Request, among: Collection[str]) -> PlacementDecision:
             if request.prompt_token_ids == tuple(b"odd"):
                 raise KeyError(request.prompt_token_ids)
-            return place(self, request, among)
+            return super().place(request, among)
 
-        monkeypatch.setattr(Placer, "place", broken)
+    async with running_api(*workers(1), placer=Broken("kv"), **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
         odd, fine = (asyncio.create_task(api.complete(prompt=prompt)) for prompt in ("odd", "fine"))
         await until(lambda: len(api.router.queue) == 2)
         api.directory.add(StubWorker(worker="w1"))
@@ -240,15 +233,13 @@ async def test_a_request_that_cannot_be_placed_fails_alone(
         assert str(tuple(b"odd")) not in caplog.text
 
 
-async def test_an_event_that_cannot_be_handled_fails_its_request_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(self: Placer, request_id: str, usage: Usage) -> None:
-        if usage.num_prompt_tokens == len("odd"):
-            raise KeyError(request_id)
+async def test_an_event_that_cannot_be_handled_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Placer):
+        def first_event(self, request_id: str, usage: Usage) -> None:
+            if usage.num_prompt_tokens == len("odd"):
+                raise KeyError(request_id)
 
-    monkeypatch.setattr(Placer, "first_event", broken)
-    async with running_api(*workers(1), **PATIENT) as api:
+    async with running_api(*workers(1), placer=Broken("kv"), **PATIENT) as api:
         odd, fine = (asyncio.create_task(api.complete(prompt=prompt, max_tokens=9)) for prompt in ("odd", "fine"))
         assert (await odd).status_code == 500
         assert await text(fine) == "abcdefghi"
@@ -258,24 +249,33 @@ async def test_an_event_that_cannot_be_handled_fails_its_request_alone(
         assert "KeyError" in caplog.text
 
 
-async def test_what_was_taken_from_a_lost_worker_is_handed_over_whatever_else_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise KeyError
+async def test_the_requests_of_a_lost_worker_migrate_or_end_whatever_else_fails() -> None:
+    class Broken(Placer):
+        """`remove_worker` always fails; `ended` fails once, when a test says so."""
+
+        fails_once = False
+
+        def remove_worker(self, worker_id: str) -> None:
+            raise KeyError
+
+        def ended(self, request_id: str) -> None:
+            super().ended(request_id)
+            if self.fails_once:
+                self.fails_once = False
+                raise KeyError
 
     first, second = workers(2, max_events=2)
-    async with running_api(first, **PATIENT) as api:
+    placer = Broken("kv")
+    async with running_api(first, placer=placer, **PATIENT) as api:
         answer = asyncio.create_task(api.complete())
         await until(lambda: first.num_silent == 1)
-        monkeypatch.setattr(Placer, "remove_worker", broken)
         first.kill()
         api.directory.add(second)
         assert await text(answer) == "abc"
         second.num_silent = 0
         answer = asyncio.create_task(api.complete())
         await until(lambda: second.num_silent == 1)
-        monkeypatch.setattr(request_queue, "after_loss", broken)
+        placer.fails_once = True  # as the queue handles the loss
         second.kill()
         assert (await answer).status_code == 500
         assert len(api.router.queue) == 0
@@ -313,16 +313,15 @@ async def test_streams_that_have_begun_come_first_and_then_what_matters_most() -
 
 async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
     async with running_api(*workers(2)) as api:
-        api.worker._queue.put_nowait(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
+        api.worker.skip_index_updates()
         await until(lambda: api.worker.num_resyncs == 1)
         assert api.workers[1].num_resyncs == 0
         assert (await api.complete()).status_code == 200
 
 
-async def test_a_call_for_the_index_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_for_the_index_that_fails_is_made_again() -> None:
     """The mirror asks once for each gap: without the index it would say nothing of this worker for ever."""
-    monkeypatch.setattr(worker_connection, "FIRST_PAUSE_S", 0.0)
-    async with running_api(*workers(1)) as api:
+    async with running_api(*workers(1), timings=timings(first_reconnect_pause_s=0.0)) as api:
         resync, calls = api.worker.resync, []
 
         async def fails_at_first(router_id: str) -> None:
@@ -332,14 +331,13 @@ async def test_a_call_for_the_index_that_fails_is_made_again(monkeypatch: pytest
             await resync(router_id)
 
         api.worker.resync = fails_at_first  # type: ignore[method-assign]
-        api.worker._queue.put_nowait(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
+        api.worker.skip_index_updates()
         await until(lambda: api.worker.num_resyncs == 1)
         assert len(calls) == 3
 
 
 async def test_a_router_that_drains_finishes_its_answers_and_takes_no_others() -> None:
-    async with running_api(*workers(2, max_events=2)) as api:
-        api.router._drain_s = 20.0
+    async with running_api(*workers(2, max_events=2), timings=timings(drain_s=20.0)) as api:
         answer = asyncio.create_task(api.complete(max_tokens=5, stream=True))
         await until(lambda: sum(worker.num_silent for worker in api.workers))
         stopping = asyncio.create_task(api.router.stop())

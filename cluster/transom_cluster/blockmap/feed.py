@@ -14,11 +14,10 @@ import json
 from typing import Any
 
 from transom_cluster.blockmap.outbox import Outbox
+from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerClient
 from transom_worker.errors import TransomError
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 8.0
 MAX_MESSAGE_CHARS = 300
 
 
@@ -35,12 +34,15 @@ def sse_json(event: str, value: Any) -> bytes:
 class Feed:
     """Reads the frames of one worker until its task is cancelled."""
 
-    def __init__(self, worker: str, client: WorkerClient, outbox: Outbox, *, period_s: float) -> None:
+    def __init__(
+        self, worker: str, client: WorkerClient, outbox: Outbox, *, period_s: float, timings: RouterTimings
+    ) -> None:
         self._worker = worker
         self._client = client
         self._outbox = outbox
         self._period_s = period_s
-        self._pause_s = FIRST_PAUSE_S
+        self._timings = timings
+        self._pause_s = timings.first_feed_pause_s
         self._problem = ""  # the last problem that the client was sent
 
     async def run(self) -> None:
@@ -56,7 +58,7 @@ class Feed:
             except Exception as error:  # other workers' feeds continue
                 self._report(error)
                 await asyncio.sleep(self._pause_s)
-                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                self._pause_s = min(2 * self._pause_s, self._timings.longest_feed_pause_s)
 
     async def _read(self) -> None:
         """Read frames until the client's outbox is full.
@@ -69,7 +71,7 @@ class Feed:
                 if self._outbox.is_full(self._worker):
                     return
                 self._outbox.put(sse("frame", base64.b64encode(frame)), self._worker)
-                self._pause_s, self._problem = FIRST_PAUSE_S, ""
+                self._pause_s, self._problem = self._timings.first_feed_pause_s, ""
         raise ConnectionError("the stream ended")
 
     def _report(self, error: Exception) -> None:

@@ -14,19 +14,19 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[bytes, str | None]] = deque()
-        self._unsent: Counter[str] = Counter()  # frames by worker; workers without a waiting frame have no entry
+        self.num_unsent: Counter[str] = Counter()  # frames by worker; workers without a waiting frame have no entry
         self._changed = asyncio.Event()
         self._sent = asyncio.Event()
 
     def is_full(self, worker: str) -> bool:
         """Whether as many of this worker's frames wait as may."""
-        return self._unsent[worker] >= MAX_UNSENT
+        return self.num_unsent[worker] >= MAX_UNSENT
 
     def put(self, event: bytes, worker: str | None = None) -> None:
         """Add a server-sent event; `worker` is given for a frame of that worker."""
         self._waiting.append((event, worker))
         if worker is not None:
-            self._unsent[worker] += 1
+            self.num_unsent[worker] += 1
         self._changed.set()
 
     async def next(self, timeout_s: float) -> bytes | None:
@@ -45,12 +45,12 @@ class Outbox:
         return event
 
     def _uncount(self, worker: str) -> None:
-        self._unsent[worker] -= 1
-        if not self._unsent[worker]:
-            del self._unsent[worker]
+        self.num_unsent[worker] -= 1
+        if not self.num_unsent[worker]:
+            del self.num_unsent[worker]
 
     async def wait_until_empty(self, worker: str) -> None:
         """Wait until none of this worker's frames waits any more."""
-        while self._unsent[worker]:
+        while self.num_unsent[worker]:
             self._sent.clear()
             await self._sent.wait()

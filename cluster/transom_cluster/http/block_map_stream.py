@@ -19,8 +19,6 @@ from transom_cluster.http.request_state import request_state
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.router import Router
 
-POLL_S = 0.25  # how often the stream looks for new and lost workers, and for the router's shutdown
-KEEPALIVE_S = 5.0
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -51,11 +49,11 @@ class BlockStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        sent_s = time.monotonic()
+        sent_s, timings = time.monotonic(), self._router.timings
         while not self._router.is_draining:
             self._update_feeds()
-            event = await self._outbox.next(POLL_S)
-            if event is None and time.monotonic() - sent_s < KEEPALIVE_S:
+            event = await self._outbox.next(timings.block_map_poll_s)
+            if event is None and time.monotonic() - sent_s < timings.block_map_keepalive_s:
                 continue
             await send({"type": "http.response.body", "body": event or b": still here\n\n", "more_body": True})
             sent_s = time.monotonic()
@@ -71,7 +69,8 @@ class BlockStream(Response):
         for worker in self._feeds.keys() - connections.keys():
             self._feeds.pop(worker).cancel()
         for worker in connections.keys() - self._feeds.keys():
-            feed = Feed(worker, connections[worker].client, self._outbox, period_s=self._period_s)
+            client, timings = connections[worker].client, self._router.timings
+            feed = Feed(worker, client, self._outbox, period_s=self._period_s, timings=timings)
             self._feeds[worker] = self._tasks.spawn(feed.run())
         model = self._router.config.served_model_name
         present = [

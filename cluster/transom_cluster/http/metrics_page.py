@@ -14,15 +14,15 @@ from transom_cluster.telemetry.merge_metrics import merge_pages
 
 logger = logging.getLogger("transom.router")
 
-SCRAPE_TIMEOUT_S = 2.0  # all processes are asked at once; our Prometheus configuration waits 4 s
-
 
 async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
     """The merged metrics of all routers and workers that answer in time. The others are left out and counted."""
-    query = MetricsQuery(openmetrics)
+    query, timeout_s = MetricsQuery(openmetrics), router.timings.scrape_timeout_s
     workers, routers = await asyncio.gather(
-        asyncio.gather(*(_page_of(one.client, openmetrics) for one in router.connections.values())),
-        router.peers.ask_others(query, timeout_s=SCRAPE_TIMEOUT_S),
+        asyncio.gather(
+            *(_page_of(one.client, openmetrics, timeout_s=timeout_s) for one in router.connections.values())
+        ),
+        router.peers.ask_others(query, timeout_s=timeout_s),
     )
     router.metrics.dropped_scrapes("worker", sum(page is None for page in workers))
     router.metrics.dropped_scrapes("router", sum(not isinstance(page, str) for page in routers))
@@ -33,7 +33,7 @@ async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
 
 async def process_names(router: Router) -> Sequence[str]:
     """The names `router/ID` and `worker/ID`: this router, the other routers that answer, and all workers."""
-    others = await router.peers.ask_others(ProcessNameQuery(), timeout_s=SCRAPE_TIMEOUT_S)
+    others = await router.peers.ask_others(ProcessNameQuery(), timeout_s=router.timings.scrape_timeout_s)
     routers = [ProcessNameQuery().answer(router), *sorted(name for name in others if isinstance(name, str))]
     return [*routers, *(f"worker/{worker_id}" for worker_id in router.connections)]
 
@@ -45,15 +45,15 @@ async def process_page(router: Router, name: str, *, openmetrics: bool = False) 
         HttpError: 404 if there is no such process, 504 if it does not answer.
     """
     kind, _, process_id = name.partition("/")
-    query = ProcessMetricsQuery(name, openmetrics)
+    query, timeout_s = ProcessMetricsQuery(name, openmetrics), router.timings.scrape_timeout_s
     if (page := query.answer(router)) is not None:
         return page
     if kind == "worker" and (connection := router.connections.get(process_id)) is not None:
-        page = await _page_of(connection.client, openmetrics)
+        page = await _page_of(connection.client, openmetrics, timeout_s=timeout_s)
         if page is None:
             raise process_silent(name)
         return page
-    answers = await router.peers.ask_others(query, timeout_s=SCRAPE_TIMEOUT_S) if kind == "router" else []
+    answers = await router.peers.ask_others(query, timeout_s=timeout_s) if kind == "router" else []
     for answer in answers:
         if isinstance(answer, str):
             return answer
@@ -62,9 +62,9 @@ async def process_page(router: Router, name: str, *, openmetrics: bool = False) 
     )
 
 
-async def _page_of(client: WorkerClient, openmetrics: bool) -> str | None:
+async def _page_of(client: WorkerClient, openmetrics: bool, *, timeout_s: float) -> str | None:
     try:
-        return await asyncio.wait_for(client.metrics_text(openmetrics=openmetrics), SCRAPE_TIMEOUT_S)
+        return await asyncio.wait_for(client.metrics_text(openmetrics=openmetrics), timeout_s)
     except Exception as error:
         logger.info("A worker's metrics were left out: %r", error)
         return None

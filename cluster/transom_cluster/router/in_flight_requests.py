@@ -43,8 +43,6 @@ from transom_cluster.telemetry.request_events import (
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
 from transom_worker.errors import WorkerLost
 
-DEADLINE_GRACE_S = 0.25  # a worker that enforces the deadline itself answers within this time
-
 
 class InFlightRequest:
     """One choice of an HTTP request. It passes new output on to the request's output stream and reports what happens to the choice.
@@ -90,11 +88,11 @@ class InFlightRequest:
         is_first_choice = self.original.choice_index == 0
         return self._usage.num_cached_tokens if self._usage is not None and is_first_choice else 0
 
-    def watch_deadline(self, on_late: Callable[[InFlightRequest], None]) -> None:
-        """Have `on_late` called after the request's deadline, if it has one. The request may have ended by then."""
+    def watch_deadline(self, on_late: Callable[[InFlightRequest], None], *, grace_s: float) -> None:
+        """Have `on_late` called `grace_s` after the request's deadline, if it has one. The request may have ended by then."""
         deadline_s = self.original.deadline_s
         if self._deadline is None and deadline_s is not None:
-            delay_s = max(0.0, deadline_s - time.time()) + DEADLINE_GRACE_S
+            delay_s = max(0.0, deadline_s - time.time()) + grace_s
             self._deadline = asyncio.get_running_loop().call_later(delay_s, on_late, self)
 
     def begin_attempt(self) -> Request:

@@ -6,8 +6,9 @@ decides by the rule in `failover` which requests migrate. A request that no work
 A worker may take a request unless
 
 - it is not connected, or it drains;
-- it refused the request since the last retry (every `RETRY_S`);
-- it is in **cooldown**: it answered a submission with `WorkerLost` less than `COOLDOWN_S` ago, and other workers are connected;
+- it refused the request since the last retry (every `RouterTimings.retry_s`);
+- it is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other workers are
+  connected;
 - the request is a suspect (`failover`), and the worker has another suspect: suspects are **quarantined**, one to a worker.
 """
 
@@ -23,6 +24,7 @@ from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.failover import RELEASE_TOKENS, Cause, after_loss, lost_too_often, poison
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER, ModelLimitsTracker
+from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import Attempts, ConnectionBroken, WorkerConnection
 from transom_cluster.routing.placer import Placer
 from transom_cluster.telemetry.request_events import FailoverOutcome, Lost, Queued, TurnedAway
@@ -34,8 +36,6 @@ from transom_worker.errors import Overloaded, RequestTimeout, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
-RETRY_S = 0.25  # workers that refused a request are asked again after this time
-COOLDOWN_S = 1.0
 MAX_WAITING = 4096  # new requests in the queue; requests whose worker was lost always enter it
 
 LATE = "The request's deadline has passed."
@@ -58,6 +58,7 @@ class RequestQueue:
         *,
         limits: ModelLimitsTracker,
         wake_workers: Callable[[], None],
+        timings: RouterTimings,
     ) -> None:
         self._connections = connections
         self._placer = placer
@@ -65,6 +66,7 @@ class RequestQueue:
         self._metrics = metrics
         self._limits = limits
         self._wake_workers = wake_workers
+        self._timings = timings
         self._submissions = BackgroundTasks()
         self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
         self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
@@ -83,7 +85,7 @@ class RequestQueue:
         requests, until_s = list(requests), time.monotonic() + self._config.wait_s
         for request in requests:
             request.wait_until_s = until_s
-            request.watch_deadline(self._expire)
+            request.watch_deadline(self._expire, grace_s=self._timings.deadline_grace_s)
         self._place(requests)
 
     def withdraw(self, requests: Iterable[InFlightRequest]) -> None:
@@ -241,7 +243,7 @@ class RequestQueue:
             request.events.report(Queued(choice=request.index, reason=reason))
         self._waiting[request] = None
         if self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._on_retry)
+            self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
 
     async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
         """Submit attempts to their worker; those that it refuses are placed again, or end."""
@@ -274,7 +276,7 @@ class RequestQueue:
         if error is None:
             return True
         if isinstance(error.error(), WorkerLost):
-            connection.cooldown_until_s = time.monotonic() + COOLDOWN_S
+            connection.cooldown_until_s = time.monotonic() + self._timings.cooldown_s
         if isinstance(error.error(), (Overloaded, WorkerLost)):
             request.events.report(TurnedAway(choice=request.index, worker=connection.worker_id, error=error.kind))
             request.refusals[connection.worker_id] = error

@@ -23,6 +23,7 @@ from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.peers import NoPeers, RouterPeers
 from transom_cluster.router.request_queue import RequestQueue
+from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerDirectory
 from transom_cluster.router.worker_connection import WorkerConnection
 from transom_cluster.router.worker_pool import WorkerPool
@@ -38,15 +39,13 @@ from transom_worker.contract import Request
 from transom_worker.errors import WorkerLost
 from transom_worker.text.tokenizer import Tokenizer
 
-DRAIN_S = 30.0
-
 _STOPPING = "This router is being stopped; send the request again."
 
 
 class Router:
     """One router. `start` and `stop` run on the event loop that serves HTTP.
 
-    `drain_s` is how long running requests may continue at a worker that leaves, and at a router that stops.
+    `config` says by default how `placer` places requests and whether `tracing` makes spans.
     """
 
     def __init__(
@@ -57,31 +56,35 @@ class Router:
         config: ServerConfig,
         router_id: str,
         engine_seed: int | None = None,
-        drain_s: float = DRAIN_S,
+        timings: RouterTimings | None = None,
+        placer: Placer | None = None,
         peers: RouterPeers | None = None,
         autoscaling: AutoscalingConfig | None = None,
         timelines: RequestTimelines | None = None,
+        tracing: RouterTracing | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
+        self.timings = timings or RouterTimings()
         self.engine_seed = engine_seed
         self.router_id = router_id
         self.peers = peers or NoPeers()
         self.metrics = RouterMetrics(router_id, model=config.served_model_name)
         self.timelines = timelines or RequestTimelines(router_id)
-        self.tracing: RouterTracing | None = None
-        if config.tracing is not None:
-            self.tracing = RouterTracing(config.tracing, router_id, model=config.served_model_name)
+        self.tracing = tracing
+        if tracing is None and config.tracing is not None:
+            self.tracing = RouterTracing.from_config(config.tracing, router_id, model=config.served_model_name)
         self.limits = ModelLimitsTracker(wake_workers=workers.wake)
         self.connections: dict[str, WorkerConnection] = {}
         self.is_draining = False
         self.queue = RequestQueue(
             self.connections,
-            Placer(config.routing_policy, seed=crc32(router_id.encode()), observer=self.metrics.routing),
+            placer or Placer(config.routing_policy, seed=crc32(router_id.encode()), observer=self.metrics.routing),
             config.failover,
             self.metrics,
             limits=self.limits,
             wake_workers=workers.wake,
+            timings=self.timings,
         )
         self._pool = WorkerPool(
             workers,
@@ -89,9 +92,8 @@ class Router:
             connections=self.connections,
             listener=self.queue,
             metrics=self.metrics,
-            drain_s=drain_s,
+            timings=self.timings,
         )
-        self._drain_s = drain_s
         self._autoscaling = autoscaling
         self._running: dict[OutputStream, list[InFlightRequest]] = {}
         self._has_none_running = asyncio.Event()
@@ -143,12 +145,12 @@ class Router:
         self.is_draining = True
 
     async def stop(self) -> None:
-        """Give running requests `drain_s` to end, end the others with an error, and disconnect from the workers."""
+        """Give running requests `timings.drain_s` to end, end the others with an error, and disconnect from the workers."""
         self.begin_drain()
         if self._running:
             self._has_none_running.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_none_running.wait(), self._drain_s)
+                await asyncio.wait_for(self._has_none_running.wait(), self.timings.drain_s)
         for requests in self._running.values():
             unfinished = [request for request in requests if not request.has_ended]
             self.queue.withdraw(unfinished)

@@ -5,7 +5,7 @@
 - **attempt**: one try to compute a request at this worker (`in_flight_requests`).
 
 When the stream breaks, the connection hands all its attempts over to its listener as lost. Then it opens the stream again, with
-pauses that double from `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, until the connection is closed:
+pauses that double (`RouterTimings`), until the connection is closed:
 
     closed --open_stream--> open --the stream breaks--> closed --pause--> ...
     open or closed --drain--> draining --close--> removed by the worker pool
@@ -23,16 +23,13 @@ from transom_cluster.openai.to_contract import ModelLimits
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.failover import Cause
 from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests, OutputListener
+from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.errors import WorkerLost
 
 logger = logging.getLogger("transom.router")
-
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 2.0
-SUBMIT_GRACE_S = 0.5  # after a call failed the stream mostly breaks within this time
 
 T = TypeVar("T")
 Attempts = Sequence[tuple[InFlightRequest, Request]]
@@ -71,7 +68,14 @@ class WorkerConnection:
     `suspect` and `cooldown_until_s` belong to the request queue, which decides what the worker gets.
     """
 
-    def __init__(self, worker_id: str, client: WorkerClient, router_id: str, listener: ConnectionListener) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        client: WorkerClient,
+        router_id: str,
+        listener: ConnectionListener,
+        timings: RouterTimings,
+    ) -> None:
         self.worker_id = worker_id
         self.client = client
         self.in_flight = InFlightRequests(listener)
@@ -86,6 +90,7 @@ class WorkerConnection:
         self.is_closing = False  # the router itself ends the stream
         self._router_id = router_id
         self._listener = listener
+        self._timings = timings
         self._tasks = BackgroundTasks()
         self._calls: set[asyncio.Task[Any]] = set()  # cancelled when the stream breaks
         self._submitting: set[str] = set()  # request ids of attempts in a submission that runs
@@ -176,7 +181,7 @@ class WorkerConnection:
         """Wait for the result of a call to the worker.
 
         Raises:
-            ConnectionBroken: the stream broke during the call, or within `SUBMIT_GRACE_S` after the call had failed.
+            ConnectionBroken: the stream broke during the call, or within `submit_grace_s` after the call had failed.
             CallFailed: the call failed, and the stream is still open.
         """
         stream_ended = self._stream_ended
@@ -192,13 +197,13 @@ class WorkerConnection:
             return task.result()
         logger.warning("A call to worker %s failed: %r", self.worker_id, error)
         try:
-            await asyncio.wait_for(stream_ended.wait(), SUBMIT_GRACE_S)
+            await asyncio.wait_for(stream_ended.wait(), self._timings.submit_grace_s)
         except TimeoutError:
             raise CallFailed from error
         raise ConnectionBroken
 
     async def _keep_open(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s = self._timings.first_reconnect_pause_s
         lost: list[str] = []
         while not self.is_draining:
             error: Exception | None = None
@@ -213,9 +218,9 @@ class WorkerConnection:
                 logger.warning(
                     "The event stream of worker %s broke (%d requests): %r", self.worker_id, len(lost), error
                 )
-                pause_s = FIRST_PAUSE_S
+                pause_s = self._timings.first_reconnect_pause_s
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, self._timings.longest_reconnect_pause_s)
 
     async def _read(self, lost: list[str]) -> None:
         """Open the stream and read it until it ends. The worker may still compute the attempts `lost`, which are aborted first."""
@@ -295,7 +300,7 @@ class WorkerConnection:
 
     async def _ask_resync(self) -> None:
         """Ask until the worker has replied or its stream ends, since the index mirror reports a gap only once."""
-        stream_ended, pause_s = self._stream_ended, FIRST_PAUSE_S
+        stream_ended, pause_s = self._stream_ended, self._timings.first_reconnect_pause_s
         while not stream_ended.is_set():
             try:
                 await self.client.resync(self._router_id)
@@ -303,7 +308,7 @@ class WorkerConnection:
             except Exception as error:
                 logger.info("Worker %s did not get the request for its prefix index: %r", self.worker_id, error)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, self._timings.longest_reconnect_pause_s)
 
 
 def _stack(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """The router's workers: a connection to each worker of the directory, opened when it appears and drained when it disappears.
 
 - **directory**: the workers that exist, as Ray Serve names them (`WorkerDirectory`).
-- **drain**: a worker that the directory no longer names gets no new requests. What runs there may end within `drain_s`; the rest
-  migrates.
+- **drain**: a worker that the directory no longer names gets no new requests. What runs there may end within
+  `RouterTimings.drain_s`; the rest migrates.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from dataclasses import asdict
 from typing import Any
 
 from transom_cluster.router.background_tasks import BackgroundTasks
+from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerClient, WorkerDirectory, describe_worker
 from transom_cluster.router.worker_connection import ConnectionListener, WorkerConnection
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 
 logger = logging.getLogger("transom.router")
-
-DIRECTORY_RETRY_S = 0.5
-LAST_CALL_TIMEOUT_S = 5.0  # a worker that drains answers at once; a call to a worker whose host is gone never ends
 
 
 def describe_connection(connection: WorkerConnection) -> dict[str, Any]:
@@ -46,14 +44,14 @@ class WorkerPool:
         connections: dict[str, WorkerConnection],
         listener: ConnectionListener,
         metrics: RouterMetrics,
-        drain_s: float,
+        timings: RouterTimings,
     ) -> None:
         self._directory = directory
         self._router_id = router_id
         self._connections = connections
         self._listener = listener
         self._metrics = metrics
-        self._drain_s = drain_s
+        self._timings = timings
         self._present: Mapping[str, WorkerClient] = {}  # as the directory said last
         self._tasks = BackgroundTasks()
 
@@ -74,7 +72,7 @@ class WorkerPool:
                     self._update(present)
             except Exception as error:
                 logger.warning("The directory of workers failed: %r", error)
-            await asyncio.sleep(DIRECTORY_RETRY_S)
+            await asyncio.sleep(self._timings.directory_retry_s)
 
     def _update(self, present: Mapping[str, WorkerClient]) -> None:
         self._present = dict(present)
@@ -87,15 +85,15 @@ class WorkerPool:
                 self._tasks.spawn(self._drain(connection))
 
     def _add(self, worker_id: str, client: WorkerClient) -> None:
-        connection = WorkerConnection(worker_id, client, self._router_id, self._listener)
+        connection = WorkerConnection(worker_id, client, self._router_id, self._listener, self._timings)
         self._connections[worker_id] = connection
         connection.start()
         logger.info("Worker %s has appeared.", worker_id)
 
     async def _drain(self, connection: WorkerConnection) -> None:
         logger.info("Worker %s has disappeared (%d requests).", connection.worker_id, len(connection.in_flight))
-        num_moved = await connection.drain(self._drain_s)
-        has_drained = connection.is_open and await _answers(connection)
+        num_moved = await connection.drain(self._timings.drain_s)
+        has_drained = connection.is_open and await _answers(connection, timeout_s=self._timings.last_call_timeout_s)
         await connection.close(is_lost=not has_drained)
         if has_drained:
             self._metrics.drained(num_moved=num_moved)
@@ -104,14 +102,14 @@ class WorkerPool:
             self._add(connection.worker_id, client)
 
 
-async def _answers(connection: WorkerConnection) -> bool:
+async def _answers(connection: WorkerConnection, *, timeout_s: float) -> bool:
     """Whether a worker that the directory no longer names still answers a call: it drains; otherwise it was lost.
 
     A directory drops workers that died as well as those that leave, sometimes before the stream breaks. A worker that leaves
     stays until all its routers have closed their streams, so all routers come to the same result.
     """
     try:
-        async with asyncio.timeout(LAST_CALL_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await connection.client.info()
     except Exception as error:
         logger.warning("Worker %s was lost while it drained: %r", connection.worker_id, error)

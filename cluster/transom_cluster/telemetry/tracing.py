@@ -29,9 +29,14 @@ FIRST_ERROR_STATUS = 500  # a status below is the client's fault, and no failure
 class RouterTracing:
     """Makes one router's spans. Runs on the router's event loop; a thread exports the spans that have ended."""
 
-    def __init__(self, config: TracingConfig, router_id: str, *, model: str) -> None:
-        self.tracing = Tracing(config, role="router", name=router_id, version=__version__)
+    def __init__(self, tracing: Tracing, *, model: str) -> None:
+        self.tracing = tracing
         self._model = model
+
+    @classmethod
+    def from_config(cls, config: TracingConfig, router_id: str, *, model: str) -> RouterTracing:
+        """The tracing of a router that sends its spans to `config.endpoint`."""
+        return cls(Tracing(config, role="router", name=router_id, version=__version__), model=model)
 
     def begin(self, path: str, headers: Mapping[str, str], at_s: float) -> RequestTrace:
         """Begin the span of a request that came at `at_s`, below the client's `traceparent` header if it sent one."""

@@ -1,0 +1,39 @@
+"""The times, in seconds, that a router waits: for workers, for other processes, and between two attempts of anything.
+
+One `RouterTimings` holds all of them, so that their order of magnitude can be compared; no setting of `transom serve` changes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTimings:
+    """How long one router waits. All values are seconds; a pause that doubles goes from its `first_` to its `longest_` value."""
+
+    # Drain and deadlines
+    drain_s: float = 30.0  # running requests may continue so long at a worker that drains, and at a router that stops
+    deadline_grace_s: float = (
+        0.25  # after a request's deadline: a worker that enforces it itself answers within this time
+    )
+
+    # The request queue
+    retry_s: float = 0.25  # workers that refused a request are asked again after this time
+    cooldown_s: float = 1.0  # a worker that answered with `WorkerLost` gets requests only if no other worker can
+
+    # The connection to one worker
+    first_reconnect_pause_s: float = 0.05
+    longest_reconnect_pause_s: float = 2.0
+    submit_grace_s: float = 0.5  # after a call failed, the stream mostly breaks within this time
+    last_call_timeout_s: float = 5.0  # a worker that drains answers at once; a call to a host that is gone never ends
+
+    # The directory of workers, and metrics
+    directory_retry_s: float = 0.5
+    scrape_timeout_s: float = 2.0  # all processes are asked at once; our Prometheus configuration waits 4 s
+
+    # The stream of the live block map
+    block_map_poll_s: float = 0.25  # how often the stream looks for new and lost workers, and for the router's shutdown
+    block_map_keepalive_s: float = 5.0  # proxies close a stream that is silent for long
+    first_feed_pause_s: float = 0.5  # before a worker's frames, which ended, are asked for again
+    longest_feed_pause_s: float = 8.0
