@@ -72,14 +72,14 @@ def test_max_useful_bytes_hold_every_sequence_at_full_length() -> None:
     )
 
 
-def test_what_graphs_will_hold_is_left_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_keeps_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"max_memory_allocated": 300, "memory_reserved": 350, "mem_get_info": (550, 1000)}
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name, figure in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, figure=figure: figure)
     cache = CacheConfig(gpu_memory_utilization=0.9)
-    options = {"device": torch.device("cuda"), "max_useful_bytes": 2**40, "profile": lambda: None}
+    options = {"device": torch.device("cuda"), "max_useful_bytes": 2**40, "run_worst_case": lambda: None}
     assert memory.pool_bytes(cache, **options) == 900 - 100 - 300  # type: ignore[arg-type]
     assert memory.pool_bytes(cache, graph_bytes=200, **options) == 300  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="CUDA graphs will take 500; raise it, lower"):
