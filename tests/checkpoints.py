@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from expert_choices import ExpertChoices
 from tiny_checkpoints import tiny_tokenizer
 
 VOCAB_SIZE = 512
@@ -22,6 +23,7 @@ LOGIT_STD = 4.0
 NUM_TOKENS = 32  # each window and chunk of a family ends within some answer
 LENGTHS = (1, 5, 40, 202)  # the last one's whole blocks end within a chunk, so that lost chunks must be repaired
 MIN_MARGIN = 1e-3
+MIN_CHOICE_MARGIN = 2e-5  # rounding moves the scores of these models' experts by up to 1.1e-5 of the largest score
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -61,6 +63,8 @@ def scale_weights(model: PreTrainedModel, *, looking: float = 1.5) -> None:
         if "norm" in name:
             middle = looking if any(norm in name for norm in _LOOKING_NORMS) else 1.0
             weight.uniform_(0.8 * middle, 1.2 * middle).sub_(1.0 if less_one else 0.0)
+        elif name.endswith("router.scale"):  # Gemma 4's: it divides by the root of the width
+            weight.uniform_(0.8, 1.2).mul_(len(weight) ** 0.5)
         elif weight.dim() == 1:
             weight.normal_(0.0, 0.3)
         else:
@@ -99,17 +103,26 @@ def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A prompt, its greedy continuation, and the log-probabilities [NUM_TOKENS, vocabulary] that each token was chosen from."""
+    """A prompt, its greedy continuation, and the log-probabilities [NUM_TOKENS, vocabulary] that each token was chosen from.
+
+    `choice_margin` is how far the closest choice of an expert was ahead of the next best (`expert_choices`).
+    """
 
     prompt: list[int]
     token_ids: list[int]
     logprobs: torch.Tensor
+    choice_margin: float
 
     @property
     def margin(self) -> float:
         """How far the closest choice was ahead of the next best."""
         best = self.logprobs.topk(2, dim=-1).values
         return float((best[:, 0] - best[:, 1]).min())
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no token and no expert was chosen so closely that rounding could choose another one."""
+        return self.margin > MIN_MARGIN and self.choice_margin > MIN_CHOICE_MARGIN
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -126,17 +139,23 @@ def greedy(
     A `guess` whose every token is the model's own choice after those before it is that continuation: the pass is enough.
     """
     if len(guess) == num_tokens:
-        logprobs = step_logprobs(model, ids, guess)
-        if logprobs.argmax(-1).tolist() == list(guess):
-            return Answer(prompt=list(ids), token_ids=list(guess), logprobs=logprobs)
+        answer = _in_one_pass(model, ids, guess)
+        if answer.logprobs.argmax(-1).tolist() == answer.token_ids:
+            return answer
     cache, fresh, tokens = DynamicCache(config=model.config), list(ids), []
     for _ in range(num_tokens):
         logits = model(torch.tensor([fresh]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
         tokens.append(int(logits.argmax()))
         fresh = tokens[-1:]
-    logprobs = step_logprobs(model, ids, tokens)
-    assert logprobs.argmax(-1).tolist() == tokens, "transformers with a cache differs from transformers without"
-    return Answer(prompt=list(ids), token_ids=tokens, logprobs=logprobs)
+    answer = _in_one_pass(model, ids, tokens)
+    assert answer.logprobs.argmax(-1).tolist() == tokens, "transformers with a cache differs from transformers without"
+    return answer
+
+
+def _in_one_pass(model: PreTrainedModel, ids: Sequence[int], tokens: Sequence[int]) -> Answer:
+    with ExpertChoices() as choices:
+        logprobs = step_logprobs(model, ids, tokens)
+    return Answer(prompt=list(ids), token_ids=list(tokens), logprobs=logprobs, choice_margin=choices.margin)
 
 
 @torch.inference_mode()

@@ -14,7 +14,6 @@ import torch
 
 from checkpoints import (
     LENGTHS,
-    MIN_MARGIN,
     NUM_TOKENS,
     Answer,
     greedy,
@@ -71,9 +70,13 @@ class Family:
         return Family(case=case, folder=folder, oracle_folder=folder, answers=answers)
 
     def with_a_long_answer(self) -> Family:
-        """Return the family with one answer more: a long one to a prompt of many windows and chunks."""
-        answer = greedy(load_oracle(self.oracle_folder), prompt(LONG_PROMPT), LONG_ANSWER)
-        return replace(self, answers=[*self.answers, answer])
+        """Return the family with one answer more: a long one to a prompt of many windows and chunks.
+
+        So many tokens have near ties between experts in some models: the first prompt is taken whose answer is clear.
+        """
+        oracle = load_oracle(self.oracle_folder)
+        answers = (greedy(oracle, prompt(LONG_PROMPT, salt), LONG_ANSWER) for salt in range(10))
+        return replace(self, answers=[*self.answers, next(answer for answer in answers if answer.is_clear)])
 
     def engine(self, **settings: Any) -> Engine:
         """An engine over it; a roomy one unless `settings` say otherwise."""
@@ -109,7 +112,9 @@ class FamilyTests:
     """What every family is asked every day. Inherit, and give the fixture `family`."""
 
     def test_margins_are_clear_and_text_is_not_degenerate(self, family: Family) -> None:
-        assert min(answer.margin for answer in family.answers) > MIN_MARGIN
+        assert all(answer.is_clear for answer in family.answers), [
+            (f"prompt of {len(answer.prompt)}", answer.margin, answer.choice_margin) for answer in family.answers
+        ]
         assert min(len(set(answer.token_ids)) for answer in family.answers) >= 8
 
     def test_mistakes_would_show(self, family: Family) -> None:

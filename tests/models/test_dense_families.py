@@ -63,7 +63,7 @@ CASES = {
     "gemma2": FamilyCase(
         family="gemma2",
         config={
-            "seed": 1,
+            "seed": 3,
             "sliding_window": 16,
             "query_pre_attn_scalar": 20,
             "attn_logit_softcapping": 4.0,

@@ -106,9 +106,9 @@ def test_one_sum_a_sublayer(tmp_path: Path) -> None:
     for family, config in {"llama": {}, "cohere2": {"sliding_window": 16}, "qwen3_moe": CASES["qwen3_moe"]}.items():
         folder = make_checkpoint(tmp_path / family, family, num_hidden_layers=4, **config)
         engine, ranks = make_sharded_engine(str(folder), 2, **CHUNKS)
-        ranks.threads.meeting.sum_widths.clear()
+        ranks.threads.rendezvous.sum_widths.clear()
         put(engine, "once", (5,))
-        sums[family] = ranks.threads.meeting.sum_widths.count(SIZES["hidden_size"]) / len(ranks.logits())
+        sums[family] = ranks.threads.rendezvous.sum_widths.count(SIZES["hidden_size"]) / len(ranks.logits())
         engine.shutdown()
     assert sums == {"llama": 9, "cohere2": 5, "qwen3_moe": 9}
 
