@@ -1,6 +1,6 @@
 """What bfloat16 costs each family: differences of log-probabilities from float32, Transom's beside transformers' own.
 
-    PYTHONPATH=tests:tests/models python benchmarks/bf16_families.py [--only gemma]
+    PYTHONPATH=. python benchmarks/bf16_families.py [--only gemma]
 
 Small random checkpoints, those of the tests. Greedy text of transformers in float32 is given to both in bfloat16, and each token's
 log-probability is compared. Largest values come from routers and indexers that choose otherwise, and mean nothing.
@@ -15,9 +15,9 @@ from pathlib import Path
 import test_dense_families
 import test_moe_families
 import torch
-from deepseek_v4_checkpoint import make_deepseek_v4
+from tests.checkpoints import Answer, greedy, load_oracle, make_checkpoint, prompt, step_logprobs
+from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 
-from checkpoints import Answer, greedy, load_oracle, make_checkpoint, prompt, step_logprobs
 from transom_worker import LLM, SamplingParams
 
 LENGTHS = (40, 200, 700)

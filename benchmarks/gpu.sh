@@ -102,7 +102,7 @@ parts=("$@")
 for part in "${parts[@]}"; do
     [[ " ${known[*]} " == *" $part "* ]] || { echo "gpu.sh knows ${known[*]}, not $part" >&2; exit 2; }
 done
-export PYTHONPATH="$PWD/kernels:$PWD/worker:$PWD/cluster:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/kernels:$PWD/worker:$PWD/cluster:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 add_wheels || { echo "gpu.sh: the wheels in build/gpu_wheels do not fit $("$python" -V 2>&1); run benchmarks/gpu_wheels" >&2; exit 2; }
 
 running=

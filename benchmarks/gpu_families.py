@@ -23,12 +23,9 @@ from gpu_results import Report, markdown, tally
 from gpu_targets import family_targets
 
 if TYPE_CHECKING:
-    from engine_driver import Whole
+    from tests.engine_driver import Whole
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.extend(
-    str(folder) for folder in (TESTS, TESTS / "models") if str(folder) not in sys.path
-)  # whose checkpoints these are
+sys.path.append(str(Path(__file__).parents[1]))  # for the package `tests`, which makes the checkpoints
 
 ABOUT = "about"  # the first job
 NEAR_TIE = 1e-4
@@ -50,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def family_names() -> list[str]:
     """The tests' checkpoints."""
-    from test_dense_families import CASES
-    from test_moe_families import CASES as MIXTURES
-    from test_moe_families import QUANTISED
+    from tests.worker.models.test_dense_families import CASES
+    from tests.worker.models.test_moe_families import CASES as MIXTURES
+    from tests.worker.models.test_moe_families import QUANTISED
 
     return [*CASES, *MIXTURES, *QUANTISED, V4]
 
@@ -98,11 +95,10 @@ def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
 
 def make(name: str, folder: Path) -> Path:
     """A checkpoint of the tests; the folder that holds it."""
-    import deepseek_v4_checkpoint
     import test_moe_families
-    from test_dense_families import CASES
-
-    import checkpoints
+    from tests import checkpoints
+    from tests.worker.models import deepseek_v4_checkpoint
+    from tests.worker.models.test_dense_families import CASES
 
     if name == V4:
         return deepseek_v4_checkpoint.make_deepseek_v4(folder)
@@ -118,8 +114,8 @@ def make(name: str, folder: Path) -> Path:
 
 def written(checkpoint: Path, device: str, *, tiny: bool, num_threads: int) -> dict[str, list[Whole]]:
     """What an engine on a device writes, in each situation."""
-    from engine_driver import run
-    from lost_windows import lose_windows
+    from tests.engine_driver import run
+    from tests.lost_windows import lose_windows
 
     engine, found = _engine(checkpoint, device, num_threads=num_threads), {}
     for situation in SITUATIONS:
@@ -132,7 +128,7 @@ def written(checkpoint: Path, device: str, *, tiny: bool, num_threads: int) -> d
 
 def written_without_cache(checkpoint: Path, device: str, *, tiny: bool, num_threads: int) -> dict[str, list[Whole]]:
     """What it writes where nothing is kept of earlier prompts: all together, once more, and each alone."""
-    from engine_driver import run
+    from tests.engine_driver import run
 
     engine = _engine(checkpoint, device, num_threads=num_threads, enable_prefix_caching=False)
     found = {name: run(engine, _requests(name, tiny=tiny)) for name in (TOGETHER, AGAIN)}
@@ -142,7 +138,7 @@ def written_without_cache(checkpoint: Path, device: str, *, tiny: bool, num_thre
 
 
 def _engine(checkpoint: Path, device: str, **settings: object) -> Any:
-    from engine_driver import make_engine
+    from tests.engine_driver import make_engine
 
     return make_engine(
         str(checkpoint), device=device, dtype="float32", block_size=8, max_model_len=768, max_num_batched_tokens=45,
@@ -151,8 +147,8 @@ def _engine(checkpoint: Path, device: str, **settings: object) -> Any:
 
 
 def _requests(name: str, *, tiny: bool) -> list[Any]:
-    from checkpoints import LENGTHS, NUM_TOKENS, prompt
-    from engine_driver import make_request
+    from tests.checkpoints import LENGTHS, NUM_TOKENS, prompt
+    from tests.engine_driver import make_request
 
     lengths, count = ((5, 40), 6) if tiny else (LENGTHS, NUM_TOKENS)
     return [make_request(f"{name}{length}", prompt(length), max_tokens=count, logprobs=5) for length in lengths]

@@ -141,8 +141,8 @@ def play(recording: Recording) -> None:
 
 def main(target: Path) -> None:
     """Record, check, write."""
-    sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("tests", "benchmarks")]
-    from checkpoints import make_checkpoint
+    sys.path.insert(0, str(Path(__file__).parent.parent))  # for the package `tests`
+    from tests.checkpoints import make_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"sliding_window": 96, "max_position_embeddings": 1024, **GROUPS}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from expert_choices import ExpertChoices
-from tiny_checkpoints import tiny_tokenizer
+from tests.expert_choices import ExpertChoices
+from tests.tiny_checkpoints import tiny_tokenizer
 
 VOCAB_SIZE = 512
 LOGIT_STD = 4.0

@@ -19,10 +19,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from cpu_threads import NUM_THREADS
-from language_patches import look_up_once
+from tests.cpu_threads import NUM_THREADS
+from tests.language_patches import look_up_once
 
-pytest_plugins = ["seeded_inputs", "pytester"]
+pytest_plugins = ["tests.seeded_inputs", "pytester"]
 
 settings.register_profile("untimed", deadline=None)  # how fast an example runs is the machine's affair
 settings.load_profile("untimed")
@@ -39,6 +39,6 @@ def quicker_interpreter() -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random llama checkpoint and a working tokenizer."""
-    from tiny_checkpoints import tiny_llama
+    from tests.tiny_checkpoints import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("tiny_model"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cpu_threads import NUM_THREADS
+from tests.cpu_threads import NUM_THREADS
 from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_worker.engine.engine import Engine
 from transom_worker.settings import Settings

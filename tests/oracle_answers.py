@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_driver import make_engine, make_request, run
-from tiny_checkpoints import FULL, HybridCase, reference_greedy
+from tests.engine_driver import make_engine, make_request, run
+from tests.tiny_checkpoints import FULL, HybridCase, reference_greedy
 
 
 def oracle_answers(folder: Path, prompts: list[list[int]], num_tokens: int, case: HybridCase = FULL) -> list[list[int]]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from expert_choices import ExpertChoices, choice_margin
+from tests.expert_choices import ExpertChoices, choice_margin
 
 
 def test_the_closest_choice_of_all_rows() -> None:

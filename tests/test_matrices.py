@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from matrices import covering, matrix, some_daily
+from tests.matrices import covering, matrix, some_daily
 
 PARAMETERS = ([1, 2, 3], ["a", "b"], [None, 0.5], [True, False])
 

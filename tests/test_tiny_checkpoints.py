@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_checkpoints import FULL, HybridCase, load_reference, reference_logits, reference_steps, tiny_llama, visible
+from tests.tiny_checkpoints import (
+    FULL,
+    HybridCase,
+    load_reference,
+    reference_logits,
+    reference_steps,
+    tiny_llama,
+    visible,
+)
 
 CASES = [
     FULL,

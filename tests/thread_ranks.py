@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cpu_threads import NUM_THREADS
+from tests.cpu_threads import NUM_THREADS
 from transom_worker.config import EngineConfig
 from transom_worker.engine.engine import Engine
 from transom_worker.errors import RankLost, StepFailed

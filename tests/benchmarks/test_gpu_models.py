@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import gpu_families
 import gpu_models
-from engine_driver import Whole
 from gpu_engines import prompts
 from gpu_geometries import GEOMETRIES, config_json, geometry, weights_of
 from gpu_results import write
+from tests.engine_driver import Whole
 from transom_worker.contract import Logprob, TokenLogprobs
 from transom_worker.model_config.architecture import read_architecture
 

@@ -5,11 +5,11 @@ import json
 import pytest
 import typer
 from rich.console import Console
-from stub_server import StubServer, completion
 
 import load
 from load_client import Load, LoadClient
 from load_requests import Workload
+from tests.benchmarks.stub_server import StubServer, completion
 
 QUIET = Console(quiet=True)
 

@@ -4,10 +4,10 @@ import itertools
 import time
 
 import pytest
-from stub_server import StubServer, completion
 
 from load_answers import summarise
 from load_client import Load, LoadClient
+from tests.benchmarks.stub_server import StubServer, completion
 
 
 def bodies(num_tokens=3):

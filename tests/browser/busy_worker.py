@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from block_frames import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, FakeWorker
+from tests.browser.block_frames import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, FakeWorker
 
 STATES = [EMPTY, ACTIVE, ACTIVE, ACTIVE, LOOSE, LOOSE, HELD]
 

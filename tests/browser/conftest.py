@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from map_server import MapServer, map_server
+
+from tests.browser.map_server import MapServer, map_server
 
 if TYPE_CHECKING:
-    from map_page import MapPage
     from playwright.sync_api import Browser
+
+    from tests.browser.map_page import MapPage
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOW_TO_GET_IT = "no chromium on PATH; on Debian: apt-get install chromium"
@@ -40,7 +42,7 @@ def server() -> Iterator[MapServer]:
 @pytest.fixture
 def block_map(chromium: Browser, server: MapServer) -> Iterator[MapPage]:
     """The page's tab, 1200 by 800, light; not yet opened. Any error on its console fails the test."""
-    from map_page import MapPage
+    from tests.browser.map_page import MapPage
 
     context = chromium.new_context(viewport={"width": 1200, "height": 800}, color_scheme="light")
     context.set_default_timeout(20_000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from map_server import MapServer
+from tests.browser.map_server import MapServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

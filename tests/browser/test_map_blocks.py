@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from block_frames import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, FakeWorker
-from map_page import MapPage
+
+from tests.browser.block_frames import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, FakeWorker
+from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
 

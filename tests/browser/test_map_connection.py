@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 
 import pytest
-from block_frames import ACTIVE, EMPTY, FakeWorker
-from map_page import MapPage
-from map_server import event
+
+from tests.browser.block_frames import ACTIVE, EMPTY, FakeWorker
+from tests.browser.map_page import MapPage
+from tests.browser.map_server import event
 
 pytestmark = pytest.mark.browser
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from map_page import MapPage
-from map_server import STATIC
+
+from tests.browser.map_page import MapPage
+from tests.browser.map_server import STATIC
 
 pytestmark = pytest.mark.browser
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from block_frames import ACTIVE, FakeWorker
-from map_page import MapPage
+
+from tests.browser.block_frames import ACTIVE, FakeWorker
+from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
 

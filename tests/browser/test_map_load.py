@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from busy_worker import BusyWorker
-from map_page import MapPage
-from map_server import event
+
+from tests.browser.busy_worker import BusyWorker
+from tests.browser.map_page import MapPage
+from tests.browser.map_server import event
 
 pytestmark = pytest.mark.browser
 

@@ -7,10 +7,11 @@ import itertools
 from typing import Any
 
 import pytest
-from block_frames import ACTIVE, LOOSE, FakeWorker
-from busy_worker import BusyWorker
-from colour_vision import contrast, distance
-from map_page import MapPage
+
+from tests.browser.block_frames import ACTIVE, LOOSE, FakeWorker
+from tests.browser.busy_worker import BusyWorker
+from tests.browser.colour_vision import contrast, distance
+from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from stub_worker import ByteTokenizer, StubDirectory, StubWorker
 
+from tests.cluster.stub_worker import ByteTokenizer, StubDirectory, StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import Metric
 
-from engine_driver import make_engine
+from tests.engine_driver import make_engine
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_state import RouterState
 

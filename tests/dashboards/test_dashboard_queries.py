@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dashboard_files import all_queries, dashboards, variables
-from declared_series import declared
-from promql import OF_A_HISTOGRAM, Named, kept_labels, named, parse
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+
+from tests.dashboards.dashboard_files import all_queries, dashboards, variables
+from tests.dashboards.declared_series import declared
+from tests.dashboards.promql import OF_A_HISTOGRAM, Named, kept_labels, named, parse
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/monitoring/alerts.yml"

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import pytest
-from dashboard_files import FOLDER, dashboards, panels, variables
 
 from dashboards.board import Board, Section
 from dashboards.build import documents
 from dashboards.panels import About, low_is_bad, number
 from dashboards.queries import Query
+from tests.dashboards.dashboard_files import FOLDER, dashboards, panels, variables
 from transom_worker.settings import Settings
 
 BOARDS = dashboards()

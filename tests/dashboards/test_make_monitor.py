@@ -18,7 +18,7 @@ import pytest
 import yaml
 from scripts.monitor_settings import CannotStart, first_key, grafana_command, prometheus_configuration
 
-from free_ports import free_port
+from tests.free_ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0

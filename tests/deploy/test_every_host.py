@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from deploy_files import DEPLOY
+
+from tests.deploy.deploy_files import DEPLOY
 
 CONFIG = {
     "provider": {"type": "local", "head_ip": "192.0.2.10", "worker_ips": ["192.0.2.11", "192.0.2.12"]},

@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from deploy_files import DEPLOY
+from tests.deploy.deploy_files import DEPLOY
 
 ROOT = DEPLOY.parent
 INSTRUCTION = re.compile(r"^(FROM|ARG|ENV|RUN|COPY|USER|WORKDIR|EXPOSE|ENTRYPOINT|CMD) (.+)$")

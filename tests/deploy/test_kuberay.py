@@ -8,8 +8,9 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-from deploy_files import CRDS, DEPLOY, document
-from strict_schema import strict
+
+from tests.deploy.deploy_files import CRDS, DEPLOY, document
+from tests.deploy.strict_schema import strict
 
 VERSION = "1.34"
 

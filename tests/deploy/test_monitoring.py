@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from deploy_files import DEPLOY, document
+
+from tests.deploy.deploy_files import DEPLOY, document
 
 MONITORING = DEPLOY / "monitoring"
 PATH = MONITORING / "prometheus.yml"

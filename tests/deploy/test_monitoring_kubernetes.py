@@ -13,9 +13,10 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from deploy_files import CRDS, DEPLOY, document
-from kuberay_services import services
-from strict_schema import strict
+
+from tests.deploy.deploy_files import CRDS, DEPLOY, document
+from tests.deploy.kuberay_services import services
+from tests.deploy.strict_schema import strict
 
 FILES = {
     "PodMonitor": "podmonitors.yaml",

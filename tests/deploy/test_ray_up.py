@@ -7,8 +7,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from deploy_files import DEPLOY, document
 from ray.autoscaler._private.util import prepare_config, validate_config
+
+from tests.deploy.deploy_files import DEPLOY, document
 
 PATHS = sorted(DEPLOY.glob("*/cluster.yaml"))
 CLOUDS = [path for path in PATHS if path.parent.name != "on_premise"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from deploy_files import DEPLOY, document, serve_problems
 
+from tests.deploy.deploy_files import DEPLOY, document, serve_problems
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 

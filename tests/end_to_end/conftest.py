@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from server import API_KEY, Server, assert_ended_cleanly, start_server, stop_server
+
+from tests.end_to_end.server import API_KEY, Server, assert_ended_cleanly, start_server, stop_server
 
 
 @pytest.fixture(scope="session")

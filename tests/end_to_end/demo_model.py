@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from how_many import ALL_TESTS
-from tiny_checkpoints import FULL, HybridCase, reference_steps
+from tests.how_many import ALL_TESTS
+from tests.tiny_checkpoints import FULL, HybridCase, reference_steps
 from transom_worker import LLM, SamplingParams
 from transom_worker.llm import RequestOutput
 from transom_worker.model_files.resolve import resolve_model

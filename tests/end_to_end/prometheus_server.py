@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import yaml
-from server import HTTP
 
-from free_ports import free_port
+from tests.end_to_end.server import HTTP
+from tests.free_ports import free_port
 
 START_S = 120.0
 

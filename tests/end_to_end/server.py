@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from free_ports import free_port
+from tests.free_ports import free_port
 
 PATIENCE_S = 240.0
 API_KEY = "sesame"

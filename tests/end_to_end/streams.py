@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from server import KEY, PATIENCE_S
+
+from tests.end_to_end.server import KEY, PATIENCE_S
 
 BEGUN_CHUNKS = 5
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server import PATIENCE_S, Server, assert_ended_cleanly, start_server, stop_server
-from streams import Stream, ask_until, bodies, client_of
+
+from tests.end_to_end.server import PATIENCE_S, Server, assert_ended_cleanly, start_server, stop_server
+from tests.end_to_end.streams import Stream, ask_until, bodies, client_of
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(1800)]  # the sum of all patience
 

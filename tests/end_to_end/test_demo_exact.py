@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from demo_model import Expected, check, continuations, demo_prompts, generate, load_oracle, make
 
-from how_many import ALL_TESTS
+from tests.end_to_end.demo_model import Expected, check, continuations, demo_prompts, generate, load_oracle, make
+from tests.how_many import ALL_TESTS
 from transom_worker.llm import RequestOutput
 
 # a real model computes for minutes where others compute beside it

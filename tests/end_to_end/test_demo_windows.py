@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from demo_model import check, continuations, demo_prompts, generate, load_oracle, make
 from transformers import LlamaForCausalLM
 
-from how_many import ALL_TESTS
-from tiny_checkpoints import HybridCase
+from tests.end_to_end.demo_model import check, continuations, demo_prompts, generate, load_oracle, make
+from tests.how_many import ALL_TESTS
+from tests.tiny_checkpoints import HybridCase
 
 # a real model computes for minutes where others compute beside it
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("two_threads")]

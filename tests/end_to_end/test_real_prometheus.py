@@ -18,9 +18,18 @@ from typing import Any
 
 import pytest
 import yaml
-from pressure import press
-from prometheus_server import Prometheus, prometheus
-from server import HTTP, PATIENCE_S, Server, assert_ended_cleanly, look_until, start_server, stop_server
+
+from tests.end_to_end.pressure import press
+from tests.end_to_end.prometheus_server import Prometheus, prometheus
+from tests.end_to_end.server import (
+    HTTP,
+    PATIENCE_S,
+    Server,
+    assert_ended_cleanly,
+    look_until,
+    start_server,
+    stop_server,
+)
 
 pytestmark = [
     pytest.mark.exhaustive,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_driver import make_engine, make_request, run
-from lost_windows import lose_windows
-from oracle_answers import oracle_answers
-from tiny_checkpoints import HybridCase, reference_greedy
+from tests.engine_driver import make_engine, make_request, run
+from tests.lost_windows import lose_windows
+from tests.oracle_answers import oracle_answers
+from tests.tiny_checkpoints import HybridCase, reference_greedy
 from transom_worker.contract import Request
 from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.window_repair import repair_start

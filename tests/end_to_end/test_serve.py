@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from server import (
+
+from tests.end_to_end.server import (
     API_KEY,
     HTTP,
     PATIENCE_S,
@@ -25,9 +26,8 @@ from server import (
     stop_server,
     wait_for_replicas,
 )
-from streams import ask_all
-
-from free_ports import free_port
+from tests.end_to_end.streams import ask_all
+from tests.free_ports import free_port
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
@@ -214,7 +214,7 @@ def test_keys_windows_haproxy_and_a_clean_end(tmp_path: Path, tiny_model: Path) 
 
 
 def test_a_start_that_cannot_work_says_why() -> None:
-    """tests/cluster/test_cli.py has more reasons; this is what the shell gets."""
+    """tests/cluster/commands/test_cli.py has more reasons; this is what the shell gets."""
     command = [sys.executable, "-m", "transom_cluster.cli", "serve", "no/such/model", "--port", str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from server import (
+
+from tests.end_to_end.server import (
     PATIENCE_S,
     Server,
     assert_ended_cleanly,
@@ -24,8 +25,8 @@ from server import (
     stop_server,
     wait_for_replicas,
 )
-from streams import Stream, ask_all, bodies
-from two_routers import (
+from tests.end_to_end.streams import Stream, ask_all, bodies
+from tests.end_to_end.two_routers import (
     check_answers,
     check_pages,
     check_prefixes,

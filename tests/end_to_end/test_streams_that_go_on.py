@@ -13,9 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server import Server, assert_ended_cleanly, look_until, start_server, stop_server, wait_for_replicas
-from streams import Stream, ask_all, bodies
-from two_routers import (
+
+from tests.end_to_end.server import (
+    Server,
+    assert_ended_cleanly,
+    look_until,
+    start_server,
+    stop_server,
+    wait_for_replicas,
+)
+from tests.end_to_end.streams import Stream, ask_all, bodies
+from tests.end_to_end.two_routers import (
     check_answers,
     check_pages,
     check_prefixes,

@@ -12,8 +12,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from server import HTTP, Server, look_until, ray_address, replica_pids
-from streams import Stream, ask_until
+
+from tests.end_to_end.server import HTTP, Server, look_until, ray_address, replica_pids
+from tests.end_to_end.streams import Stream, ask_until
 
 Page = dict[str, list[Sample]]
 

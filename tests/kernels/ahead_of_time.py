@@ -2,7 +2,7 @@
 
 A process of its own: triton decides when a kernel is defined whether it is interpreted, and these must not be.
 
-    python tests/kernels/ahead_of_time.py [sm_90|sm_80] [--one-each] [words of names to choose]
+    python -m tests.kernels.ahead_of_time [sm_90|sm_80] [--one-each] [words of names to choose]
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
-from compiled_cases import Compilation, all_cases
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from tests.kernels.compiled_cases import Compilation, all_cases
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 MATRIX_KINDS = ("HGMMA", "QGMMA", "HMMA")

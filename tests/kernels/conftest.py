@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from on_device import on_device
+
+from tests.kernels.on_device import on_device
 
 # Triton has no packages for some platforms, which have no use for its kernels either.
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*_triton.py", "*ahead_of_time.py"]

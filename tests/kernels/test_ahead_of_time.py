@@ -13,14 +13,19 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("ahead_of_time.py")
+ROOT = Path(__file__).parents[2]
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}  # that a program may have
 
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     made = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment, timeout=1500
+        [sys.executable, "-m", "tests.kernels.ahead_of_time", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=1500,
+        cwd=ROOT,
     )
     assert made.returncode == 0, made.stderr[-3000:]
     return [json.loads(line) for line in made.stdout.splitlines()]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_latent_attention import filled_cache, present, random_slots
 
+from tests.kernels.test_latent_attention import filled_cache, present, random_slots
 from transom_kernels.latent_attention import tuning
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import (

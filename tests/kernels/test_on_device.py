@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from on_device import on_device
-from paged_case import Shape, empty_caches
+
+from tests.kernels.on_device import on_device
+from tests.kernels.paged_case import Shape, empty_caches
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_case import Case, Sequence, Shape, make_case
 
+from tests.kernels.paged_case import Case, Sequence, Shape, make_case
 from transom_kernels.paged_attention import dense, paged_attention
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule

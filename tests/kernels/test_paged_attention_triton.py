@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_case import Case, Sequence, Shape, make_case
 
-from how_many import num_examples
-from matrices import matrix
+from tests.how_many import num_examples
+from tests.kernels.paged_case import Case, Sequence, Shape, make_case
+from tests.matrices import matrix
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention import launches, tuning
 from transom_kernels.paged_attention.gpu import CompactTable, OptionalOutputs, paged_attention_triton

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from how_many import num_examples
-from matrices import matrix, some_daily
+from tests.how_many import num_examples
+from tests.matrices import matrix, some_daily
 from transom_kernels.sample import gpu
 from transom_kernels.sample.gpu import sample_triton
 from transom_kernels.sample.op import sample

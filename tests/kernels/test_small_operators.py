@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import Shape, empty_caches
 
+from tests.kernels.paged_case import Shape, empty_caches
 from transom_kernels.block_copy import block_copy
 from transom_kernels.block_copy.reference import block_copy_reference
 from transom_kernels.gated_mlp import gated_activation, gated_silu

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_case import Shape, empty_caches
 
-from matrices import matrix
+from tests.kernels.paged_case import Shape, empty_caches
+from tests.matrices import matrix
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference

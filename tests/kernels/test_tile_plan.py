@@ -2,8 +2,8 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import Sequence, Shape, make_case
 
+from tests.kernels.paged_case import Sequence, Shape, make_case
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.tile_plan import PADDING_BLOCKS, PIECE_ROWS, TILE_BLOCKS, plan_tiles
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from compiled_cases import ELEMENT_BYTES, all_cases
 
+from tests.kernels.compiled_cases import ELEMENT_BYTES, all_cases
 from transom_kernels.latent_attention.kernel import attend_rows, score_entries
 from transom_kernels.latent_attention.tuning import attend_config, score_config
 from transom_kernels.moe.kernel import into_experts, out_of_experts

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hosts import ADMIN, VENV, Host, Hosts
+
+from tests.on_hosts.hosts import ADMIN, VENV, Host, Hosts
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-this-cluster"

@@ -15,10 +15,10 @@ from queue import Empty, Queue
 from typing import Any
 
 import pytest
-from hosts import ADMIN, Host, Hosts, missing
-from on_premise import API_KEY, OnPremise, build_wheel
 
-from tiny_checkpoints import tiny_llama
+from tests.on_hosts.hosts import ADMIN, Host, Hosts, missing
+from tests.on_hosts.on_premise import API_KEY, OnPremise, build_wheel
+from tests.tiny_checkpoints import tiny_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scripts.metrics_page import OF_ROUTERS, PAGE, _sections, page, router_families
 
-from engine_driver import make_engine
+from tests.engine_driver import make_engine
 
 
 def test_the_page_is_that_of_the_code(tiny_model: Path) -> None:

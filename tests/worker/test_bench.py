@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_driver import make_engine
+from tests.engine_driver import make_engine
 from transom_worker.bench import run_offline
 from transom_worker.engine.engine import Engine
 from transom_worker.errors import RequestError

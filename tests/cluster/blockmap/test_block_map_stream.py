@@ -1,0 +1,291 @@
+"""The block map over HTTP: files without a key, streams of all workers merged, clients that are slow or leave."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote, unquote
+
+import pytest
+
+from tests.cluster import conftest
+from tests.cluster.conftest import Api, timings, until
+from tests.cluster.stub_worker import StubWorker
+from transom_cluster.blockmap import outbox
+from transom_cluster.http.api import build_api
+from transom_worker.errors import Overloaded
+
+WITHOUT_PAUSES = timings(block_map_poll_s=0.001, first_feed_pause_s=0.0)
+
+
+def running_api(*workers: StubWorker, **values: Any) -> AbstractAsyncContextManager[Api]:
+    return conftest.running_api(*workers, **{"timings": WITHOUT_PAUSES, **values})
+
+
+class StreamCall:
+    """A client that reads the stream; it takes nothing more while `is_stuck`."""
+
+    def __init__(self, api: Api, path: str, query: str = "") -> None:
+        self.status: int | None = None
+        self.headers: dict[bytes, bytes] = {}
+        self.text = ""
+        self.has_ended = False
+        self.is_stuck = False
+        self._go = asyncio.Event()
+        self._gone = asyncio.Event()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": path,
+            "raw_path": quote(path).encode(),
+            "query_string": query.encode(),
+            "headers": [],
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        self.task = asyncio.create_task(build_api(api.router)(scope, self._receive, self._send))
+
+    def events(self, kind: str) -> list[Any]:
+        found = []
+        for part in self.text.split("\n\n"):
+            name, _, data = part.partition("\n")
+            if name == f"event: {kind}":
+                data = data.removeprefix("data: ")
+                found.append(base64.b64decode(data) if kind == "frame" else json.loads(data))
+        return found
+
+    def go_on(self) -> None:
+        self.is_stuck = False
+        self._go.set()
+
+    async def leave(self) -> None:
+        self._gone.set()
+        await self.task
+
+    async def _receive(self) -> dict[str, Any]:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+            return
+        if self.is_stuck:
+            await self._go.wait()
+        self.text += message["body"].decode()
+        self.has_ended = not message.get("more_body", False)
+
+
+@contextlib.asynccontextmanager
+async def streaming(api: Api, query: str = "") -> AsyncIterator[StreamCall]:
+    call = StreamCall(api, "/blocks/stream", query)
+    try:
+        yield call
+    finally:
+        await call.leave()
+
+
+def watched(*workers: StubWorker) -> Callable[[], bool]:
+    return lambda: all(worker.watchers for worker in workers)
+
+
+async def test_frames_of_all_workers_come_in_one_stream():
+    first, second = StubWorker(worker="a"), StubWorker(worker="b")
+    async with running_api(first, second) as api, streaming(api, "period_s=2") as call:
+        await until(watched(first, second))
+        first.watchers[0].put_nowait(b"\0one")
+        second.watchers[0].put_nowait(b"two")
+        await until(lambda: len(call.events("frame")) == 2)
+        assert sorted(call.events("frame")) == [b"\0one", b"two"]
+        assert call.status == 200
+        assert call.headers[b"content-type"].startswith(b"text/event-stream")
+        (workers,) = call.events("workers")
+        assert workers == [{"worker": name, "model": "stub", "state": "open"} for name in ("a", "b")]
+        assert (first.watch_periods_s, second.watch_periods_s) == ([2.0], [2.0])
+    await until(lambda: not first.watchers and not second.watchers)  # the client left
+
+
+async def test_one_worker_alone_can_be_watched():
+    first, second = StubWorker(worker="a"), StubWorker(worker="b")
+    async with running_api(first, second) as api, streaming(api, "worker=b") as call:
+        await until(watched(second))
+        assert [one["worker"] for one in call.events("workers")[0]] == ["b"]
+        assert not first.watch_periods_s
+
+
+async def test_workers_come_and_go_while_the_stream_is_open():
+    first, late = StubWorker(worker="a"), StubWorker(worker="late")
+    async with running_api(first) as api, streaming(api) as call:
+        await until(watched(first))
+        api.directory.add(late)
+        await until(watched(late))
+        api.directory.remove(first)
+        await until(lambda: [one["worker"] for one in call.events("workers")[-1]] == ["late"])
+        await until(lambda: not first.watchers)
+        late.watchers[0].put_nowait(b"here")
+        await until(lambda: call.events("frame") == [b"here"])
+
+
+async def test_a_stream_that_breaks_is_told_once_and_begun_again():
+    worker = StubWorker()
+    async with running_api(worker) as api, streaming(api) as call:
+        await until(watched(worker))
+        broken = worker.watchers[0]
+        broken.put_nowait(ConnectionError("secret details"))
+        await until(lambda: worker.watchers and worker.watchers[0] is not broken)
+        (problem,) = call.events("problem")
+        assert problem["worker"] == "w0"
+        assert "ConnectionError" in problem["message"]
+        assert "secret" not in call.text
+        worker.watchers[0].put_nowait(b"again")
+        await until(lambda: call.events("frame") == [b"again"])
+
+
+async def test_a_worker_with_too_many_watchers_says_so_and_others_go_on():
+    full, other = StubWorker(worker="full", watch_failure=Overloaded("16 others watch")), StubWorker(worker="other")
+    async with running_api(full, other) as api, streaming(api) as call:
+        await until(watched(other))
+        await until(lambda: len(full.watch_periods_s) > 3)
+        assert call.events("problem") == [{"worker": "full", "message": "16 others watch"}]
+        full.watch_failure = None
+        await until(watched(full))
+
+
+async def test_a_slow_client_loses_frames_instead_of_piling_them_up():
+    slow, other = StubWorker(worker="a"), StubWorker(worker="b")
+    async with running_api(slow, other) as api, streaming(api) as call:
+        await until(watched(slow, other))
+        await until(lambda: call.events("workers"))
+        call.is_stuck = True
+        for number in range(10):
+            for queue in slow.watchers:
+                queue.put_nowait(b"%d" % number)
+            await asyncio.sleep(0)
+        await until(lambda: not slow.watchers)  # its stream is given up
+        assert other.watchers  # the other's is not: nothing of it waits
+        call.go_on()
+        await until(watched(slow))  # and begun anew
+        told = call.events("frame")
+        assert told == [b"%d" % number for number in range(len(told))]
+        assert len(told) <= outbox.MAX_UNSENT + 1
+        slow.watchers[0].put_nowait(b"whole")
+        await until(lambda: call.events("frame")[-1] == b"whole")
+        assert not call.events("problem")
+
+
+async def test_an_outbox_counts_the_frames_of_each_worker_alone():
+    box = outbox.Outbox()
+    for number in range(outbox.MAX_UNSENT):
+        assert not box.is_full("a")
+        box.put(b"%d" % number, "a")
+    assert box.is_full("a")
+    assert not box.is_full("b")
+    box.put(b"told")
+    assert [await box.next(1.0) for _ in range(3)] == [b"0", b"1", b"told"]
+    await box.wait_until_empty("a")
+    assert box.num_unsent == {}  # nothing is kept of a worker without a waiting frame
+
+
+async def test_the_stream_ends_when_the_router_drains():
+    worker = StubWorker()
+    async with running_api(worker) as api, streaming(api) as call:
+        await until(watched(worker))
+        api.router.begin_drain()
+        await until(lambda: call.has_ended)
+        await until(lambda: not worker.watchers)
+
+
+async def test_silence_is_broken_by_comments():
+    never_silent = replace(WITHOUT_PAUSES, block_map_keepalive_s=0.0)
+    async with running_api(timings=never_silent) as api, streaming(api) as call:
+        await until(lambda: call.text.count(": still here\n\n") > 2)
+
+
+@pytest.mark.parametrize(("given", "used"), [("0.001", 0.1), ("0.25", 0.25), ("99", 10.0)])
+async def test_periods_are_clamped(given: str, used: float):
+    async with running_api() as api, streaming(api, f"period_s={given}"):
+        await until(watched(api.worker))
+        assert api.worker.watch_periods_s == [used]
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "nan", "inf", ""])
+async def test_periods_that_mean_nothing_are_refused(api: Api, given: str):
+    response = await api.client.get("/blocks/stream", params={"period_s": given})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "period_s"
+
+
+async def test_unknown_workers_are_not_found(api: Api):
+    for path in ("/blocks/stream?worker=unknown", "/blocks/describe?worker=unknown&group=0&block=1"):
+        response = await api.client.get(path)
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("worker", "worker_not_found")
+        assert "'unknown'" in error["message"]
+        assert "w0" in error["message"]
+
+
+async def test_a_block_is_described(api: Api):
+    response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7")
+    assert response.json() == {"worker": "w0", "group": 0, "block": 7, "state": "active"}
+    response = await api.client.get("/blocks/describe?worker=w0&group=3&block=7")
+    assert (response.status_code, response.json()["error"]["message"]) == (404, "There is no group 3.")
+    assert (await api.client.get("/blocks/describe?worker=w0&group=0")).status_code == 400
+    api.worker.is_dead = True
+    response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
+
+
+async def test_streams_count_as_requests(api: Api):
+    async with streaming(api):
+        await until(watched(api.worker))
+    page = (await api.client.get("/metrics")).text
+    lines = [line for line in page.splitlines() if 'endpoint="/blocks/stream"' in line and "_total" in line]
+    assert lines, page
+    assert lines[0].endswith(" 1.0")
+
+
+async def test_files_need_no_key_and_data_does():
+    async with running_api(api_keys=("secret",)) as api:
+        page = await api.client.get("/blocks")
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        script = await api.client.get("/blocks/assets/frames.js")
+        assert script.headers["content-type"].startswith("text/javascript")
+        again = await api.client.get("/blocks/assets/frames.js", headers={"if-none-match": script.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        for path in ("/blocks/stream", "/blocks/describe?worker=w0&group=0&block=0", "/blocks/", "/blocks/assets"):
+            assert (await api.client.get(path)).status_code == 401, path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../routes.py",
+        "..%2froutes.py",
+        "..",
+        ".",
+        "%2e%2e",
+        "nothing.js",
+        "frames.js%00",
+        "frames.JS",
+        ".hidden.js",
+        "a/b.js",
+        "",
+    ],
+)
+async def test_only_the_pages_own_files_are_served(api: Api, name: str):
+    for path in (name, unquote(name)):  # as a client sends it: nothing between tidies it up
+        call = StreamCall(api, f"/blocks/assets/{path}")
+        await call.task
+        assert call.status == 404

@@ -1,0 +1,125 @@
+"""Any JSON in any field, and any bytes, get a response or OpenAI's error object, never status 500, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cluster.conftest import Api, num_in_flight, running_api
+from transom_cluster.openai.chat_types import ChatCompletionRequest
+from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES
+
+MODELS = {
+    "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES),
+    "/v1/completions": (CompletionRequest, COMPLETION_RULES),
+    "/tokenize": (TokenizeRequest, None),
+    "/detokenize": (DetokenizeRequest, None),
+}
+
+numbers = st.one_of(
+    st.integers(-3, 30),
+    st.sampled_from([256, 259, 260, 2**31, 2**63, 2**64, -(2**64), 10**400]),
+    st.floats(-3, 3),
+    st.sampled_from([1e308, float("inf"), float("nan"), -0.0]),
+)
+scalars = st.one_of(
+    st.none(), st.booleans(), numbers, st.text(max_size=5), st.sampled_from(["stub", "text", "none", "é\0"])
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+parts = st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=4)}) | anything
+messages = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
+            "content": st.text(max_size=4) | st.lists(parts, max_size=2) | anything,
+        },
+        optional={"name": anything, "tool_calls": anything, "x": anything},
+    ),
+    min_size=1,
+    max_size=3,
+)
+token_ids = st.lists(st.integers(0, 259), min_size=1, max_size=4)
+GOOD: dict[str, st.SearchStrategy[Any]] = {
+    "messages": messages,
+    "prompt": st.text(min_size=1, max_size=4) | token_ids | st.lists(token_ids, min_size=1, max_size=3),
+    "tokens": token_ids,
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    "logit_bias": st.dictionaries(st.integers(-1, 260).map(str), numbers, max_size=2),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["messages", "tools", "x"]), anything, max_size=2),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
+    "n": st.integers(1, 3),
+    "max_tokens": st.integers(0, 5),
+}
+REQUIRED = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/tokenize": "prompt",
+    "/detokenize": "tokens",
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A path and a body that is mostly right: some fields with values that suit them, some with anything."""
+    path = draw(st.sampled_from(list(MODELS)))
+    model, rules = MODELS[path]
+    names = [*model.model_fields, *(rules.refused if rules else ()), *(rules.ignored if rules else ()), "no-such field"]
+    body = {REQUIRED[path]: draw(GOOD[REQUIRED[path]])}
+    for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
+        body[name] = draw(GOOD.get(name, anything) if draw(st.integers(0, 3)) else anything)
+    return path, body
+
+
+@pytest.fixture(scope="module")
+def post() -> Iterator[Any]:
+    """Send a body, and look whether anything stays in flight."""
+    with asyncio.Runner() as runner:
+        running = running_api()
+        api: Api = runner.run(running.__aenter__())
+
+        async def send(path: str, content: bytes) -> httpx.Response:
+            async with asyncio.timeout(120):
+                response = await api.client.post(path, content=content)
+            assert num_in_flight(api.router) == 0
+            return response
+
+        yield lambda path, content: runner.run(send(path, content))
+        runner.run(running.__aexit__(None, None, None))
+
+
+@settings(max_examples=400, deadline=None)
+@given(bodies())
+def test_any_body_gets_a_response_or_an_error_that_names_the_field(post, request_of):
+    path, body = request_of
+    response = post(path, json.dumps(body).encode())
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"]
+    elif body.get("stream") is True and path.startswith("/v1"):
+        assert response.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in response.text
+    else:
+        json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    path=st.sampled_from(list(MODELS)),
+    content=st.binary(max_size=12) | st.text('[{"a:1,e-9}]\\u0d ', max_size=12).map(str.encode),
+)
+def test_any_bytes_are_refused(post, path, content):
+    assert post(path, content).status_code == 400

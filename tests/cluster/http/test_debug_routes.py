@@ -1,0 +1,297 @@
+"""A request's timeline over HTTP: over several workers and routers, for its own client alone, without any text of the prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.asgi_call import AsgiCall
+from tests.cluster.conftest import Api, running_api, until
+from tests.cluster.engine_server import engine_server
+from tests.cluster.stub_worker import StubWorker
+from transom_cluster.http.api import build_api
+from transom_cluster.http.request_timeline_report import phase_times
+from transom_cluster.telemetry.request_timeline import RequestTimelines
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import ErrorInfo
+from transom_worker.errors import Overloaded, StepFailed
+from transom_worker.telemetry.request_timelines import TimelineStore
+
+MARK = "zebra4711"
+
+
+async def timeline_of(api: Api, request_id: str, **headers: str) -> dict[str, Any]:
+    response = await api.client.get(f"/debug/requests/{request_id}", headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def lines_of(api: Api, query: str = "", **headers: str) -> list[dict[str, Any]]:
+    return (await api.client.get(f"/debug/requests{query}", headers=headers)).json()["requests"]
+
+
+def kinds(timeline: dict[str, Any]) -> list[str]:
+    return [step["what"] for step in timeline["steps"]]
+
+
+def the(timeline: dict[str, Any], what: str) -> dict[str, Any]:
+    [step] = [step for step in timeline["steps"] if step["what"] == what]
+    return step
+
+
+USUAL = ["arrived", "tokenised", "placed", "sent", "accepted", "first_token", "finished", "ended"]
+
+
+async def test_a_timeline_from_arrival_to_the_end(api: Api) -> None:
+    response = await api.complete(max_tokens=4)
+    request_id = response.json()["id"]
+    assert response.headers["x-request-id"] == request_id
+    timeline = await timeline_of(api, request_id)
+    assert sorted(kinds(timeline), key=USUAL.index) == USUAL
+    assert the(timeline, "arrived").items() >= {"endpoint": "/v1/completions", "prompt_tokens": 2, "choices": 1}.items()
+    assert (
+        the(timeline, "placed").items()
+        >= {"worker": "w0", "policy": "kv", "reason": "only_one", "predicted_hit_tokens": 0}.items()
+    )
+    assert the(timeline, "first_token")["hit_tokens"] == 3
+    assert the(timeline, "finished").items() >= {"reason": "length", "output_tokens": 4}.items()
+    assert timeline["state"] == "finished"
+    assert (timeline["workers"], timeline["resumes"], timeline["hit_tokens"]) == (["w0"], 0, 3)
+    after = [step["after_s"] for step in timeline["steps"]]
+    assert after == sorted(after)
+    assert after[0] == 0
+    assert timeline["worker_parts"] == {"w0": "forgotten"}
+
+
+async def test_a_request_is_found_by_its_x_request_id_too(api: Api) -> None:
+    """As Ray Serve gives one to every request, and answers with it by itself."""
+    headers = {"x-request-id": "my-own-1"}
+    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert "x-request-id" not in response.headers
+    timeline = await timeline_of(api, "my-own-1")
+    assert (timeline["id"], timeline["x_request_id"]) == (response.json()["id"], "my-own-1")
+    slashed = {"x-request-id": "job/7/a"}
+    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=slashed)
+    for path in ("job/7/a", "job%2F7%2Fa"):
+        assert (await timeline_of(api, path))["id"] == response.json()["id"]
+    await api.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x" * 1000})
+    assert [line["x_request_id"] for line in await lines_of(api)] == ["x" * 128, "job/7/a", "my-own-1"]
+
+
+async def test_steps_name_their_choice(api: Api) -> None:
+    timeline = await timeline_of(api, (await api.complete(n=3)).json()["id"])
+    assert [step["choice"] for step in timeline["steps"] if step["what"] == "finished"] == [0, 1, 2]
+    assert (timeline["choices"], timeline["prompt_tokens"], timeline["output_tokens"]) == (3, 2, 9)
+
+
+async def test_workers_steps_have_the_routers_number_of_their_choice(api: Api) -> None:
+    """Over all prompts: a request with two prompts and three choices of each has the choices 0 to 5."""
+    request_id = (await api.complete(prompt=["a", "b"], n=3)).json()["id"]
+    own = await timeline_of(api, request_id)
+    assert (own["prompts"], own["choices"]) == (2, 6)
+    for place in ("0-0", "0-2", "1-0", "1-2+1"):
+        one = {"worker": "w0", "request_id": f"{request_id}-{place}", "what": "queued"}
+        api.worker.timeline.append({"at_s": own["arrival_s"] + len(api.worker.timeline), **one})
+    steps = (await timeline_of(api, request_id))["steps"]
+    assert [step["choice"] for step in steps if step["what"] == "queued"] == [0, 2, 3, 5]
+    assert {step["choice"] for step in steps if step["what"] == "placed"} == set(range(6))
+
+
+async def test_workers_steps_are_merged_in_order_of_time(api: Api) -> None:
+    request_id = (await api.complete()).json()["id"]
+    own = await timeline_of(api, request_id)
+    arrival_s = own["arrival_s"]
+    for what, after_s in (("queued", 0.5), ("admitted", 0.75), ("first_token", 1.75), ("finished", 3.75)):
+        step = {"at_s": arrival_s + after_s, "worker": "w0", "request_id": f"{request_id}-0-0", "what": what}
+        api.worker.timeline.append(step)
+    timeline = await timeline_of(api, request_id)
+    assert kinds(timeline)[-4:] == ["queued", "admitted", "first_token", "finished"]
+    assert not any("choice" in step for step in timeline["steps"]), "there is only one"
+    assert timeline["worker_parts"] == {"w0": "told"}
+    assert timeline["times"] == pytest.approx({"queue_s": 0.25, "prefill_s": 1.0, "decode_s": 2.0})
+
+
+def test_times_are_those_of_the_slowest_choice_over_its_attempts() -> None:
+    def step(request_id: str, what: str, at_s: float, **facts: float) -> dict[str, Any]:
+        return {"request_id": request_id, "what": what, "at_s": at_s, **facts}
+
+    steps = [
+        *(step("a-0-0", what, at_s) for what, at_s in (("queued", 0), ("admitted", 1), ("first_token", 3))),
+        step("a-0-0", "decode", 3, seconds=2.0),
+        *(step("a-0-0+1", what, at_s) for what, at_s in (("queued", 6), ("admitted", 7), ("first_token", 8))),
+        step("a-0-0+1", "preempted", 9),
+        step("a-0-0+1", "finished", 10),
+        *(step("a-0-1", what, at_s) for what, at_s in (("queued", 0), ("finished", 5))),
+    ]
+    assert phase_times(steps) == {"queue_s": 5.0, "prefill_s": 3.0, "decode_s": 4.0}
+    assert phase_times([]) == {}
+
+
+async def test_a_worker_that_dies_in_mid_stream() -> None:
+    workers = (StubWorker(worker="w0", max_events=3), StubWorker(worker="w1", max_events=3))
+    failover = FailoverConfig(wait_s=120.0)
+    async with running_api(*workers, routing_policy="round_robin", failover=failover) as api:
+        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
+        await until(lambda: any(worker.num_silent for worker in workers))
+        first, second = sorted(workers, key=lambda worker: -worker.num_silent)
+        second.go()
+        first.kill()
+        await call.ended()
+        [line] = await lines_of(api)
+        timeline = await timeline_of(api, line["id"])
+    placed = [step for step in timeline["steps"] if step["what"] == "placed"]
+    assert [step["worker"] for step in placed] == [first.worker, second.worker] == timeline["workers"]
+    lost = the(timeline, "lost")
+    assert lost.items() >= {"worker": first.worker, "cause": "lost", "tokens_so_far": 3}.items()
+    assert placed[1]["resumed_tokens"] == 3
+    assert timeline["resumes"] == 1
+    assert the(timeline, "finished")["output_tokens"] == 6
+    assert timeline["worker_parts"][first.worker] in ("gone", "no answer")
+
+
+async def test_a_client_that_leaves(api: Api) -> None:
+    api.worker.max_events = 2
+    call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
+    await api.worker.until(lambda: api.worker.num_running)
+    await call.begun()
+    [line] = await lines_of(api, "?state=running")
+    assert (await timeline_of(api, line["id"]))["state"] == "running"
+    await call.leave()
+    assert await lines_of(api, "?state=running") == []
+    timeline = await timeline_of(api, line["id"])
+    assert timeline["state"] == "client left"
+    assert kinds(timeline)[-2:] == ["client_left", "ended"]
+
+
+async def test_a_refusal_names_its_kind_and_its_id() -> None:
+    async with running_api(StubWorker(admission_error=ErrorInfo.of(Overloaded(f"full of {MARK}")))) as api:
+        response = await api.complete()
+        assert response.status_code == 503
+        timeline = await timeline_of(api, response.headers["x-request-id"])
+    assert the(timeline, "turned_away").items() >= {"worker": "w0", "error": "Overloaded"}.items()
+    assert the(timeline, "failed")["error"] == timeline["error"] == "Overloaded"
+    assert timeline["state"] == "failed"
+    assert MARK not in json.dumps(timeline)
+
+
+async def test_an_error_after_the_first_token() -> None:
+    async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK)))) as api:
+        response = await api.complete(stream=True)
+        timeline = await timeline_of(api, response.headers["x-request-id"])
+    assert the(timeline, "failed").items() >= {"error": "StepFailed", "tokens_so_far": 1}.items()
+    assert MARK not in json.dumps(timeline)
+
+
+async def test_a_request_without_any_worker(api: Api) -> None:
+    await api.complete()
+    api.worker.kill()
+    await until(lambda: not api.router.connections["w0"].is_open)
+    response = await api.complete()
+    assert response.status_code == 503
+    timeline = await timeline_of(api, response.headers["x-request-id"])
+    assert the(timeline, "waits")["reason"] == "no worker"
+    assert the(timeline, "failed")["error"] == "WorkerLost"
+
+
+async def test_lists_have_the_newest_first_and_are_filtered(api: Api) -> None:
+    ids = [(await api.complete()).json()["id"] for _ in range(3)] + [(await api.chat()).json()["id"]]
+    assert [line["id"] for line in await lines_of(api)] == ids[::-1]
+    assert [line["id"] for line in await lines_of(api, "?limit=2")] == ids[:1:-1]
+    assert len(await lines_of(api, "?state=finished")) == 4
+    assert await lines_of(api, "?state=running") == []
+    for query in ("?state=odd", "?limit=0", "?limit=x"):
+        response = await api.client.get(f"/debug/requests{query}")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == query[1:].partition("=")[0]
+
+
+@pytest.mark.parametrize("request_id", ["chatcmpl", "cmpl-0", "-", "%00", "x" * 500])
+async def test_an_unknown_request_is_not_found(api: Api, request_id: str) -> None:
+    await api.chat()
+    response = await api.client.get(f"/debug/requests/{request_id}")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "request_not_found"
+
+
+async def test_clients_see_their_own_requests_only() -> None:
+    mine, yours = {"authorization": "Bearer mine"}, {"authorization": "Bearer yours"}
+    async with running_api(StubWorker(), api_keys=("mine", "yours")) as api:
+        body = {"prompt": MARK, "max_tokens": 2, "cache_salt": MARK, "user": MARK}
+        response = await api.client.post("/v1/completions", json=body, headers=mine)
+        request_id = response.json()["id"]
+        assert await lines_of(api, **yours) == []
+        assert (await api.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
+        for headers in (yours, mine):  # both choose the same id
+            chosen = {**headers, "x-request-id": "same"}
+            own_id = (await api.client.post("/v1/completions", json={"prompt": "a"}, headers=chosen)).json()["id"]
+            assert (await timeline_of(api, "same", **headers))["id"] == own_id
+        for path in ("/debug/requests", f"/debug/requests/{request_id}"):
+            assert (await api.client.get(path)).status_code == 401
+        assert len(await lines_of(api, **yours)) == 1
+        *_, line = await lines_of(api, **mine)
+        told = json.dumps([line, await timeline_of(api, request_id, **mine)])
+    assert "mine" not in told
+    assert MARK not in told
+    assert "client" not in line
+
+
+class Peers:
+    """Another router in the same process."""
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
+        return [TimeoutError("a third one"), query.answer(self.other)]
+
+
+async def test_any_router_knows_what_another_one_served() -> None:
+    keys = ("mine", "yours")
+    mine, yours = {"authorization": "Bearer mine"}, {"authorization": "Bearer yours"}
+    async with running_api(StubWorker(), api_keys=keys) as api, running_api(StubWorker(), api_keys=keys) as asked:
+        asked.router.peers = Peers(api.router)
+        request_id = (await api.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
+        own_id = (await asked.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
+        assert (await timeline_of(asked, request_id, **mine))["id"] == request_id
+        assert (await asked.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
+        assert [line["id"] for line in await lines_of(asked, **mine)] == [own_id, request_id]
+        assert await lines_of(asked, **yours) == []
+
+
+async def test_timelines_are_bounded(api: Api) -> None:
+    api.router.timelines = RequestTimelines("r0", store=TimelineStore(max_timelines=5))
+    ids = [(await api.complete(max_tokens=1)).json()["id"] for _ in range(9)]
+    assert [line["id"] for line in await lines_of(api)] == ids[:3:-1]
+    assert (await api.client.get(f"/debug/requests/{ids[0]}")).status_code == 404
+    timeline = await timeline_of(api, (await api.complete(n=100, max_tokens=1)).json()["id"])
+    assert len(timeline["steps"]) <= 200
+    assert the(timeline, "summed_up")["steps"] > 1
+
+
+def test_through_a_real_engine(tiny_model: Path) -> None:
+    with engine_server(tiny_model, kv_cache_memory_bytes="8MiB", num_threads=1, block_size=8) as server:
+        body = {"prompt": list(range(10, 40)), "max_tokens": 5, "ignore_eos": True, "temperature": 0}
+        with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client:
+            timelines = []
+            for _ in range(2):
+                request_id = client.post("/v1/completions", json=body).json()["id"]
+                timelines.append(client.get(f"/debug/requests/{request_id}").json())
+    first, second = timelines
+    assert [step["what"] for step in first["steps"] if step.get("request_id")] == [
+        "queued",
+        "admitted",
+        "prefill",
+        "first_token",
+        "decode",
+        "finished",
+    ]
+    assert (first["hit_tokens"], second["hit_tokens"]) == (0, 24)
+    [placed] = [step for step in second["steps"] if step["what"] == "placed"]
+    [admitted] = [step for step in second["steps"] if step["what"] == "admitted"]
+    assert placed["predicted_hit_tokens"] == admitted["hit"] == 24
+    assert set(second["times"]) == {"queue_s", "prefill_s", "decode_s"}
+    assert sum(second["times"].values()) <= second["seconds"] + 1e-3

@@ -1,0 +1,48 @@
+"""schemathesis sends what the OpenAPI document allows and forbids: every response is as the document says."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import CHECKS, load_all_checks
+
+from tests.cluster.conftest import HttpServer, http_server, make_router, num_in_flight
+from tests.cluster.stub_worker import StubWorker
+from tests.how_many import num_examples
+from transom_cluster.http.api import build_api
+
+KEY = "sesame"
+load_all_checks()
+CHECKED = [
+    check
+    for check in CHECKS.get_all()
+    if check.__name__ != "positive_data_acceptance"  # a schema cannot say what fits the model's length and vocabulary
+]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with http_server(api_keys=(KEY,)) as running:
+        yield running
+
+
+schema = schemathesis.openapi.from_dict(build_api(make_router(StubWorker(), api_keys=(KEY,))).openapi())
+
+
+@schema.parametrize()
+@settings(
+    max_examples=num_examples(3, 15),
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_every_response_is_as_the_document_says(case: Case, guarded: HttpServer) -> None:
+    if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+        case.body["model"] = "stub"  # any other one is 404
+    case.call_and_validate(
+        base_url=guarded.url, headers={"Authorization": f"Bearer {KEY}"}, checks=CHECKED, timeout=120
+    )
+    assert num_in_flight(guarded.router) == 0

@@ -1,0 +1,230 @@
+"""Each error of a client has its status, OpenAI's error object, and the name of the wrong field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import running_api
+from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
+from transom_worker.contract import ErrorInfo
+from transom_worker.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed
+
+
+def problem(response: httpx.Response, status: int) -> dict[str, str | None]:
+    """The error object of a response that has to be a well-formed refusal."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 200}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [10_000]}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"10000": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
+        ({"temprature": 1}, "temprature"),
+        ({"top-p": 1}, "top-p"),
+        ({"str": 1}, "str"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}
+                ]
+            },
+            "messages[0].content[1]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "b"}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"audio": {}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"prediction": {}}, "prediction"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"store": True}, "store"),
+        ({"store": 0}, "store"),
+        ({"kv_policy": {"type": "window"}}, "kv_policy"),
+    ],
+)
+async def test_a_wrong_chat_field_is_named(api, fields, param):
+    error = problem(await api.chat(**fields), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param.split(".")[-1].split("]")[-1] in error["message"]
+    assert api.worker.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": ["a"] * 513, "n": 2}, "prompt"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"guided_json": {}}, "guided_json"),
+    ],
+)
+async def test_a_wrong_completion_field_is_named(api, fields, param):
+    assert problem(await api.complete(**fields), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True},
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"tools": None, "functions": None, "audio": None, "temperature": None, "stop": None, "stream": None},
+        {
+            "messages": [
+                {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+            ]
+        },
+    ],
+)
+async def test_harmless_and_neutral_fields_are_accepted(api, fields):
+    assert (await api.chat(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"x"', b"\xff", b'{"prompt": "\\ud800"}'])
+async def test_a_body_that_is_no_json_object(api, body):
+    assert problem(await api.client.post("/v1/completions", content=body), 400)
+
+
+async def test_any_content_type_is_read_as_json(api):
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    response = await api.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=form)
+    assert response.status_code == 200
+
+
+async def test_the_error_of_a_too_long_prompt_has_both_lengths(api):
+    error = problem(await api.complete(prompt="x" * 600), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "600" in error["message"]
+    assert str(MAX_MODEL_LEN) in error["message"]
+    error = problem(await api.complete(prompt="x" * 500, max_tokens=13), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "12 tokens" in error["message"]
+    assert (await api.complete(prompt="x" * 500, max_tokens=12)).status_code == 200
+
+
+async def test_unknown_model_path_and_method(api):
+    error = problem(await api.complete(model="other"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert problem(await api.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert problem(await api.client.get("/v1/nothing"), 404)["code"] == "not_found"
+    response = await api.client.get("/v1/completions")
+    assert problem(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Overloaded("full", retry_after_s=2.5), 503, "overloaded"),
+        (RequestTooLarge("9 blocks, 3 there are", param="prompt"), 400, "request_too_large"),
+        (RequestTimeout("late"), 408, "request_timeout"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_workers_refusal_has_its_status_and_code(api, error, status, code, stream):
+    api.worker.admission_error = ErrorInfo.of(error)
+    response = await api.complete(stream=stream)
+    assert problem(response, status)["code"] == code
+    assert problem(response, status)["message"] == str(error)
+    assert response.headers.get("retry-after") == ("3" if status == 503 else None)
+
+
+async def test_a_failed_step_shows_no_internals(api):
+    api.worker.step_error = ErrorInfo.of(StepFailed("secret tensor"))
+    error = problem(await api.complete(), 500)
+    assert error["type"] == "server_error"
+    assert "secret" not in error["message"]
+
+
+async def test_an_error_in_mid_stream_is_an_event_and_the_end(api):
+    api.worker.step_error = ErrorInfo.of(StepFailed("secret"))
+    response = await api.complete(stream=True, n=2)
+    lines = [line for line in response.text.splitlines() if line]
+    assert response.status_code == 200
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "step_failed"
+    assert "[DONE]" not in response.text
+    await api.worker.until(lambda: len(api.worker.aborted) == 1)  # the other choice
+
+
+async def test_a_bug_shows_no_internals(api, monkeypatch):
+    monkeypatch.setattr(api.router, "generate", lambda _: 1 / 0)
+    error = problem(await api.complete(), 500)
+    assert "division" not in error["message"]
+
+
+async def test_body_limit_by_length_and_while_reading():
+    async with running_api(max_body_bytes=1024) as api:
+        assert problem(await api.complete(prompt="x" * 1100), 413)["code"] == "request_body_too_large"
+
+        async def pieces():
+            for _ in range(20):
+                yield b" " * 100
+
+        assert problem(await api.client.post("/v1/completions", content=pieces()), 413)
+        for length in ("1025", "9" * 5000):
+            headers = {"content-length": length}
+            assert problem(await api.client.post("/v1/completions", content=b"{}", headers=headers), 413)
+        assert (await api.complete()).status_code == 200
+
+
+async def test_without_a_worker_health_and_requests_are_503_at_once():
+    async with running_api(StubWorker(can_open=False)) as api:
+        response = await api.client.get("/health")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        async with asyncio.timeout(120):
+            assert problem(await api.complete(), 503)["code"] == "worker_unavailable"
+        assert (await api.client.get("/v1/models")).status_code == 200

@@ -1,0 +1,235 @@
+"""Metrics over HTTP: all routers and workers on one page, each process on its own, formats, what is late, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from tests.cluster.conftest import Api, make_router, running_api, timings
+from tests.cluster.stub_worker import StubDirectory, StubWorker
+from transom_cluster.http.api import build_api
+from transom_cluster.router.router import Router
+
+# what Prometheus 2.42 sends
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+class StubPeers:
+    """Other routers, asked in the same process; an exception stands for one that does not answer."""
+
+    def __init__(self, *others: Router | Exception) -> None:
+        self.others = others
+
+    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
+        return [other if isinstance(other, Exception) else query.answer(other) for other in self.others]
+
+
+def stub(worker: str, **values: Any) -> StubWorker:
+    return StubWorker(worker=worker, metrics=page_of(worker), **values)
+
+
+def page_of(worker: str) -> Callable[[bool], str]:
+    def text(openmetrics: bool) -> str:
+        name = "transom_steps" if openmetrics else "transom_steps_total"
+        head = f"# HELP {name} Steps.\n# TYPE {name} counter\n"
+        return f'{head}transom_steps_total{{model="stub",worker="{worker}"}} 7.0\n' + "# EOF\n" * openmetrics
+
+    return text
+
+
+def other_router(router_id: str) -> Router:
+    router = make_router(StubWorker())
+    return Router(workers=StubDirectory(), tokenizer=router.tokenizer, config=router.config, router_id=router_id)
+
+
+def labels_of(text: str, name: str, label: str) -> list[str]:
+    return [s.labels[label] for family in parse_text(text) for s in family.samples if s.name == name]
+
+
+async def get(api: Api, path: str = "/metrics", **headers: str) -> Any:
+    return await api.client.get(path, headers={"accept-encoding": "identity", **headers})
+
+
+async def dropped(api: Api, target: str) -> float:
+    labels = {"model": "stub", "router": "r0", "target": target}
+    return api.router.metrics.registry.get_sample_value("transom_router_dropped_scrapes_total", labels)
+
+
+async def test_one_page_has_all_routers_and_workers() -> None:
+    async with running_api(stub("w0"), stub("w1")) as api:
+        api.router.peers = StubPeers(other_router("r1"), other_router("r2"))
+        text = (await get(api)).text
+    assert labels_of(text, "transom_steps_total", "worker") == ["w0", "w1"]
+    assert labels_of(text, "transom_build_info", "router") == ["r0", "r1", "r2"]
+    assert labels_of(text, "transom_router_in_flight_requests", "worker") == ["w0", "w1"]
+    assert text.count("# TYPE transom_build_info ") == 1
+
+
+async def test_what_does_not_answer_is_left_out_and_counted_by_kind() -> None:
+    async with running_api(stub("w0"), stub("w1"), stub("w2"), timings=timings(scrape_timeout_s=0.01)) as api:
+        api.workers[1].metrics = None
+        api.workers[2].metrics_text = lambda **_: asyncio.Event().wait()
+        api.router.peers = StubPeers(TimeoutError(), other_router("r2"))
+        text = (await get(api)).text
+        assert labels_of(text, "transom_steps_total", "worker") == ["w0"]
+        assert labels_of(text, "transom_build_info", "router") == ["r0", "r2"]
+        assert (await dropped(api, "worker"), await dropped(api, "router")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("accept", "openmetrics"),
+    [
+        (PROMETHEUS, True),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;q=0.3, text/plain;q=0.5", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;q=much", False),
+        (BROWSER, False),
+        ("*/*", False),
+        ("", False),
+    ],
+)
+async def test_the_client_chooses_the_format(accept: str, openmetrics: bool) -> None:
+    async with running_api(stub("w0")) as api:
+        api.router.peers = StubPeers(other_router("r1"))
+        for path in ("/metrics", "/metrics/process?name=worker/w0", "/metrics/process?name=router/r1"):
+            response = await get(api, path, accept=accept)
+            kind = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
+            assert response.headers["content-type"] == f"{kind}; charset=utf-8"
+            families = {family.name for family in (parse_openmetrics if openmetrics else parse_text)(response.text)}
+            assert families
+            assert response.text.endswith("# EOF\n") == openmetrics
+
+
+@pytest.mark.parametrize(("accepted", "encoding"), [("gzip", "gzip"), ("br, gzip;q=0.5", "gzip"), ("gzip;q=0", None)])
+async def test_pages_are_compressed_where_the_client_takes_that(accepted: str, encoding: str | None) -> None:
+    async with running_api() as api:
+        async with api.client.stream("GET", "/metrics", headers={"accept-encoding": accepted}) as response:
+            body = b"".join([part async for part in response.aiter_raw()])
+        assert response.headers.get("content-encoding") == encoding
+        assert b"transom_build_info" in (gzip.decompress(body) if encoding else body)
+
+
+async def test_exemplars_name_requests() -> None:
+    async with running_api() as api:
+        answer = (await api.complete(stream=False)).json()
+        text = (await get(api, accept=PROMETHEUS)).text
+    found = {
+        sample.name: sample.exemplar.labels
+        for family in parse_openmetrics(text)
+        for sample in family.samples
+        if sample.exemplar
+    }
+    request_id = {"request_id": f"{answer['id']}-0-0"}
+    assert found == {
+        "transom_router_request_seconds_bucket": request_id,
+        "transom_router_first_token_seconds_bucket": request_id,
+    }
+
+
+async def test_tokens_are_counted_as_billed() -> None:
+    async with running_api() as api:
+        whole = (await api.complete(prompt=["hi", "there"], n=2, max_tokens=3)).json()["usage"]
+        await api.complete(prompt="hello", max_tokens=4, stream=True)
+        await api.complete(temperature=-1)
+        text = (await get(api)).text
+    values = {s.name: s.value for family in parse_text(text) for s in family.samples if s.name.endswith("tokens_total")}
+    assert values["transom_router_prompt_tokens_total"] == whole["prompt_tokens"] + len("hello")
+    assert values["transom_router_output_tokens_total"] == whole["completion_tokens"] + 4
+
+
+async def test_discovery_has_a_target_for_each_process_behind_the_address_asked() -> None:
+    async with running_api(stub("w0"), stub("w1")) as api:
+        api.router.peers = StubPeers(other_router("r2"), TimeoutError(), other_router("r1"))
+        response = await get(api, "/metrics/sd", host="door.example:8443")
+        assert response.headers["content-type"] == "application/json"
+        document = response.json()
+        for group in document:
+            labels = group["labels"]
+            assert group["targets"] == ["door.example:8443"]
+            assert all(isinstance(value, str) for value in labels.values())
+            assert not labels.keys() & {"worker", "router", "model"}
+            path = f"{labels['__metrics_path__']}?name={labels['__param_name']}"
+            page = await get(api, path)
+            assert page.status_code == 200
+            kind, _, process_id = labels["instance"].partition("/")
+            assert (labels["__meta_transom_kind"], labels["__meta_transom_id"]) == (kind, process_id)
+            own = {s.labels.get(kind) for family in parse_text(page.text) for s in family.samples}
+            assert own == {process_id}
+        names = [group["labels"]["instance"] for group in document]
+        assert names == ["router/r0", "router/r1", "router/r2", "worker/w0", "worker/w1"]
+
+
+HTTPS = {"x-forwarded-proto": "https"}
+PROXIED = {"x-forwarded-host": "llm.example", "x-forwarded-prefix": "/inner", **HTTPS}
+
+
+@pytest.mark.parametrize(
+    ("root_path", "headers", "place"),
+    [
+        ("/llm", {}, (None, "r:8000", "/llm/metrics/process")),
+        ("", PROXIED, ("https", "llm.example", "/inner/metrics/process")),
+        ("/llm", PROXIED, ("https", "llm.example", "/inner/llm/metrics/process")),
+        (
+            "/inner/llm",
+            PROXIED,
+            ("https", "llm.example", "/inner/llm/metrics/process"),
+        ),  # Serve's own `root_path` has it
+        ("", {"x-forwarded-host": "outer:8443, inner"}, (None, "outer:8443", "/metrics/process")),
+        ("", {"x-forwarded-host": "[::1]:80"}, (None, "[::1]:80", "/metrics/process")),
+        ("", {"x-forwarded-host": "a b", "x-forwarded-prefix": "//evil"}, (None, "r:8000", "/metrics/process")),
+        ("", {"x-forwarded-prefix": "/", "x-forwarded-proto": "http"}, (None, "r:8000", "/metrics/process")),
+    ],
+)
+async def test_discovery_behind_a_prefix_and_a_proxy(
+    root_path: str, headers: dict[str, str], place: tuple[str | None, str, str]
+) -> None:
+    """Targets are where the one that asked has come by; a job's own scheme holds unless TLS is certain."""
+    transport = httpx.ASGITransport(app=build_api(make_router(stub("w0"))), root_path=root_path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://r:8000") as client:
+        (target,) = (await client.get(f"{root_path}/metrics/sd", headers=headers)).json()
+    labels = target["labels"]
+    assert (labels.get("__scheme__"), target["targets"][0], labels["__metrics_path__"]) == place
+
+
+async def test_targets_below_a_prefix_answer() -> None:
+    transport = httpx.ASGITransport(app=build_api(make_router(stub("w0"))), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://r:8000") as client:
+        (target,) = (await client.get("/llm/metrics/sd")).json()
+        labels = target["labels"]
+        page = await client.get(labels["__metrics_path__"], params={"name": labels["__param_name"]})
+    assert page.status_code == 200
+    assert set(labels_of(page.text, "transom_build_info", "router")) == {"r0"}
+
+
+async def test_processes_that_are_unknown_or_silent() -> None:
+    async with running_api(stub("w0"), StubWorker(worker="w1", metrics=None)) as api:
+        for name in ("worker/w9", "router/r9", "w0", "", "worker/", "other/w0"):
+            response = await get(api, f"/metrics/process?name={name}")
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "process_not_found"
+        assert (await get(api, "/metrics/process?name=worker/w1")).status_code == 504
+        api.router.peers = StubPeers(TimeoutError(), other_router("r2"))
+        assert (await get(api, "/metrics/process?name=router/r1")).status_code == 504
+        assert (await get(api, "/metrics/process?name=router/r2")).status_code == 200
+        response = await get(api, "/metrics/process")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "name"
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/sd", "/metrics/process?name=router/r0"])
+async def test_all_want_a_key(path: str) -> None:
+    async with running_api(api_keys=("sesame",)) as api:
+        assert (await get(api, path)).status_code == 401
+        assert (await get(api, path, authorization="Bearer sesame")).status_code == 200

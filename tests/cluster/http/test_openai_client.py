@@ -1,0 +1,188 @@
+"""OpenAI's official client, unchanged, sync and async, over a real socket."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.cluster.stub_worker import VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        yield client
+
+
+CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT_TOKENS = len("user:hi;assistant:")
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["stub"]
+    assert client.models.retrieve("stub").owned_by == "transom"
+
+
+def test_chat(client):
+    answer = client.chat.completions.create(**CHAT, max_tokens=4)
+    assert answer.object == "chat.completion"
+    assert answer.model == "stub"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == "abcd"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": 4,
+        "total_tokens": PROMPT_TOKENS + 4,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+def test_chat_answers_up_to_the_models_length_by_default(client, server):
+    assert client.chat.completions.create(**CHAT).choices[0].message.content == "abcdefghijklmnopqrstuvwxyz"
+    request = server.worker.submitted[-1]
+    assert request.params.max_tokens is None
+    assert request.turn_boundaries == (len("user:hi;"),)
+
+
+def test_chat_stream(client):
+    chunks = list(client.chat.completions.create(**CHAT, max_tokens=3, stream=True))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "abc"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_chat_stream_ends_with_usage_if_asked(client):
+    stream = client.chat.completions.create(**CHAT, max_tokens=3, stream=True, stream_options={"include_usage": True})
+    *chunks, last = stream
+    assert last.choices == []
+    assert (last.usage.completion_tokens, last.usage.prompt_tokens_details.cached_tokens) == (3, 3)
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_choices_of_a_stream_interleave_and_each_is_whole(client, server):
+    texts, finished = ["", "", ""], []
+    for chunk in client.chat.completions.create(**CHAT, max_tokens=5, n=3, stream=True):
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            finished.append(choice.index)
+    assert texts == ["abcde"] * 3
+    assert sorted(finished) == [0, 1, 2]
+    requests = server.worker.submitted[-3:]
+    assert [request.choice_index for request in requests] == [0, 1, 2]
+    assert len({request.seed for request in requests}) == 1
+    assert {request.params.n for request in requests} == {1}
+
+
+def test_chat_logprobs(client):
+    answer = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert [entry.token for entry in content] == ["a", "b"]
+    assert content[0].bytes == [97]
+    assert content[0].logprob == -0.5
+    assert [(top.token, top.logprob) for top in content[1].top_logprobs] == [("b", -0.5), ("c", -1.5)]
+    streamed = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=2, stream=True)
+    entries = [e for chunk in streamed if chunk.choices[0].logprobs for e in chunk.choices[0].logprobs.content]
+    assert [entry.model_dump() for entry in entries] == [entry.model_dump() for entry in content]
+
+
+def test_a_message_that_came_back_from_the_client_is_accepted(client):
+    answer = client.chat.completions.create(**CHAT, max_tokens=2).choices[0].message
+    again = client.chat.completions.create(
+        model="stub", messages=[*CHAT["messages"], answer, {"role": "user", "content": "on"}], max_tokens=1
+    )
+    assert again.usage.prompt_tokens == len("user:hi;assistant:ab;user:on;assistant:")
+
+
+def test_completion_defaults_to_sixteen_tokens(client):
+    answer = client.completions.create(model="stub", prompt="hi")
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == "abcdefghijklmnop"
+    assert answer.usage.completion_tokens == 16
+
+
+def test_completion_of_token_ids_and_batches(client, server):
+    one = client.completions.create(model="stub", prompt=[104, 105], max_tokens=1)
+    assert one.usage.prompt_tokens == 2
+    texts = client.completions.create(model="stub", prompt=["a", "bcd"], max_tokens=2, n=2)
+    assert [choice.index for choice in texts.choices] == [0, 1, 2, 3]
+    assert texts.usage.prompt_tokens == 4
+    assert texts.usage.completion_tokens == 8
+    ids = client.completions.create(model="stub", prompt=[[1, 2], [3]], max_tokens=1)
+    assert [r.prompt_token_ids for r in server.worker.submitted[-2:]] == [(1, 2), (3,)]
+    assert len(ids.choices) == 2
+
+
+def test_completion_stream(client):
+    chunks = list(client.completions.create(model="stub", prompt=["x", "y"], max_tokens=3, stream=True))
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["abc", "abc"]
+
+
+def test_completion_logprobs_with_echo(client):
+    choice = client.completions.create(model="stub", prompt="hi", max_tokens=2, echo=True, logprobs=1).choices[0]
+    assert choice.text == "hiab"
+    assert choice.logprobs.tokens == ["h", "i", "a", "b"]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert choice.logprobs.top_logprobs == [None, {"i": -0.5}, {"a": -0.5}, {"b": -0.5}]
+
+
+def test_streamed_echo_has_the_prompt_in_the_first_chunk(client):
+    chunks = list(client.completions.create(model="stub", prompt="hi", max_tokens=2, echo=True, stream=True))
+    assert [chunk.choices[0].text for chunk in chunks] == ["hia", "b"]
+
+
+def test_echo_alone(client):
+    answer = client.completions.create(model="stub", prompt=[104, 105], max_tokens=0, echo=True, logprobs=0)
+    assert answer.choices[0].text == "hi"
+    assert answer.choices[0].logprobs.tokens == ["h", "i"]
+    assert answer.usage.completion_tokens == 0
+
+
+def test_vllm_fields_reach_the_contract(client, server):
+    extra = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "stop_token_ids": [7],
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "priority": 3,
+        "cache_salt": "tenant",
+    }
+    client.completions.create(
+        model="stub", prompt="x", max_tokens=2, seed=11, stop=["q"], logit_bias={"5": 2}, extra_body=extra
+    )
+    request = server.worker.submitted[-1]
+    params = request.params
+    assert (request.seed, request.priority, request.cache_salt) == (11, 3, "tenant")
+    assert (params.top_k, params.min_p, params.repetition_penalty, params.stop_token_ids) == (5, 0.1, 1.2, (7,))
+    assert (params.min_tokens, params.ignore_eos, params.skip_special_tokens) == (1, True, False)
+    assert (params.stop, params.logit_bias, params.include_stop_str_in_output) == (("q",), {5: 2.0}, True)
+
+
+def test_errors_have_the_clients_classes(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(**{**CHAT, "model": "other"})
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="stub", prompt=[VOCAB_SIZE])
+    assert caught.value.param == "prompt"
+
+
+async def test_async_client(server):
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        answer = await client.chat.completions.create(**CHAT, max_tokens=2)
+        assert answer.choices[0].message.content == "ab"
+        stream = await client.completions.create(model="stub", prompt="x", max_tokens=3, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "abc"

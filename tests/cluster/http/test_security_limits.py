@@ -1,0 +1,293 @@
+"""Limits of a client's requests: rate, concurrency, size, nesting, and time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import httpx
+import pytest
+
+from tests.cluster.asgi_call import AsgiCall
+from tests.cluster.conftest import GIVE_UP_S, http_server, running_api
+from tests.cluster.engine_server import engine_server
+from tests.cluster.http.test_http_errors import problem
+from tests.cluster.stub_worker import StubWorker
+from transom_cluster.http.api import build_api
+from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
+from transom_cluster.openai.completion_types import MAX_CHOICES
+from transom_worker.config import LimitsConfig
+from transom_worker.contract import ErrorInfo, OutputEvent
+from transom_worker.errors import RateLimited, RequestTimeout, StepFailed
+
+NUM_STEPS_IN_TIME = 40
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def limits(**values: int) -> tuple[ClientLimits, Clock]:
+    clock = Clock()
+    return ClientLimits(LimitsConfig(**values), clock=clock), clock
+
+
+def take(counted: ClientLimits, client: str = "a") -> float | None:
+    """One short request: None, or after how many seconds to come back."""
+    try:
+        with counted.request(client):
+            return None
+    except RateLimited as error:
+        return error.retry_after_s
+
+
+def test_a_client_may_send_a_minutes_requests_at_once_and_then_at_its_rate():
+    counted, clock = limits(requests_per_minute=6)
+    assert [take(counted) for _ in range(6)] == [None] * 6
+    assert take(counted) == pytest.approx(10)
+    clock.now_s += 4
+    assert take(counted) == pytest.approx(6)  # a refusal costs nothing
+    clock.now_s += 6.01
+    assert take(counted) is None
+    assert take(counted) == pytest.approx(9.99)
+    clock.now_s += 3600
+    assert [take(counted) for _ in range(7)].count(None) == 6
+
+
+def test_clients_do_not_share_their_limits():
+    counted, _ = limits(requests_per_minute=1, concurrent_requests=1)
+    assert [take(counted, client) is None for client in "aabb"] == [True, False, True, False]
+
+
+def test_concurrent_requests_count_until_they_end_also_with_an_error():
+    counted, _ = limits(concurrent_requests=2)
+    with counted.request("a"):
+        with contextlib.suppress(ZeroDivisionError), counted.request("a"):
+            assert take(counted) == 1
+            assert take(counted, "b") is None
+            raise ZeroDivisionError
+        assert take(counted) is None
+    assert [take(counted) for _ in range(50)] == [None] * 50
+
+
+def test_idle_clients_are_forgotten_after_a_minute():
+    counted, clock = limits(requests_per_minute=10, concurrent_requests=1)
+    with counted.request("busy"):
+        for minute in range(5):
+            clock.now_s = 61.0 * minute
+            for client in range(MAX_IDLE_CLIENTS):
+                take(counted, f"{minute}-{client}")
+        assert counted.num_clients <= MAX_IDLE_CLIENTS + 1
+        assert take(counted, "busy") == 1  # its first request still counts
+
+
+async def test_a_client_over_its_rate_learns_when_to_retry():
+    async with running_api(limits=LimitsConfig(requests_per_minute=2), api_keys=("a", "b")) as api:
+        api.client.headers["authorization"] = "Bearer a"
+        assert (await api.complete(temperature=-1)).status_code == 400  # counted as well
+        assert (await api.client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+        response = await api.complete(stream=True)
+        assert problem(response, 429) | {"message": ""} == {
+            "message": "",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
+        assert 1 <= int(response.headers["retry-after"]) <= 30
+        for path in ("/v1/models", "/metrics", "/health"):
+            assert (await api.client.get(path)).status_code == 200  # looking is free
+        assert (await api.complete()).status_code == 429
+        api.client.headers["authorization"] = "Bearer wrong"
+        assert (await api.complete()).status_code == 401
+        api.client.headers["authorization"] = "Bearer b"
+        assert (await api.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("end", ["answer", "leave", "error", "cancel"])
+async def test_a_request_counts_until_its_last_byte_or_until_the_client_disconnects(stream, end):
+    worker = StubWorker(max_events=1)
+    async with running_api(worker, limits=LimitsConfig(concurrent_requests=1)) as api:
+        app = build_api(api.router)
+        call = AsgiCall(app, "/v1/completions", {"prompt": "hi", "max_tokens": 5, "stream": stream})
+        await worker.until(lambda: worker.submitted)
+        if stream:
+            await call.begun()
+        second = AsgiCall(app, "/v1/completions", {"prompt": "hi"})
+        await second.ended()
+        assert second.status == 429
+        assert "rate_limit_exceeded" in second.text
+        if end == "leave":
+            await call.leave()
+        elif end == "cancel":
+            call.task.cancel()
+            await asyncio.gather(call.task, return_exceptions=True)
+        else:
+            request = worker.submitted[0]
+            worker.max_events = None
+            error = ErrorInfo.of(StepFailed("x")) if end == "error" else None
+            worker.push(
+                OutputEvent(
+                    request_id=request.request_id, position=1, finish_reason="error" if error else "stop", error=error
+                )
+            )
+            await call.ended()
+        worker.max_events = None
+        third = AsgiCall(app, "/v1/completions", {"prompt": "hi", "max_tokens": 2})
+        await third.ended()
+        assert third.status == 200
+
+
+async def test_a_client_that_disconnects_before_its_body_is_complete_no_longer_counts():
+    async with running_api(limits=LimitsConfig(concurrent_requests=1)) as api:
+        app = build_api(api.router)
+        call = AsgiCall(app, "/v1/completions", {})
+        call._to_come = []
+        await asyncio.sleep(0)
+        await call.leave()
+        assert call.sent == []
+        page = (await api.client.get("/metrics")).text
+        assert 'endpoint="/v1/completions",model="stub",router="r0",status="499"' in page
+        assert (await api.complete()).status_code == 200
+
+
+def test_headers_over_the_limit_are_431_from_a_real_server_too():
+    key = {"authorization": "Bearer k"}
+    with (
+        http_server(limits=LimitsConfig(max_header_bytes=4096), api_keys=("k",)) as server,
+        httpx.Client(base_url=server.url, headers=key, timeout=GIVE_UP_S) as client,
+    ):
+        for headers in ({"x-long": "y" * 4096}, {f"x-{i}": "y" * 100 for i in range(60)}, {"x": "y" * 2**20}):
+            response = client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert problem(response, 431)["code"] == "request_headers_too_large"
+        assert problem(client.get("/v1/models?" + "x" * 4096), 431)
+        assert client.post("/v1/completions", json={"prompt": "x"}, headers={"x": "y" * 3000}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [[1]] * (MAX_CHOICES + 1)}, "prompt"),
+        ({"prompt": [[1]] * (MAX_CHOICES // 128 + 1), "n": 128}, "prompt"),
+        ({"n": 129}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": ["a", "b" * 1025]}, "stop[1]"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_tokens": 2**31, "max_tokens": None}, "min_tokens"),
+        ({"priority": -(2**31)}, "priority"),
+        ({"priority": 10**400}, "priority"),
+    ],
+    ids=str,
+)
+async def test_a_field_that_asks_for_too_much(api, fields, param):
+    error = problem(await api.complete(**fields), 400)
+    assert error["param"] == param
+    assert len(error["message"]) < 300
+    assert api.worker.submitted == []
+
+
+async def test_the_tokens_of_all_prompts_together_are_bounded(api, monkeypatch):
+    monkeypatch.setattr("transom_cluster.openai.to_contract.MAX_PROMPT_TOKENS", 600)
+    assert (await api.complete(prompt=["x" * 100] * 2, n=3)).status_code == 200
+    error = problem(await api.complete(prompt=["x" * 101] * 2, n=3), 400)
+    assert error["param"] == "prompt"
+    assert "606" in error["message"]
+    assert "600" in error["message"]
+
+
+async def test_messages_are_bounded(api):
+    messages = [{"role": "user", "content": ""}] * 4097
+    assert problem(await api.chat(messages=messages), 400)["param"] == "messages"
+    assert problem(await api.client.post("/tokenize", json={"messages": messages}), 400)["param"] == "messages"
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("depth", [250, 100_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_json_that_is_nested_too_deep(api, path, opening, depth):
+    body = b'{"metadata": ' + opening.encode() * depth
+    assert "recursion limit" in problem(await api.client.post(path, content=body), 400)["message"]
+
+
+async def test_error_messages_quote_little(api):
+    long = "x" * 100_000
+    for response in (
+        await api.complete(model=long),
+        await api.complete(**{long: 1}),
+        await api.complete(temperature=long),
+        await api.chat(messages=[{"role": "user", "content": [{"type": long}]}]),
+        await api.client.get("/" + long[:20_000]),
+    ):
+        assert problem(response, response.status_code)
+        assert len(response.content) < 1500
+
+
+async def test_the_deadline_goes_to_the_worker_and_its_passing_is_408_or_an_event():
+    worker = StubWorker(step_error=ErrorInfo.of(RequestTimeout("late")))
+    begin_s = time.time()
+    async with running_api(worker, limits=LimitsConfig(request_timeout_s=120.5)) as api:
+        assert problem(await api.complete(max_tokens=5), 408)["code"] == "request_timeout"
+        assert '"code":"request_timeout"' in (await api.complete(max_tokens=5, stream=True)).text
+        for request in worker.submitted:
+            assert request.deadline_s == request.arrival_s + 120.5
+            assert begin_s <= request.arrival_s <= time.time()
+    async with running_api() as api:
+        await api.complete()
+        assert api.worker.submitted[0].deadline_s is None
+
+
+async def test_a_body_that_does_not_come_is_408():
+    async with running_api(limits=LimitsConfig(request_timeout_s=0.02)) as api:
+        call = AsgiCall(build_api(api.router), "/v1/completions", {})
+        call._to_come = [{"type": "http.request", "body": b'{"prompt"', "more_body": True}]
+        await call.ended()
+        assert call.status == 408
+        assert "body did not arrive" in call.text
+
+
+class EngineTime:
+    """The `time` of an engine for which hours pass after so many steps, however fast the machine is."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def time(self) -> float:
+        return time.time() + (0 if self.num_steps < NUM_STEPS_IN_TIME else 7200)
+
+
+@pytest.fixture
+def late_server(tiny_model, monkeypatch):
+    """A request's deadline passes while its answer, of which some is there, is far from its end."""
+    now = EngineTime()
+    monkeypatch.setattr("transom_worker.engine.engine.time", now)
+    config = {"limits": LimitsConfig(request_timeout_s=3600.0)}
+    with engine_server(tiny_model, server=config, kv_cache_memory_bytes="4MiB") as running:
+        executor = running.replica.engine.executor
+        receive = executor.receive
+
+        def counted():
+            now.num_steps += 1
+            return receive()
+
+        executor.receive = counted
+        yield running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_past_its_deadline_ends_and_frees_its_blocks(late_server, stream):
+    body = {"prompt": [5] * 50, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    response = httpx.post(f"{late_server.url}/v1/completions", json=body, timeout=GIVE_UP_S)
+    assert response.status_code == (200 if stream else 408)
+    assert "request_timeout" in response.text
+    assert "[DONE]" not in response.text
+    asyncio.run(late_server.until_quiet())

@@ -1,0 +1,325 @@
+"""Streams that outlive their worker: killed at every point, the client gets the whole answer once, on the same connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import Api, num_in_flight, running_api, timings, until
+from tests.cluster.stub_worker import StubWorker
+from transom_worker.config import FailoverConfig, LimitsConfig
+from transom_worker.contract import ErrorInfo, OutputEvent
+from transom_worker.errors import EngineDead, Overloaded, WorkerLost
+
+PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def workers(num: int, **more: Any) -> list[StubWorker]:
+    return [StubWorker(worker=f"w{i}", **more) for i in range(num)]
+
+
+def busy(api: Api) -> list[StubWorker]:
+    """Workers that compute something."""
+    return [worker for worker in api.workers if worker.num_running]
+
+
+async def silent(api: Api) -> StubWorker:
+    """The only worker that computes something, once all its events have arrived."""
+    await until(lambda: busy(api) and all(w.num_silent == len(w.submitted) and w.is_read for w in busy(api)))
+    (worker,) = busy(api)
+    return worker
+
+
+async def kill_one(api: Api, *, healthy_from_now: bool = True) -> StubWorker:
+    """Kill the only worker that computes something, once all its events have arrived."""
+    victim = await silent(api)
+    if healthy_from_now:
+        for worker in api.workers:
+            worker.max_events = None
+    victim.kill()
+    return victim
+
+
+def without_ids(text: str) -> Any:
+    """An answer but for what differs each time."""
+    objects = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line and "[DONE]" not in line]
+    for one in objects:
+        one.pop("id")
+        one.pop("created")
+    return objects, text.count("[DONE]")
+
+
+def value(api: Api, name: str, **labels: str) -> float:
+    return api.router.metrics.registry.get_sample_value(name, {"model": "stub", "router": "r0", **labels}) or 0.0
+
+
+BODIES = [
+    {},
+    {"logprobs": 2, "echo": True},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"stream": True, "logprobs": 1, "echo": True, "stream_options": {"include_usage": True}},
+]
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 5, 9])
+@pytest.mark.parametrize("body", BODIES)
+async def test_a_killed_worker_changes_nothing_of_the_answer(body: dict[str, Any], num_events: int) -> None:
+    body = {"max_tokens": 10, **body}
+    async with running_api() as api:
+        undisturbed = (await api.complete(**body)).text
+    async with running_api(*workers(2, max_events=num_events), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(**body))
+        victim = await kill_one(api)
+        for worker in api.workers:
+            worker.num_cached = 3 if num_events == 0 else 7  # what counts is what the first one found
+        response = await answer
+        (resumed,) = next(w for w in api.workers if w is not victim).submitted
+        assert len(resumed.resumed_output_ids) == num_events
+        assert (resumed.seed, resumed.arrival_s) == (victim.submitted[0].seed, victim.submitted[0].arrival_s)
+        assert (resumed.params.prompt_logprobs is None) == (num_events > 0 or "echo" not in body)
+        assert value(api, "transom_router_failovers_total", outcome="resumed") == 1
+    one, same = without_ids(undisturbed), without_ids(response.text)
+    if body.get("logprobs") and not body.get("stream"):
+        assert same == one
+    assert texts(same[0]) == texts(one[0])
+    assert same[0][-1].get("usage") == one[0][-1].get("usage")
+    assert same[1] == one[1]
+
+
+def texts(objects: list[dict[str, Any]]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for one in objects:
+        for choice in one["choices"]:
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found
+
+
+async def test_choices_of_one_request_go_on_each_by_itself() -> None:
+    failover = FailoverConfig(wait_s=120.0, max_lost_workers=3)
+    async with running_api(*workers(3, max_events=4), routing_policy="round_robin", failover=failover) as api:
+        body = {"prompt": ["x", "y"], "n": 3, "max_tokens": 9, "stream": True}
+        answer = asyncio.create_task(api.complete(**body))
+        await until(lambda: sum(w.num_running for w in api.workers) == 6)
+        assert all(worker.num_running == 2 for worker in api.workers)
+        api.workers[0].kill()
+        await until(lambda: sum(w.num_running for w in api.workers) == 6)
+        for worker in api.workers[1:]:
+            worker.go()
+        api.workers[1].die()
+        response = await answer
+        assert response.status_code == 200
+    objects, num_done = without_ids(response.text)
+    assert texts(objects) == {i: LETTERS[:9] for i in range(6)}
+    finals = [c["index"] for o in objects for c in o["choices"] if c["finish_reason"] is not None]
+    assert sorted(finals) == list(range(6))
+    assert num_done == 1
+
+
+async def test_a_chat_that_is_killed_twice() -> None:
+    """The same position twice would be poison by the usual rule."""
+    failover = FailoverConfig(wait_s=120.0, max_lost_workers=3)
+    async with running_api(*workers(3, max_events=3), failover=failover) as api:
+        answer = asyncio.create_task(api.chat(max_tokens=12))
+        await kill_one(api, healthy_from_now=False)
+        await kill_one(api)
+        assert (await answer).json()["choices"][0]["message"]["content"] == LETTERS[:12]
+
+
+async def test_a_lone_stream_whose_workers_are_killed_now_and_then_is_no_poison() -> None:
+    """It goes on for more than 8 tokens each time."""
+    async with running_api(*workers(3, max_events=9), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=26, stream=True))
+        await kill_one(api, healthy_from_now=False)
+        await kill_one(api)
+        objects, _ = without_ids((await answer).text)
+    assert texts(objects) == {0: LETTERS}
+
+
+async def test_killed_during_the_resume_before_its_first_event() -> None:
+    failover = FailoverConfig(wait_s=120.0, max_lost_workers=3)
+    async with running_api(*workers(3, max_events=0), failover=failover) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=12, stream=True))
+        await kill_one(api, healthy_from_now=False)
+        await kill_one(api)
+        objects, _ = without_ids((await answer).text)
+    assert texts(objects) == {0: LETTERS[:12]}
+
+
+async def test_killed_between_a_submission_and_its_answer() -> None:
+    async with running_api(*workers(2), **PATIENT) as api:
+        hanging = []
+
+        async def hang(self: StubWorker) -> None:
+            hanging.append(self)
+            await asyncio.Event().wait()
+
+        for worker in api.workers:
+            worker.submit = lambda *_, worker=worker: hang(worker)  # type: ignore[method-assign,misc]
+        answer = asyncio.create_task(api.complete(max_tokens=5))
+        await until(lambda: hanging)
+        for worker in api.workers:
+            del worker.submit
+        hanging[0].kill()
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:5]
+
+
+async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted() -> None:
+    async with running_api(*workers(2, max_events=0), timings=timings(submit_grace_s=0.01), **PATIENT) as api:
+        for worker in api.workers:
+            worker.reply_failure = ConnectionError("the reply was lost")
+        answer = asyncio.create_task(api.complete(max_tokens=5))
+        await until(lambda: busy(api))
+        (first,) = busy(api)
+        for worker in api.workers:
+            worker.reply_failure, worker.max_events = None, None
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:5]
+        await first.until(lambda: first.submitted[0].request_id in first.aborted)
+        assert first.num_running == 0
+
+
+@pytest.mark.parametrize("error", [WorkerLost("a rank died"), EngineDead("the step loop ended")])
+async def test_an_error_event_that_says_the_worker_is_lost_moves_the_request(error: Exception) -> None:
+    async with running_api(*workers(2, max_events=2), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        first = await silent(api)
+        for worker in api.workers:
+            worker.max_events = None
+        request_id = first.submitted[0].request_id
+        first.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
+        first.push(
+            OutputEvent(request_id=request_id, position=2, finish_reason="error", error=ErrorInfo.of(error)),
+        )
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
+
+
+async def test_output_that_is_missing_is_computed_again() -> None:
+    async with running_api(*workers(1, max_events=2), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        await silent(api)
+        api.worker.max_events = None
+        first = api.worker.submitted[0].request_id
+        api.worker.push(OutputEvent(request_id=first, position=5, token_ids=(1,), text="?", text_offset=5))
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
+        assert first in api.worker.aborted
+
+
+async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again() -> None:
+    async with running_api(*workers(1, max_events=3), timings=timings(first_reconnect_pause_s=0.0), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        await silent(api)
+        api.worker.max_events = None
+        api.worker.die()
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
+        first, second = api.worker.submitted
+        assert first.request_id != second.request_id  # so that events of the first can never be taken for the second's
+        assert second.resumed_output_ids == tuple(b"abc")
+        assert api.worker.aborted == [first.request_id]
+
+
+async def test_two_workers_that_die_together_make_no_poison() -> None:
+    """The second one is dead already when it is sent what the first was lost with; its stream just has not said so yet."""
+    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        first = await silent(api)
+        (second,) = [worker for worker in api.workers if worker is not first]
+        second.is_dead, second.can_open = True, False
+        first.kill()
+        await until(lambda: api.router.connections[second.worker].in_flight.request_ids)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        second.kill()
+        api.directory.add(StubWorker(worker="w2"))
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
+        assert second.num_failed_submits == 0
+
+
+@pytest.mark.parametrize("num_events", [0, 3])
+async def test_resumes_are_bounded(num_events: int) -> None:
+    failover = FailoverConfig(wait_s=120.0, max_resumes=1, max_lost_workers=9)
+    async with running_api(*workers(3, max_events=num_events), failover=failover) as api:
+        answer = asyncio.create_task(api.complete(stream=True, max_tokens=12))
+        await kill_one(api, healthy_from_now=False)
+        await kill_one(api, healthy_from_now=False)
+        response = await answer
+        assert "lost 2 times" in response.text
+        assert value(api, "transom_router_failovers_total", outcome="gave_up") == 1
+        assert sum(len(worker.submitted) for worker in api.workers) == 2
+    if num_events:
+        assert response.status_code == 200
+        assert '"code":"worker_unavailable"' in response.text
+        assert "[DONE]" not in response.text
+    else:
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+
+
+async def test_a_resumed_stream_waits_where_all_are_full() -> None:
+    async with running_api(*workers(2, max_events=3), timings=timings(retry_s=0.01), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        for worker in api.workers:
+            worker.admission_error = None
+        await until(lambda: busy(api))
+        (other,) = [w for w in api.workers if not w.num_running]
+        other.admission_error = ErrorInfo.of(Overloaded("full"))
+        await kill_one(api)
+        await until(lambda: len(api.router.queue) == 1 and other.submitted)
+        assert (await api.complete()).status_code == 503  # a new one is refused
+        other.admission_error = None
+        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_during_a_resume_leaks_nothing(stream: bool) -> None:
+    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8, n=4, stream=stream))
+        await until(lambda: sum(worker.num_running for worker in api.workers) == 4)
+        for worker in api.workers:
+            worker.kill()
+        await until(lambda: len(api.router.queue) == 4)
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        assert len(api.router.queue) == num_in_flight(api.router) == 0
+        late = StubWorker(worker="late")
+        api.directory.add(late)
+        await until(lambda: api.router.is_ready)
+        assert (await api.complete()).status_code == 200
+        assert len(late.submitted) == 1
+
+
+async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> None:
+    """The abort follows the submission, so that it cannot arrive before it."""
+    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        await until(lambda: busy(api))
+        (other,) = [w for w in api.workers if not w.num_running]
+        submit, entered, release = other.submit, asyncio.Event(), asyncio.Event()
+
+        async def slow(*args: Any) -> Any:
+            entered.set()
+            await release.wait()
+            return await submit(*args)
+
+        other.submit = slow  # type: ignore[method-assign]
+        await kill_one(api)
+        await entered.wait()
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        assert other.aborted == []
+        release.set()
+        await other.until(lambda: other.aborted)
+        assert other.aborted == [other.submitted[0].request_id]
+        assert other.num_running == num_in_flight(api.router) == 0
+
+
+async def test_a_deadline_goes_on_counting() -> None:
+    values = {"limits": LimitsConfig(request_timeout_s=2.0), "timings": timings(deadline_grace_s=0.0), **PATIENT}
+    async with running_api(*workers(1, max_events=3), **values) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        await kill_one(api)
+        response = await answer
+        assert response.status_code == 408
+        assert len(api.router.queue) == 0

@@ -1,0 +1,235 @@
+"""Two workers with real engines: one dies in mid-stream, and the text is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import num_in_flight, until
+from transom_cluster.router.router import Router
+from transom_cluster.router.timings import RouterTimings
+from transom_worker.config import FailoverConfig, ServerConfig
+from transom_worker.contract import (
+    ErrorInfo,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+    WorkerMessage,
+)
+from transom_worker.model_files.resolve import resolve_model
+from transom_worker.replica import WorkerReplica
+from transom_worker.settings import Settings
+from transom_worker.text.tokenizer import Tokenizer
+
+NUM_TOKENS = 40
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "logprobs": 2},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "logprobs": 0},
+    "penalised": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "prompt log-probabilities": {"temperature": 0.0, "prompt_logprobs": 1},
+}
+
+
+class Mortal:
+    """A worker that is gone once the router has read `num_messages` with events; None: it stays."""
+
+    def __init__(self, replica: WorkerReplica) -> None:
+        self._replica = replica
+        self.num_messages: int | None = None
+        self.is_dead = False
+
+    async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
+        self.check()
+        async with contextlib.aclosing(self._replica.open_stream(router_id)) as stream:
+            async for message in stream:
+                self.check()
+                if self.num_messages is not None and message.events:
+                    self.num_messages -= 1
+                    self.is_dead = self.num_messages < 0
+                self.check()
+                yield message
+
+    async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
+        self.check()
+        return await self._replica.submit(router_id, requests)
+
+    async def abort(self, router_id: str, request_ids: list[str]) -> None:
+        await self._replica.abort(router_id, request_ids)
+
+    async def resync(self, router_id: str) -> None:
+        await self._replica.resync(router_id)
+
+    async def info(self) -> Any:
+        self.check()
+        return await self._replica.info()
+
+    async def metrics_text(self, *, openmetrics: bool = False) -> str:
+        return ""
+
+    def check(self) -> None:
+        if self.is_dead:
+            raise ConnectionError("the worker is gone")
+
+
+class Workers:
+    """A directory of these for good."""
+
+    def __init__(self, *workers: Mortal) -> None:
+        self._workers = {f"w{i}": worker for i, worker in enumerate(workers)}
+
+    async def changes(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        yield self._workers
+        await asyncio.Event().wait()
+
+    def wake(self) -> None:
+        """There is no worker to wake."""
+
+
+@dataclass
+class Whole:
+    """One answer, put together from its events."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    ends: list[tuple[FinishReason | None, object]] = field(default_factory=list)
+    usage: Usage | None = None
+
+
+@pytest.fixture(scope="module")
+def replicas(tiny_model: Path) -> Iterator[list[WorkerReplica]]:
+    values = {"model": str(tiny_model), "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 8, "dtype": "float32"}
+    made = [WorkerReplica(Settings.parse(**values).engine_config(), "tiny", f"w{i}") for i in range(2)]
+    yield made
+    for replica in made:
+        replica._thread.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def routed(tiny_model: Path, *workers: Mortal) -> AsyncIterator[Router]:
+    router = Router(
+        workers=Workers(*workers),
+        tokenizer=Tokenizer.load(resolve_model(str(tiny_model))),
+        config=ServerConfig(
+            served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)
+        ),
+        router_id="r",
+        timings=RouterTimings(drain_s=0.0),
+    )
+    router.start()
+    await until(lambda: sum(connection.is_open for connection in router.connections.values()) == len(workers))
+    try:
+        yield router
+    finally:
+        await router.stop()
+
+
+async def answers_of(router: Router, requests: list[Request]) -> list[Whole]:
+    wholes = [Whole() for _ in requests]
+    async with router.generate(requests) as output:
+        while output.num_unfinished:
+            for index, event in await output.next():
+                whole = wholes[index]
+                assert event.error is None
+                assert event.position == len(whole.token_ids)
+                assert event.text_offset == len(whole.text)
+                whole.text += event.text
+                whole.token_ids += event.token_ids
+                whole.logprobs += event.logprobs or ()
+                whole.prompt_logprobs += event.prompt_logprobs or ()
+                whole.usage = event.usage or whole.usage
+                if event.finish_reason is not None:
+                    whole.ends.append((event.finish_reason, event.stop_reason))
+    return wholes
+
+
+def requests_of(cases: Mapping[str, Mapping[str, Any]]) -> list[Request]:
+    return [
+        Request(
+            request_id=f"case-{i}",
+            prompt_token_ids=tuple(range(5 + i, 25 + 2 * i)),
+            params=SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, **params}),
+            seed=1234 + i,
+            choice_index=i % 2,
+        )
+        for i, params in enumerate(cases.values())
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model: Path, replicas: list[WorkerReplica]) -> tuple[list[Request], list[Whole]]:
+    """The requests, one of them with a stop string that its own text has, and their answers by one worker."""
+
+    async def run(cases: Mapping[str, Mapping[str, Any]]) -> tuple[list[Request], list[Whole]]:
+        requests = requests_of(cases)
+        async with routed(tiny_model, Mortal(replicas[0])) as router:
+            return requests, await answers_of(router, requests)
+
+    _, (greedy, *_) = asyncio.run(run(CASES))
+    at = len(greedy.text) * 2 // 3
+    stops = {"temperature": 0.0, "stop": [greedy.text[at : at + 6]]}
+    return asyncio.run(run({"stop string": stops, **CASES}))
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 7, 20])
+async def test_texts_are_those_of_an_undisturbed_run(
+    tiny_model: Path, replicas: list[WorkerReplica], undisturbed: tuple[list[Request], list[Whole]], num_messages: int
+) -> None:
+    requests, expected = undisturbed
+    dying, other = (Mortal(replica) for replica in replicas)
+    dying.num_messages = num_messages
+    async with routed(tiny_model, dying, other) as router:
+        got = await answers_of(router, requests)
+        assert dying.is_dead
+        assert num_in_flight(router) == len(router.queue) == 0
+        labels = {"model": "tiny", "router": "r", "outcome": "resumed"}
+        assert (router.metrics.registry.get_sample_value("transom_router_failovers_total", labels) or 0) >= 1
+    for one, whole in zip(got, expected, strict=True):
+        assert one.text == whole.text
+        assert one.token_ids == whole.token_ids
+        assert one.ends == whole.ends
+        assert len(one.ends) == 1
+        assert one.prompt_logprobs == whole.prompt_logprobs
+        assert [p.chosen.token_id for p in one.logprobs] == [p.chosen.token_id for p in whole.logprobs]
+        assert one.usage is not None
+        assert whole.usage is not None
+        assert one.usage.num_output_tokens == whole.usage.num_output_tokens
+    assert expected[0].ends[0][0] == "stop"
+    for replica in replicas:
+        await until(lambda replica=replica: not replica.engine.requests)
+        assert sum(group.active_blocks for group in replica.engine.scheduler.stats().groups) == 0
+
+
+async def test_a_failing_step_moves_its_requests(
+    tiny_model: Path, undisturbed: tuple[list[Request], list[Whole]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine ends; its worker says that others can go on."""
+    requests, expected = undisturbed
+    values = {"model": str(tiny_model), "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 8, "dtype": "float32"}
+    failing, sound = (WorkerReplica(Settings.parse(**values).engine_config(), "tiny", f"f{i}") for i in range(2))
+    receive, num_steps = failing.engine.executor.receive, 0
+
+    def fail() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 10:
+            raise RuntimeError("the device fell over")
+        return receive()
+
+    monkeypatch.setattr(failing.engine.executor, "receive", fail)
+    async with routed(tiny_model, Mortal(failing), Mortal(sound)) as router:
+        got = await answers_of(router, requests)
+    assert num_steps > 10
+    assert [one.text for one in got] == [whole.text for whole in expected]
+    for replica in (failing, sound):
+        replica._thread.shutdown()

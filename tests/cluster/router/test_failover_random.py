@@ -1,0 +1,207 @@
+"""Deaths, arrivals, drains and departures in any order: every client that stays gets its text once, and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings
+from tests.cluster.stub_worker import StubDirectory, StubWorker
+from transom_cluster.router.router import Router
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import Request, SamplingParams
+from transom_worker.errors import Overloaded
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SLOW = 10  # turns of the event loop for a token, so that there is time to die
+# No bounds: what is asked here is that nothing is lost or sent twice, however often workers are lost.
+UNBOUNDED = FailoverConfig(max_resumes=10**6, max_lost_workers=10**6, wait_s=600.0)
+NO_PAUSES = timings(first_reconnect_pause_s=0.0, longest_reconnect_pause_s=0.001, retry_s=0.001)
+
+
+def one_request(request_id: str, max_tokens: int, choice_index: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(request_id=request_id, prompt_token_ids=(1, 2), params=params, seed=0, choice_index=choice_index)
+
+
+def check_stream(text: str, num_tokens: int) -> None:
+    """One chunk a token at most, in order, one final chunk, one end."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert "".join(choice["text"] for choice in choices) == LETTERS[:num_tokens]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+async def check_nothing_is_left(router: Router, workers: list[StubWorker]) -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert num_in_flight(router) == len(router.queue) == 0
+    assert [worker.num_running for worker in workers] == [0] * len(workers)
+
+
+@pytest.mark.parametrize("policy", ["kv", "round_robin"])
+@pytest.mark.parametrize("seed", range(4))
+async def test_32_streams_over_3_workers_that_die_and_are_replaced(seed: int, policy: str) -> None:
+    rng = random.Random(seed)
+    workers = [StubWorker(worker=f"w{i}", num_turns=SLOW) for i in range(3)]
+    async with running_api(*workers, failover=UNBOUNDED, timings=NO_PAUSES, routing_policy=policy) as api:
+        lengths = [rng.randint(1, 26) for _ in range(32)]
+        answers = []
+        for length in lengths:
+            answers.append(asyncio.create_task(api.complete(max_tokens=length, stream=True)))
+            await disturb(api, workers, rng)
+        num_killed = 0
+        while not all(answer.done() for answer in answers):
+            num_killed += await disturb(api, workers, rng)
+        for length, answer in zip(lengths, answers, strict=True):
+            assert answer.result().status_code == 200
+            check_stream(answer.result().text, length)
+        assert num_killed >= 3
+        await check_nothing_is_left(api.router, workers)
+
+
+async def disturb(api: Api, workers: list[StubWorker], rng: random.Random) -> int:
+    """Now and then a worker is killed, breaks its stream, refuses for a while, or another one arrives; returns how many died."""
+    for _ in range(rng.randint(0, SLOW)):
+        await asyncio.sleep(0)
+    alive = [worker for worker in workers if not worker.is_dead]
+    chance = rng.random()
+    if chance < 0.06 and alive:
+        rng.choice(alive).kill()
+        return 1
+    if chance < 0.10 and alive and (one := rng.choice(alive)).num_streams:
+        one.die()
+        return 1
+    if chance < 0.20 and len(alive) < 3:
+        workers.append(StubWorker(worker=f"w{len(workers)}", num_turns=SLOW))
+        api.directory.add(workers[-1])
+    return 0
+
+
+class Cluster(RuleBasedStateMachine):
+    """Hypothesis looks for an order of events that loses, repeats or leaks something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.workers: list[StubWorker] = []
+        self.answers: list[asyncio.Task] = []
+        self.numbers = itertools.count()
+        self.directory = StubDirectory(self.new_worker())
+        self.router = make_router(directory=self.directory, failover=UNBOUNDED, timings=NO_PAUSES)
+        self.on_loop(self.router.start)
+
+    def new_worker(self) -> StubWorker:
+        self.workers.append(StubWorker(worker=f"w{len(self.workers)}", num_turns=len(self.workers) % 3 + 1))
+        return self.workers[-1]
+
+    def alive(self) -> list[StubWorker]:
+        return [worker for worker in self.workers if not worker.is_dead]
+
+    def on_loop(self, action: Callable[[], object], num_turns: int = 1) -> None:
+        async def act() -> None:
+            action()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+
+        self.runner.run(act())
+
+    @initialize(num=st.integers(0, 2))
+    def start_with(self, num: int) -> None:
+        for _ in range(num):
+            self.arrive()
+
+    async def read(self, name: str, max_tokens: int, num_choices: int) -> None:
+        """A client that checks every event: none missing, none twice."""
+        requests = [one_request(f"{name}-{i}", max_tokens, i) for i in range(num_choices)]
+        texts, is_done = [""] * num_choices, [False] * num_choices
+        try:
+            async with self.router.generate(requests) as output:
+                while output.num_unfinished:
+                    for index, event in await output.next():
+                        assert event.error is None
+                        assert not is_done[index]
+                        assert event.position == event.text_offset == len(texts[index])
+                        texts[index] += event.text
+                        is_done[index] = event.finish_reason is not None
+        except Overloaded:
+            return  # all were full when it came
+        assert texts == [LETTERS[:max_tokens]] * num_choices
+
+    @rule(num_turns=st.integers(1, 30))
+    def go_on(self, num_turns: int) -> None:
+        self.on_loop(lambda: None, num_turns)
+
+    @rule(max_tokens=st.integers(1, 26), num_choices=st.integers(1, 3))
+    def ask(self, max_tokens: int, num_choices: int) -> None:
+        def send() -> None:
+            answer = asyncio.create_task(self.read(f"r{next(self.numbers)}", max_tokens, num_choices))
+            self.answers.append(answer)
+
+        self.on_loop(send)
+
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        answer = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
+        self.on_loop(answer.cancel)
+
+    @rule()
+    def arrive(self) -> None:
+        self.on_loop(lambda: self.directory.add(self.new_worker()))
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), is_for_good=st.booleans())
+    def lose(self, data: st.DataObject, is_for_good: bool) -> None:
+        worker = data.draw(st.sampled_from(self.alive()))
+        if is_for_good or not worker.num_streams:
+            self.on_loop(worker.kill)
+        else:
+            self.on_loop(worker.die)
+
+    @precondition(lambda self: self.directory.workers)
+    @rule(data=st.data())
+    def disappear(self, data: st.DataObject) -> None:
+        worker_id = data.draw(st.sampled_from(sorted(self.directory.workers)))
+        self.on_loop(lambda: self.directory.remove(self.directory.workers[worker_id]))
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), max_running=st.one_of(st.none(), st.integers(1, 3)))
+    def fill(self, data: st.DataObject, max_running: int | None) -> None:
+        data.draw(st.sampled_from(self.alive())).max_running = max_running
+
+    @invariant()
+    def no_request_is_at_two_workers(self) -> None:
+        ids = [one for connection in self.router.connections.values() for one in connection.in_flight.request_ids]
+        assert len({one.split("+")[0] for one in ids}) == len(ids)
+
+    def linked(self) -> list[StubWorker]:
+        return [worker for worker in self.alive() if worker.worker in self.router.connections]
+
+    def teardown(self) -> None:
+        async def finish() -> None:
+            for worker in self.workers:
+                worker.max_running = None
+            self.directory.add(self.new_worker())
+            async with asyncio.timeout(120):
+                await asyncio.gather(*self.answers)
+            await check_nothing_is_left(self.router, self.linked())
+
+        try:
+            self.runner.run(finish())
+        finally:
+            self.runner.run(self.router.stop())
+            self.runner.close()
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -1,0 +1,291 @@
+"""Event streams, repeated output, lost workers and clients that leave: every accepted request ends in tokens or an error, once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from dataclasses import replace
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster.conftest import http_server, make_router, num_in_flight, running_api, timings, until
+from tests.cluster.stub_worker import StubWorker
+from transom_cluster.http.api import build_api
+from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests, Undelivered
+from transom_cluster.router.output_stream import MAX_BUFFERED, OutputStream
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.router.worker_connection import WorkerConnection
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_worker.errors import WorkerLost
+
+TEXT = "the quick brown fox"
+
+
+def request(request_id: str = "r", **more: object) -> Request:
+    return Request(request_id=request_id, prompt_token_ids=(1,), params=SamplingParams(), seed=0, **more)
+
+
+def event(start: int, stop: int, *, last: bool = False, request_id: str = "r") -> OutputEvent:
+    """Characters [start, stop) of TEXT, one token each."""
+    return OutputEvent(
+        request_id=request_id,
+        position=start,
+        token_ids=tuple(range(start, stop)),
+        text=TEXT[start:stop],
+        text_offset=start,
+        finish_reason="stop" if last else None,
+    )
+
+
+class Listener:
+    """Notes what a connection or its requests in flight tell."""
+
+    def __init__(self):
+        self.events = []
+
+    def advanced(self, one_request, event):
+        self.events.append(event)
+
+
+def in_flight_with(*requests: Request) -> tuple[InFlightRequests, OutputStream]:
+    in_flight, output = InFlightRequests(Listener()), OutputStream(requests)
+    for index, one in enumerate(requests):
+        one_request = InFlightRequest(output, index, one)
+        one_request.begin_attempt()
+        in_flight.add(one_request)
+    return in_flight, output
+
+
+positions = st.integers(0, len(TEXT) - 1)
+
+
+@given(st.lists(st.tuples(positions, positions)))
+def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
+    """A resumed stream may repeat any part of what came before."""
+    in_flight, output = in_flight_with(request())
+    end = 0
+    for start, stop in [*map(sorted, ranges), (0, len(TEXT))]:
+        start = min(start, end)
+        end = max(end, stop)
+        in_flight.dispatch([event(start, stop, last=stop == len(TEXT))])
+    events = [e for _, e in asyncio.run(output.next())]
+    assert "".join(e.text for e in events) == TEXT
+    assert [t for e in events for t in e.token_ids] == list(range(len(TEXT)))
+    assert output.num_unfinished == 0
+    assert len(in_flight) == 0
+
+
+def test_a_resumed_request_goes_on_from_its_position():
+    in_flight, output = in_flight_with(request(resumed_output_ids=(0, 1, 2)))
+    in_flight.dispatch([event(3, 5)])
+    ((index, got),) = asyncio.run(output.next())
+    assert (index, got.token_ids, got.text) == (0, (3, 4), TEXT[3:5])
+
+
+def test_a_request_of_which_output_is_missing_is_handed_back():
+    in_flight, _ = in_flight_with(request())
+    undelivered = in_flight.dispatch([event(0, 2), event(4, 5)])
+    (torn,) = undelivered.torn
+    assert undelivered.lost == undelivered.failed == []
+    assert torn.token_ids == [0, 1]
+    assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == Undelivered()  # none is expected
+    assert len(in_flight) == 0
+
+
+async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
+    worker = StubWorker(max_events=0)
+    one_request = InFlightRequest(OutputStream([request()]), 0, request())
+    old = one_request.begin_attempt()
+    one_request.begin_attempt()
+    connection = WorkerConnection("w0", worker, "r0", Listener(), RouterTimings())
+    await connection.submit([(one_request, old)])
+    assert not one_request.is_sent
+    worker.kill()
+
+
+def test_a_slow_reader_gets_everything_and_few_events():
+    in_flight, output = in_flight_with(request("a"), request("b"))
+    count = 3 * MAX_BUFFERED
+    for i in range(count):
+        in_flight.dispatch(
+            replace(
+                event(0, 1, request_id=one), position=i, text_offset=i, finish_reason="stop" if i == count - 1 else None
+            )
+            for one in ("a", "b")
+        )
+    got = asyncio.run(output.next())
+    assert len(got) <= MAX_BUFFERED + 2
+    for index in (0, 1):
+        assert sum(len(e.token_ids) for i, e in got if i == index) == count
+        assert "".join(e.text for i, e in got if i == index) == TEXT[0] * count
+        assert [e.finish_reason for i, e in got if i == index][-1] == "stop"
+    assert output.num_unfinished == 0
+
+
+NO_FAILOVER = {"failover": FailoverConfig(max_resumes=0, wait_s=0.05)}
+NO_PAUSES = timings(first_reconnect_pause_s=0.0)
+
+
+async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_comes_back():
+    async with running_api(StubWorker(max_events=2), timings=NO_PAUSES, **NO_FAILOVER) as api:
+        streaming = asyncio.create_task(api.complete(stream=True, max_tokens=5))
+        whole = asyncio.create_task(api.complete(max_tokens=5, n=2))
+        await until(lambda: len(api.worker.submitted) == 3 and api.worker.is_read)
+        api.worker.die()
+        response = await streaming
+        assert "[DONE]" not in response.text
+        error = json.loads(response.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "worker_unavailable"
+        assert (await whole).status_code == 503
+        await until(lambda: api.router.is_ready)
+        assert api.worker.num_streams == 2
+        assert len(set(api.worker.aborted)) == 3  # no client waits for them, should the worker still run
+        api.worker.max_events = None
+        assert (await api.complete()).status_code == 200
+
+
+async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_third_attempt():
+    async with running_api(StubWorker(max_events=1), timings=NO_PAUSES, **NO_FAILOVER) as api:
+        waiting = asyncio.create_task(api.complete(max_tokens=5))
+        await api.worker.until(lambda: len(api.worker.submitted) == 1)
+        open_stream, attempts = api.worker.open_stream, []
+
+        async def open_at_third(router_id):
+            attempts.append(router_id)
+            if len(attempts) < 3:
+                raise ConnectionError("not yet")
+            async for events in open_stream(router_id):
+                yield events
+
+        api.worker.open_stream = open_at_third
+        api.worker.die()
+        assert (await waiting).status_code == 503
+        await api.worker.until(lambda: api.worker.aborted)
+        assert len(attempts) == 3
+        assert api.worker.aborted == [api.worker.submitted[0].request_id]
+
+
+async def test_a_submission_that_hangs_ends_when_the_link_breaks():
+    worker = StubWorker()
+    async with running_api(worker, **NO_FAILOVER) as api:
+        never = asyncio.Event()
+
+        async def hang(*_):
+            await never.wait()
+
+        worker.submit = hang
+        waiting = asyncio.create_task(api.complete())
+        await until(lambda: num_in_flight(api.router))
+        worker.die()
+        async with asyncio.timeout(120):
+            assert (await waiting).status_code == 503
+        await until(lambda: not api.router.queue.num_submitting)  # the router waits for no reply of the worker any more
+
+
+async def test_a_submission_that_fails_is_503():
+    worker = StubWorker(submit_failure=ConnectionError("secret"))
+    async with running_api(worker, timings=timings(submit_grace_s=0.01)) as api:
+        response = await api.complete()
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert "secret" not in response.text
+        assert num_in_flight(api.router) == len(api.router.queue) == 0
+
+
+async def test_stopping_the_router_ends_what_runs():
+    router = make_router(StubWorker(max_events=1))
+    router.start()
+    await until(lambda: router.is_ready)
+    async with router.generate([request()]) as output:
+        await router.stop()
+        while output.num_unfinished:
+            *_, (_, last) = await output.next()
+    assert last.error.kind == "WorkerLost"
+    with pytest.raises(WorkerLost):
+        async with router.generate([request("s")]):
+            pass
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_requests(server, stream):
+    server.worker.max_events = 1
+    body = {"prompt": ["x", "y"], "max_tokens": 20, "stream": stream}
+    before = len(server.worker.aborted)
+    num_submitted = len(server.worker.submitted)
+    if stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+            next(response.iter_lines())
+    else:
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as connection:
+            connection.sendall(head.encode() + content)
+            server.call(server.worker.until(lambda: len(server.worker.submitted) == num_submitted + 2))
+    server.call(server.worker.until(lambda: len(server.worker.aborted) >= before + 2))
+    server.worker.max_events = None
+    assert num_in_flight(server.router) == 0
+    ids = {r.request_id for r in server.worker.submitted[-2:]}
+    assert set(server.worker.aborted[-2:]) == ids
+
+
+def test_a_slow_client_gets_everything_and_delays_no_other(server):
+    """While one client does not read, others are served; then it gets its whole answer."""
+    with (
+        httpx.Client(base_url=server.url, timeout=120) as slow,
+        httpx.Client(base_url=server.url, timeout=120) as quick,
+    ):
+        body = {"prompt": "x", "max_tokens": 26, "stream": True}
+        with slow.stream("POST", "/v1/completions", json=body) as response:
+            for _ in range(5):
+                assert quick.post("/v1/completions", json={"prompt": "y", "max_tokens": 2}).status_code == 200
+            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+    assert text == "abcdefghijklmnopqrstuvwxyz"
+
+
+async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
+    """The reader must not take "everything has arrived" for "everything was read"."""
+    body, sent = json.dumps({"prompt": "x", "max_tokens": 5, "stream": True}).encode(), []
+    never = asyncio.Event()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive():
+        if (message := next(messages, None)) is None:
+            await never.wait()
+        return message
+
+    async def slow_send(message):
+        if message["type"] == "http.response.start":
+            await until(lambda: not num_in_flight(api.router))
+        sent.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [],
+    }
+    await build_api(api.router)(scope, receive, slow_send)
+    assert b"".join(sent).count(b'"text"') == 5
+    assert b"".join(sent).endswith(b"data: [DONE]\n\n")
+
+
+def test_a_server_without_keys_or_limits_starts_and_ends():
+    with http_server(served_model_name="other") as own:
+        assert httpx.get(f"{own.url}/v1/models").json()["data"][0]["id"] == "other"
+
+
+def test_text_that_trails_its_tokens_is_kept():
+    """The detokeniser holds back text that may become part of a stop string or of a character."""
+    in_flight, output = in_flight_with(request())
+    held = replace(event(0, 2), text="t")
+    rest = replace(event(2, 3), text="he", text_offset=1)
+    in_flight.dispatch([held, rest, rest])
+    assert "".join(e.text for _, e in asyncio.run(output.next())) == "the"

@@ -1,0 +1,376 @@
+"""Several workers: they come, fill up, drain and go; requests wait, spill over or move, and the server's routes say so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping
+
+import pytest
+
+from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings, until
+from tests.cluster.stub_worker import StubDirectory, StubWorker
+from transom_cluster.openai.completion_types import MAX_CHOICES
+from transom_cluster.router.request_queue import MAX_WAITING
+from transom_cluster.routing.placer import PlacementDecision, Placer
+from transom_worker.config import FailoverConfig, LimitsConfig
+from transom_worker.contract import ErrorInfo, Request, Usage
+from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
+
+PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
+
+
+def workers(num: int, **more: object) -> list[StubWorker]:
+    return [StubWorker(worker=f"w{i}", **more) for i in range(num)]  # type: ignore[arg-type]
+
+
+def sample(api: Api, name: str, **labels: str) -> float | None:
+    return api.router.metrics.registry.get_sample_value(name, {"model": "stub", "router": "r0", **labels})
+
+
+async def text(response: asyncio.Task) -> str:
+    return (await response).json()["choices"][0]["text"]
+
+
+async def test_a_request_waits_for_the_first_worker() -> None:
+    async with running_api(*workers(1), **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: len(api.router.queue) == 1)
+        assert sample(api, "transom_router_waiting_requests") == 1
+        assert api.directory.num_wakes  # so that a cluster that was scaled to nothing starts a worker
+        api.directory.add(StubWorker(worker="w1"))
+        assert await text(answer) == "abc"
+        assert len(api.router.queue) == 0
+
+
+async def test_a_router_that_never_had_a_worker_keeps_its_clients_waiting_as_well() -> None:
+    worker = StubWorker(can_open=False)
+    async with running_api(worker, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: api.directory.num_wakes)
+        api.directory.add(StubWorker(worker="w1"))
+        assert await text(answer) == "abc"
+
+
+async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request_may_take() -> None:
+    limits = LimitsConfig(request_timeout_s=0.05)
+    async with running_api(StubWorker(can_open=False), limits=limits, **PATIENT) as api:
+        async with asyncio.timeout(120):
+            response = await api.complete()
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+async def test_only_so_many_wait_where_there_is_no_worker() -> None:
+    async with running_api(*workers(1), **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        many = {"prompt": ["hi"] * 8, "n": MAX_CHOICES // 8, "max_tokens": 1}
+        waiting = [asyncio.create_task(api.complete(**many)) for _ in range(MAX_WAITING // MAX_CHOICES)]
+        await until(lambda: len(api.router.queue) == MAX_WAITING)
+        refused = await api.complete(stream=True)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "overloaded"
+        api.directory.add(StubWorker(worker="w1"))
+        for answer in waiting:
+            assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * MAX_CHOICES
+
+
+async def test_no_request_waits_for_ever() -> None:
+    async with running_api(*workers(1)) as api:
+        api.worker.kill()
+        await until(lambda: not api.router.is_ready)
+        response = await api.complete(stream=True)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "worker_unavailable"
+        assert len(api.router.queue) == 0
+        assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 0  # no worker ever had it
+
+
+async def test_a_full_worker_is_passed_over() -> None:
+    full, free = workers(2)
+    full.admission_error = ErrorInfo.of(Overloaded("full"))
+    async with running_api(full, free, routing_policy="round_robin") as api:
+        for _ in range(4):
+            assert (await api.complete()).status_code == 200
+        assert len(free.submitted) == 4
+        assert full.submitted  # it was asked
+
+
+async def test_if_all_are_full_the_client_is_told_when_to_come_back() -> None:
+    async with running_api(*workers(3, max_running=0)) as api:
+        for stream in (False, True):
+            response = await api.complete(stream=stream)
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "3"
+            assert response.json()["error"]["code"] == "overloaded"
+        assert len(api.router.queue) == num_in_flight(api.router) == 0
+
+
+async def test_a_batch_larger_than_any_queue_is_spread() -> None:
+    async with running_api(*workers(3, max_running=4)) as api:
+        response = await api.complete(n=10)
+        assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 10
+
+
+async def test_admission_is_all_or_nothing() -> None:
+    async with running_api(*workers(3, max_running=4, max_events=1)) as api:
+        response = await api.complete(n=13, stream=True)
+        assert response.status_code == 503
+        await until(lambda: not any(worker.num_running for worker in api.workers))
+        assert num_in_flight(api.router) == len(api.router.queue) == 0
+
+
+async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
+    async with running_api(*workers(3)) as api:
+        for worker in api.workers:
+            worker.admission_error = ErrorInfo.of(RequestTooLarge("9 blocks, 3 there are", param="prompt"))
+        assert (await api.complete()).status_code == 400
+        assert sum(len(worker.submitted) for worker in api.workers) == 1
+
+
+async def test_a_worker_that_starts_its_ranks_again_is_waited_for() -> None:
+    async with running_api(*workers(1), timings=timings(retry_s=0.01), **PATIENT) as api:
+        api.worker.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: len(api.worker.submitted) >= 3)
+        api.worker.admission_error = None
+        assert await text(answer) == "abc"
+
+
+async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
+    old, new = workers(2, max_events=2)
+    async with running_api(old, timings=timings(drain_s=20.0), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=5))
+        await until(lambda: old.num_silent == 1)
+        api.directory.remove(old)
+        await until(lambda: api.router.connections["w0"].is_draining)
+        assert (await api.client.get("/health")).status_code == 503
+        assert sample(api, "transom_router_workers", state="draining") == 1
+        new.go()
+        api.directory.add(new)
+        assert (await api.complete()).status_code == 200
+        old.go()
+        assert await text(answer) == "abcde"
+        await until(lambda: set(api.router.connections) == {"w1"})
+        assert (len(old.submitted), len(new.submitted)) == (1, 1)
+        assert sample(api, "transom_router_drains_total", outcome="finished") == 1
+        assert sample(api, "transom_router_failovers_total", outcome="resumed") == 0
+
+
+async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
+    old, new = workers(2, max_events=2)
+    async with running_api(old, failover=FailoverConfig(wait_s=120.0, max_resumes=0)) as api:  # a move is not a loss
+        answers = [asyncio.create_task(api.complete(max_tokens=5)) for _ in range(3)]
+        await until(lambda: old.num_silent == 3)
+        api.directory.remove(old)
+        new.go()
+        api.directory.add(new)
+        assert [await text(answer) for answer in answers] == ["abcde"] * 3
+        await until(lambda: set(api.router.connections) == {"w1"})
+        assert sorted(old.aborted) == sorted(request.request_id for request in old.submitted)
+        assert old.num_running == 0
+        assert sample(api, "transom_router_drains_total", outcome="moved") == 1
+
+
+async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
+    """A poison request must not go on for ever because the directory hears of deaths before the streams break."""
+    values = {"failover": FailoverConfig(wait_s=120.0, max_resumes=0), "timings": timings(drain_s=20.0)}
+    async with running_api(*workers(1, max_events=2), **values) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=5))
+        await until(lambda: api.worker.num_silent == 1)
+        api.directory.remove(api.worker)
+        await until(lambda: api.router.connections["w0"].is_draining)
+        api.worker.kill()
+        assert (await answer).status_code == 503
+        assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 1
+        await until(lambda: not api.router.connections)
+
+
+async def test_a_worker_that_was_missing_for_a_moment_is_linked_again() -> None:
+    async with running_api(*workers(1)) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.is_ready)
+        api.directory.add(api.worker)
+        await until(lambda: api.router.is_ready)
+        assert (await api.complete()).status_code == 200
+
+
+async def test_a_directory_that_fails_is_asked_again() -> None:
+    class Failing(StubDirectory):
+        num_failures = 0
+
+        async def changes(self) -> AsyncGenerator[Mapping[str, StubWorker], None]:
+            if self.num_failures < 2:
+                self.num_failures += 1
+                raise ConnectionError("no controller")
+            async for present in super().changes():
+                yield present
+
+    router = make_router(directory=Failing(*workers(1)), timings=timings(directory_retry_s=0.0))
+    router.start()
+    await until(lambda: router.is_ready)
+    await router.stop()
+
+
+async def test_a_request_that_cannot_be_placed_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Placer):
+        def place(self, request: Request, among: Collection[str]) -> PlacementDecision:
+            if request.prompt_token_ids == tuple(b"odd"):
+                raise KeyError(request.prompt_token_ids)
+            return super().place(request, among)
+
+    async with running_api(*workers(1), placer=Broken("kv"), **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        odd, fine = (asyncio.create_task(api.complete(prompt=prompt)) for prompt in ("odd", "fine"))
+        await until(lambda: len(api.router.queue) == 2)
+        api.directory.add(StubWorker(worker="w1"))
+        assert (await odd).status_code == 500
+        assert await text(fine) == "abc"
+        assert "KeyError" in caplog.text
+        assert str(tuple(b"odd")) not in caplog.text
+
+
+async def test_an_event_that_cannot_be_handled_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Placer):
+        def first_event(self, request_id: str, usage: Usage) -> None:
+            if usage.num_prompt_tokens == len("odd"):
+                raise KeyError(request_id)
+
+    async with running_api(*workers(1), placer=Broken("kv"), **PATIENT) as api:
+        odd, fine = (asyncio.create_task(api.complete(prompt=prompt, max_tokens=9)) for prompt in ("odd", "fine"))
+        assert (await odd).status_code == 500
+        assert await text(fine) == "abcdefghi"
+        await until(lambda: api.worker.aborted)
+        assert api.worker.num_streams == 1  # the connection is whole
+        assert num_in_flight(api.router) == 0
+        assert "KeyError" in caplog.text
+
+
+async def test_the_requests_of_a_lost_worker_migrate_or_end_whatever_else_fails() -> None:
+    class Broken(Placer):
+        """`remove_worker` always fails; `ended` fails once, when a test says so."""
+
+        fails_once = False
+
+        def remove_worker(self, worker_id: str) -> None:
+            raise KeyError
+
+        def ended(self, request_id: str) -> None:
+            super().ended(request_id)
+            if self.fails_once:
+                self.fails_once = False
+                raise KeyError
+
+    first, second = workers(2, max_events=2)
+    placer = Broken("kv")
+    async with running_api(first, placer=placer, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: first.num_silent == 1)
+        first.kill()
+        api.directory.add(second)
+        assert await text(answer) == "abc"
+        second.num_silent = 0
+        answer = asyncio.create_task(api.complete())
+        await until(lambda: second.num_silent == 1)
+        placer.fails_once = True  # as the queue handles the loss
+        second.kill()
+        assert (await answer).status_code == 500
+        assert len(api.router.queue) == 0
+
+
+async def test_a_worker_that_cannot_take_requests_is_in_cooldown() -> None:
+    starting, ready = workers(2)
+    starting.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
+    async with running_api(starting, ready, routing_policy="round_robin") as api:
+        for _ in range(6):
+            assert (await api.complete()).status_code == 200
+        assert (len(starting.submitted), len(ready.submitted)) == (1, 6)
+        api.router.connections["w0"].cooldown_until_s = 0.0  # a second later
+        starting.admission_error = None
+        for _ in range(2):
+            assert (await api.complete()).status_code == 200
+        assert len(starting.submitted) == 2
+
+
+async def test_streams_that_have_begun_come_first_and_then_what_matters_most() -> None:
+    first, second = workers(2, max_events=1)
+    async with running_api(first, **PATIENT) as api:
+        answers = [asyncio.create_task(api.complete(prompt="begun", priority=9))]
+        await until(lambda: first.num_silent == 1)
+        second.go()
+        first.kill()
+        await until(lambda: len(api.router.queue) == 1)
+        for num, priority in enumerate((3, 0, -1, 0)):
+            answers.append(asyncio.create_task(api.complete(prompt=str(num), priority=priority)))
+            await until(lambda num=num: len(api.router.queue) == num + 2)
+        api.directory.add(second)
+        assert [await text(answer) for answer in answers] == ["abc"] * 5
+        assert [bytes(r.prompt_token_ids).decode() for r in second.submitted] == ["begun", "2", "1", "3", "0"]
+
+
+async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
+    async with running_api(*workers(2)) as api:
+        api.worker.skip_index_updates()
+        await until(lambda: api.worker.num_resyncs == 1)
+        assert api.workers[1].num_resyncs == 0
+        assert (await api.complete()).status_code == 200
+
+
+async def test_a_call_for_the_index_that_fails_is_made_again() -> None:
+    """The mirror asks once for each gap: without the index it would say nothing of this worker for ever."""
+    async with running_api(*workers(1), timings=timings(first_reconnect_pause_s=0.0)) as api:
+        resync, calls = api.worker.resync, []
+
+        async def fails_at_first(router_id: str) -> None:
+            calls.append(router_id)
+            if len(calls) < 3:
+                raise ConnectionError("not now")
+            await resync(router_id)
+
+        api.worker.resync = fails_at_first  # type: ignore[method-assign]
+        api.worker.skip_index_updates()
+        await until(lambda: api.worker.num_resyncs == 1)
+        assert len(calls) == 3
+
+
+async def test_a_router_that_drains_finishes_its_answers_and_takes_no_others() -> None:
+    async with running_api(*workers(2, max_events=2), timings=timings(drain_s=20.0)) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=5, stream=True))
+        await until(lambda: sum(worker.num_silent for worker in api.workers))
+        stopping = asyncio.create_task(api.router.stop())
+        await until(lambda: api.router.is_draining)
+        health = await api.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "this router is being stopped")
+        refused = await api.complete()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert not stopping.done()
+        for worker in api.workers:
+            worker.go()
+        assert (await answer).text.endswith("data: [DONE]\n\n")
+        await stopping
+
+
+async def test_routes_tell_of_all_workers() -> None:
+    async with running_api(*workers(3)) as api:
+        index = (await api.client.get("/")).json()
+        assert [worker["id"] for worker in index["workers"]] == ["w0", "w1", "w2"]
+        assert {worker["state"] for worker in index["workers"]} == {"open"}
+        assert index["workers"][0]["load"]["num_waiting"] == 0
+        assert index["workers"][0]["cache"] == ["full"]
+        assert sample(api, "transom_router_workers", state="open") == 3
+        api.workers[0].kill()
+        await until(lambda: not api.router.connections["w0"].is_open)
+        assert (await api.client.get("/health")).status_code == 200
+        assert sample(api, "transom_router_workers", state="closed") == 1
+        index = (await api.client.get("/")).json()
+        assert [worker["state"] for worker in index["workers"]] == ["closed", "open", "open"]
+        for worker in api.workers[1:]:
+            worker.kill()
+        await until(lambda: not api.router.is_ready)
+        health = await api.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "no worker is ready")
+        card = (await api.client.get("/v1/models")).json()["data"][0]
+        assert card["max_model_len"] == 512  # as the last worker said

@@ -1,0 +1,253 @@
+"""Several workers (real schedulers, caches and replay executors) and routers that place a random trace of sessions on them.
+
+Routers hear of index and load late, and sometimes miss an update. Every update and every search is kept, so that mirrors can be led
+through the whole history again and stopped where a worker searched.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.lost_windows import lose_windows
+from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
+from transom_cluster.routing.index_mirror import PrefixIndexMirror
+from transom_cluster.routing.placer import PlacementDecision, Placer
+from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.errors import RequestTooLarge
+from transom_worker.kvcache.events import KvUpdate
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.manager import KvCache
+
+MAX_MODEL_LEN = 112
+NUM_SESSIONS = 7
+SYSTEM_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a worker's scheduler found for one request, at which version of its index."""
+
+    request: Request
+    version: int
+    num_cached_tokens: int
+
+
+@dataclass
+class Router:
+    """A placer and the messages that are on their way to it, by worker."""
+
+    placer: Placer
+    coming: dict[str, deque[WorkerMessage]]
+    placed: dict[str, PlacementDecision] = field(default_factory=dict)
+    num_resyncs: int = 0
+
+
+class Worker:
+    """One worker; its updates and searches since its start."""
+
+    def __init__(self, worker_id: str, mix: Sequence[str], rng: random.Random) -> None:
+        least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(MAX_MODEL_LEN)
+        self.driver = Driver(
+            layout(mix, num_pages=least + rng.choice([0, 1, 2, 6])),
+            max_model_len=MAX_MODEL_LEN,
+            steps_in_flight=rng.choice([1, 2]),
+            max_num_seqs=rng.choice([4, 8]),
+            max_num_batched_tokens=rng.choice([16, 32]),
+        )
+        self.cache = self.driver.scheduler.cache
+        self.info = WorkerInfo(worker=worker_id, max_model_len=MAX_MODEL_LEN, vocab_size=50, cache=self.cache.shape)
+        self.updates: list[KvUpdate] = []
+        self.searches: list[Search] = []
+        self.num_introduced: Counter[str] = Counter()
+        self.num_again = 0  # requests that lost their blocks before their first token
+        self._unanswered: set[str] = set()
+
+    @property
+    def load(self) -> WorkerLoad:
+        """As the engine reports it."""
+        scheduler = self.driver.scheduler
+        return WorkerLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            waiting_tokens=scheduler.waiting_tokens,
+        )
+
+    def add(self, item: Request) -> None:
+        """Raises RequestTooLarge."""
+        self.driver.add(item)
+        self._unanswered.add(item.request_id)
+
+    def step(self) -> None:
+        """Fill the pipeline, take a result, note what was searched."""
+        while (plan := self.driver.schedule()) is not None:
+            self.num_introduced.update(new.request_id for new in plan.new_sequences)
+        if self.driver.in_flight:
+            self.driver.receive()
+        for name in sorted(name for name in self._unanswered if self.driver.outputs[name]):
+            self._unanswered.remove(name)
+            first = self.driver.outputs[name][0]
+            self.num_again += self.num_introduced[name] > 1
+            self.searches.append(Search(self.driver.requests[name], first.index_version, first.num_cached_tokens))
+
+    def take_update(self) -> KvUpdate | None:
+        """What changed since the last call; kept."""
+        update = self.cache.take_update()
+        if update is not None:
+            self.updates.append(update)
+        return update
+
+
+class Fleet:
+    """Three workers, two routers, and sessions that go on where they stopped, on whatever worker."""
+
+    def __init__(self, mix: Sequence[str], seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.workers = {name: Worker(name, mix, rng) for name in ("a", "b", "c")}
+        self.routers = [Router(Placer("kv", seed=seed + i), {name: deque() for name in self.workers}) for i in range(2)]
+        for router in self.routers:
+            for name, worker in self.workers.items():
+                router.placer.add_worker(name, worker.info)
+                router.coming[name].append(WorkerMessage(kv=worker.cache.whole_index(), load=worker.load))
+        self.differences: list[int] = []  # predicted at the version of the search
+        self.late: list[int] = []  # predicted at another version
+        self._system = [rng.randrange(50) for _ in range(SYSTEM_TOKENS)]
+        self._sessions: list[list[int]] = [self._new_session() for _ in range(NUM_SESSIONS)]
+        self._running: dict[str, tuple[Router, Worker, int]] = {}
+        self._num_sent = 0
+
+    def run(self, num_requests: int) -> None:
+        """Serve so many requests; then every message arrives."""
+        rng = self.rng
+        while self._num_sent < num_requests or self._running:
+            if self._num_sent < num_requests and rng.random() < 0.5:
+                self._send()
+            if rng.random() < 0.02 and self._running:
+                self._abort(rng.choice(sorted(self._running)))
+            for name in self.workers:
+                if rng.random() < 0.8:
+                    self._step(name)
+            for router in self.routers:
+                for name in self.workers:
+                    while router.coming[name] and rng.random() < 0.7:
+                        self._hear(router, name)
+        for router in self.routers:
+            for name in self.workers:
+                while router.coming[name]:
+                    self._hear(router, name)
+
+    def _new_session(self) -> list[int]:
+        begin = self._system if self.rng.random() < 0.6 else []
+        return [*begin, *(self.rng.randrange(50) for _ in range(self.rng.randrange(4, 20)))]
+
+    def _send(self) -> None:
+        rng = self.rng
+        session = rng.randrange(NUM_SESSIONS)
+        prompt = self._sessions[session]
+        if len(prompt) > 66:
+            prompt = self._sessions[session] = self._new_session()
+        self._num_sent += 1
+        resumed = tuple(rng.randrange(50) for _ in range(rng.choice([0, 0, 0, 0, 9])))
+        max_tokens = len(resumed) + rng.randrange(1, 20)
+        item = request(
+            f"r{self._num_sent}",
+            prompt,
+            resumed=resumed,
+            params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=1 if rng.random() < 0.03 else None),
+            cache_salt=rng.choice([None, None, None, "tenant"]),
+            turn_boundaries=(SYSTEM_TOKENS,) if prompt[:SYSTEM_TOKENS] == self._system else (),
+        )
+        router = rng.choice(self.routers)
+        router.placed[item.request_id] = placed = router.placer.place(item, list(self.workers))
+        worker = self.workers[placed.worker_id]
+        try:
+            worker.add(item)
+        except RequestTooLarge:
+            router.placer.ended(item.request_id)
+            return
+        self._running[item.request_id] = (router, worker, session)
+
+    def _abort(self, name: str) -> None:
+        router, worker, _ = self._running.pop(name)
+        worker.driver.abort(name)
+        router.placer.ended(name)
+
+    def _step(self, name: str) -> None:
+        worker = self.workers[name]
+        if self.rng.random() < 0.02:
+            lose_windows(worker.cache)
+        num_searches, num_finished = len(worker.searches), len(worker.driver.finished)
+        worker.step()
+        update = worker.take_update()
+        load = worker.load if self.rng.random() < 0.5 else None
+        for router in self.routers:
+            if update is not None or load is not None:
+                router.coming[name].append(WorkerMessage(kv=update, load=load))
+        for search in worker.searches[num_searches:]:
+            self._begun(search)
+        for request_id in worker.driver.finished[num_finished:]:
+            self._end(request_id)
+
+    def _begun(self, search: Search) -> None:
+        name = search.request.request_id
+        if name not in self._running:
+            return
+        router, _, _ = self._running[name]
+        usage = Usage(
+            num_prompt_tokens=search.request.num_prompt_tokens,
+            num_output_tokens=1,
+            num_cached_tokens=search.num_cached_tokens,
+            index_version=search.version,
+        )
+        difference = router.placer.first_event(name, usage)
+        assert difference is not None
+        same = router.placed[name].index_version == search.version
+        (self.differences if same else self.late).append(difference)
+
+    def _end(self, name: str) -> None:
+        if name not in self._running:
+            return
+        router, worker, session = self._running.pop(name)
+        router.placer.ended(name)
+        item = worker.driver.requests[name]
+        more = [self.rng.randrange(50) for _ in range(self.rng.randrange(1, 12))]
+        self._sessions[session] = [*item.prompt_token_ids, *worker.driver.tokens[name], *more]
+
+    def _hear(self, router: Router, name: str) -> None:
+        message = router.coming[name].popleft()
+        followed = any(later.kv is not None for later in router.coming[name])
+        if followed and message.kv is not None and not message.kv.whole and self.rng.random() < 0.02:
+            return  # lost on the way; the next one shows it
+        if not router.placer.update(name, message):
+            router.num_resyncs += 1
+            worker = self.workers[name]
+            update = worker.take_update()
+            for other in self.routers:
+                if update is not None:
+                    other.coming[name].append(WorkerMessage(kv=update))
+            router.coming[name].append(WorkerMessage(kv=worker.cache.whole_index()))
+
+
+def run_by_run(updates: Sequence[KvUpdate]) -> Iterator[KvUpdate]:
+    """The same updates in the smallest steps: a scheduler may search between any two runs."""
+    for update in updates:
+        version = update.after
+        for run in update.runs:
+            yield KvUpdate(after=version, version=version + len(run.digests), runs=(run,))
+            version += len(run.digests)
+        assert version == update.version
+
+
+def predict(mirror: PrefixIndexMirror, item: Request) -> int:
+    """Prompt tokens that a worker with this index would find cached."""
+    if item.params.prompt_logprobs is not None:
+        return 0
+    tokens = item.prompt_token_ids + item.resumed_output_ids
+    chain: list[bytes] = []
+    extend_chain(
+        chain, chain_root(mirror.shape.block_size, cache_salt=item.cache_salt), tokens, mirror.shape.block_size
+    )
+    return min(mirror.find(chain, len(tokens)).start, item.num_prompt_tokens)

@@ -1,0 +1,84 @@
+"""What a router predicts is what the worker finds, token for token, at equal versions of the index."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.routing.fleet import Fleet, Worker, predict, run_by_run
+from tests.how_many import num_examples
+from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from transom_cluster.routing.index_mirror import PrefixIndexMirror
+from transom_worker.kvcache.events import KvUpdate
+
+HYBRIDS = (
+    ("full",),
+    ("full", "window"),
+    ("full", "sinks_window"),
+    ("full", "window", "ragged_chunk"),
+    ("latent", "compressed16", "window"),
+)
+NUM_REQUESTS = num_examples(daily=230, exhaustive=460)
+NUM_COMPARED = NUM_REQUESTS * 20 // 23  # at least, of each mix: some requests are aborted before their first token
+
+
+def differences(worker: Worker, mirror: PrefixIndexMirror) -> list[int]:
+    """Predicted minus found, the mirror being led through the worker's history and stopped at each search."""
+    assert mirror.apply(KvUpdate(after=0, version=0, runs=(), whole=True))
+    steps = run_by_run(worker.updates)
+    found = []
+    for search in sorted(worker.searches, key=lambda search: search.version):
+        while mirror.version < search.version:
+            assert mirror.apply(next(steps))
+        assert mirror.version == search.version
+        found.append(predict(mirror, search.request) - search.num_cached_tokens)
+    for step in steps:
+        assert mirror.apply(step)
+    return found
+
+
+@pytest.mark.parametrize("mix", HYBRIDS, ids="+".join)
+def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) -> None:
+    fleet = Fleet(mix, seed=HYBRIDS.index(mix))
+    fleet.run(NUM_REQUESTS)
+    assert sum(router.num_resyncs for router in fleet.routers)
+    assert set(fleet.differences) <= {0}
+    assert any(fleet.late)  # an index that moved on is seen
+    num_compared = 0
+    for name, worker in fleet.workers.items():
+        assert any(search.num_cached_tokens for search in worker.searches)
+        assert any(run.action == "removed" for update in worker.updates for run in update.runs)
+        mirrors = [PrefixIndexMirror(worker.cache.shape) for _ in range(2)]
+        for mirror in mirrors:
+            assert set(differences(worker, mirror)) == {0}
+            assert mirror._groups == tuple(map(set, worker.cache.index.groups))
+        for router in fleet.routers:
+            mirror = router.placer.workers[name].mirror
+            assert mirror.version == worker.cache.index_version
+            assert mirror._groups == mirrors[0]._groups
+        num_compared += len(worker.searches)
+    assert num_compared >= NUM_COMPARED
+    if len(mix) > 1:
+        assert any(worker.num_again for worker in fleet.workers.values())
+        assert any(worker.driver.executor.num_repaired for worker in fleet.workers.values())
+
+
+def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() -> None:
+    driver = Driver(layout(("full",), num_pages=4), max_model_len=64, max_num_batched_tokens=8)
+    shared = list(range(16))
+    driver.add(request("earlier", [*shared, 90], 2))
+    driver.run()
+    driver.add(request("grows", [*shared, 91], 40))
+    driver.add(request("long", [*shared, *range(50, 90)], 4))
+    introduced: dict[str, list[int]] = {}
+    while driver.scheduler.has_work:
+        version = driver.scheduler.cache.index_version
+        plan = driver.schedule()
+        assert plan is not None
+        for new in plan.new_sequences:
+            introduced.setdefault(new.request_id, []).append(version)
+        driver.receive()
+    assert len(introduced["long"]) > 1
+    first = driver.outputs["long"][0]
+    assert first.position == 0
+    assert first.index_version == introduced["long"][0] < introduced["long"][1]
+    assert first.num_cached_tokens == len(shared)

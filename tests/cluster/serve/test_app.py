@@ -1,0 +1,72 @@
+"""The Serve application: its deployments, their resources, and the Serve YAML in deploy/."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+from transom_cluster.serve.worker_resources import ClusterResources, worker_resources
+from transom_worker.errors import ConfigError
+from transom_worker.settings import Settings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, of pydantic
+    from ray.serve import Application
+    from ray.serve.schema import ServeDeploySchema
+
+    from transom_cluster import app
+
+YAML = Path(__file__).parents[3] / "deploy" / "serve.yaml"
+
+
+def test_the_shipped_yaml_is_valid_and_builds():
+    config = yaml.safe_load(YAML.read_text())
+    schema = ServeDeploySchema.model_validate(config)
+    assert schema.applications[0].import_path == "transom_cluster.app:build_app"
+    assert isinstance(app.build_app(config["applications"][0]["args"]), Application)
+
+
+def test_every_commented_setting_of_the_yaml_exists():
+    commented = re.findall(r"^ +# ([a-z_]+: .*)$", YAML.read_text(), flags=re.MULTILINE)
+    assert len(commented) >= 5
+    Settings.parse(model="smollm2", **yaml.safe_load("\n".join(commented)))
+
+
+def test_wrong_settings_are_refused_before_anything_is_deployed():
+    with pytest.raises(ConfigError, match="no_such_flag"):
+        app.build_app({"model": "smollm2", "no_such_flag": 1})
+
+
+def test_an_empty_key_is_refused():
+    with pytest.raises(ConfigError, match="--api-key is empty"):
+        app.build_app({"model": "smollm2", "api_key": ["a", " "]})
+
+
+@pytest.mark.parametrize("name", app.SERVE_PROXY_SETTINGS)
+def test_settings_of_serves_proxies_are_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} is a setting of Serve's proxies"):
+        app.build_app({"model": "smollm2", name: 1})
+
+
+def test_a_workers_engine_config_has_its_threads_and_ray_as_rank_launcher():
+    settings = Settings.parse(model="m", tensor_parallel_size=2, num_threads=3)
+    resources = worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
+    config = app.worker_engine_config(settings, resources)
+    assert (config.num_threads, config.ranks.size, config.ranks.launcher) == (3, 2, "ray")
+    worker = app.worker_deployment(settings, resources)
+    assert worker.ray_actor_options["num_cpus"] == resources.bundles[0]["CPU"]
+    assert worker._replica_config.placement_group_bundles == resources.bundles
+
+
+def test_deployments_have_the_requested_numbers_of_replicas():
+    settings = Settings.parse(model="m", replicas=3, router_replicas=2, request_timeout_s=1000)
+    assert app.router_deployment(settings).num_replicas == 2
+    assert app.router_deployment(settings)._deployment_config.graceful_shutdown_timeout_s == 1000
+    workers = app.worker_deployment(
+        settings, worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
+    )
+    assert workers.num_replicas == 3

@@ -1,0 +1,267 @@
+"""Spans across router and workers: one trace from the client's own, whatever happens in between, and none where not wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from tests.cluster.asgi_call import AsgiCall
+from tests.cluster.conftest import Api, running_api, until
+from tests.cluster.router.test_failover_engines import Mortal, Workers
+from tests.cluster.stub_worker import StubWorker
+from transom_cluster.http.api import build_api
+from transom_cluster.router.router import Router
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.telemetry.tracing import RouterTracing
+from transom_worker.config import FailoverConfig, ServerConfig, TracingConfig
+from transom_worker.contract import ErrorInfo
+from transom_worker.errors import Overloaded, StepFailed
+from transom_worker.model_files.resolve import resolve_model
+from transom_worker.replica import WorkerReplica
+from transom_worker.settings import Settings
+from transom_worker.telemetry.timeline_exporter import RequestSpans, TimelineExporter
+from transom_worker.telemetry.tracing import Tracing, is_sampled
+from transom_worker.text.tokenizer import Tokenizer
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+ROOT = Path(__file__).parents[3]
+ENDPOINT = "http://127.0.0.1:9/v1/traces"
+MARK = "zebra4711"
+
+
+class Collector(InMemorySpanExporter):
+    """Keeps the spans of all processes that a test plays; they are not lost when one of those ends."""
+
+    def shutdown(self) -> None:
+        """Others still send."""
+
+
+@pytest.fixture
+def collector() -> Collector:
+    return Collector()
+
+
+def traced(exporter: SpanExporter, *, sample_ratio: float = 1.0, model: str = "stub") -> RouterTracing:
+    """The tracing of a router whose spans go to `exporter`."""
+    config = TracingConfig(endpoint=ENDPOINT, sample_ratio=sample_ratio)
+    return RouterTracing(Tracing(config, role="router", name="r0", exporter=exporter), model=model)
+
+
+def named(collector: Collector, name: str) -> list[ReadableSpan]:
+    spans = [span for span in collector.get_finished_spans() if span.name == name]
+    return sorted(spans, key=lambda span: span.start_time)
+
+
+def is_below(span: ReadableSpan, above: ReadableSpan) -> bool:
+    return span.parent.span_id == above.context.span_id and span.context.trace_id == above.context.trace_id
+
+
+def client_parent(flags: str) -> dict[str, str]:
+    return {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "tracestate": "vendor=1"}
+
+
+async def ask(api: Api, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    wanted = {"prompt": MARK, "max_tokens": 3, "stop": MARK, **body}
+    return await api.client.post("/v1/completions", json=wanted, headers=headers)
+
+
+async def test_a_span_for_the_request_and_one_for_its_worker(collector: Collector) -> None:
+    async with running_api(StubWorker(), tracing=traced(collector)) as api:
+        response = await ask(api, client_parent("01"), temperature=0.5)
+        await api.client.get("/metrics")
+        sent_parent = api.worker.submitted[0].trace_parent
+    [span], [attempt] = named(collector, "POST /v1/completions"), named(collector, "worker")
+    assert len(collector.get_finished_spans()) == 2
+    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, PARENT)
+    assert span.context.trace_state.get("vendor") == "1"
+    assert (span.kind, attempt.kind) == (SpanKind.SERVER, SpanKind.CLIENT)
+    assert is_below(attempt, span)
+    assert sent_parent == f"00-{TRACE}-{attempt.context.span_id:016x}-01"
+    wanted = {
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.model": "stub",
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.response.id": response.json()["id"],
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": len(MARK),
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 3,
+        "transom.workers": ("w0",),
+    }
+    assert span.attributes.items() >= wanted.items()
+    assert 0 < span.attributes["gen_ai.response.time_to_first_chunk"] < 60
+    assert span.status.status_code is StatusCode.UNSET
+    assert MARK not in "".join(one.to_json() for one in collector.get_finished_spans())
+
+
+async def test_a_client_without_a_trace_begins_one(collector: Collector) -> None:
+    async with running_api(StubWorker(), tracing=traced(collector)) as api:
+        for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}):
+            assert (await ask(api, headers)).status_code == 200
+    spans = named(collector, "POST /v1/completions")
+    assert [span.parent for span in spans] == [None, None, None]
+    assert len({span.context.trace_id for span in spans}) == 3
+
+
+@pytest.mark.parametrize(("ratio", "flags", "is_traced"), [(1.0, "00", False), (0.0, "01", True), (0.0, None, False)])
+async def test_the_client_decides_else_the_ratio(
+    collector: Collector, ratio: float, flags: str | None, is_traced: bool
+) -> None:
+    async with running_api(StubWorker(), tracing=traced(collector, sample_ratio=ratio)) as api:
+        await ask(api, client_parent(flags) if flags else None)
+        parent = api.worker.submitted[0].trace_parent
+    assert bool(collector.get_finished_spans()) == is_traced
+    assert is_sampled(parent) == is_traced  # workers do as the router did
+
+
+async def test_choices_have_an_attempt_each(collector: Collector) -> None:
+    async with running_api(StubWorker(), tracing=traced(collector)) as api:
+        await ask(api, n=3)
+        parents = {request.trace_parent for request in api.worker.submitted}
+    [span] = named(collector, "POST /v1/completions")
+    attempts = named(collector, "worker")
+    assert sorted(one.attributes["transom.choice"] for one in attempts) == [0, 1, 2]
+    assert all(is_below(one, span) for one in attempts)
+    assert len(parents) == 3
+
+
+async def test_errors_set_the_status(collector: Collector) -> None:
+    async with running_api(
+        StubWorker(admission_error=ErrorInfo.of(Overloaded(MARK))), tracing=traced(collector)
+    ) as api:
+        assert (await ask(api)).status_code == 503
+    async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK))), tracing=traced(collector)) as api:
+        assert "error" in (await ask(api, stream=True)).text
+        assert (await ask(api, temperature=-1)).status_code == 400
+    refused, broken, wrong = named(collector, "POST /v1/completions")
+    for span, kind, status in ((refused, "Overloaded", 503), (broken, "StepFailed", 200)):
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.attributes["error.type"] == kind
+        assert span.attributes["http.response.status_code"] == status
+    assert wrong.attributes["http.response.status_code"] == 400
+    assert wrong.status.status_code is StatusCode.UNSET
+    assert [one.attributes["error.type"] for one in named(collector, "worker")] == ["Overloaded", "StepFailed"]
+    assert MARK not in "".join(one.to_json() for one in collector.get_finished_spans())
+
+
+async def test_a_client_that_leaves_ends_its_spans(collector: Collector) -> None:
+    async with running_api(StubWorker(max_events=1), tracing=traced(collector)) as api:
+        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 9, "stream": True})
+        await call.begun()
+        await call.leave()
+    [span], [attempt] = named(collector, "POST /v1/completions"), named(collector, "worker")
+    assert span.attributes["transom.client_left"] is True
+    assert attempt.attributes["transom.abandoned"] is True
+
+
+@contextlib.asynccontextmanager
+async def two_engines(
+    model: Path, dying: Mortal, other: Mortal, collector: Collector
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A router over both, and a client of it."""
+    router = Router(
+        workers=Workers(dying, other),
+        tokenizer=Tokenizer.load(resolve_model(str(model))),
+        config=ServerConfig(
+            served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)
+        ),
+        router_id="r",
+        timings=RouterTimings(drain_s=0.0),
+        tracing=traced(collector, model="tiny"),
+    )
+    router.start()
+    await until(
+        lambda: all(connection.is_open for connection in router.connections.values()) and len(router.connections) == 2
+    )
+    transport = httpx.ASGITransport(app=build_api(router))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield client
+    finally:
+        await router.stop()
+
+
+async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: Path, collector: Collector) -> None:
+    config = Settings.parse(model=str(tiny_model), kv_cache_memory_bytes="4MiB").engine_config()
+    replicas = [WorkerReplica(config, "tiny", f"w{i}") for i in range(2)]
+    for i, replica in enumerate(replicas):
+        own = Tracing(TracingConfig(endpoint=ENDPOINT), role="worker", name=f"w{i}", exporter=collector)
+        spans = RequestSpans(own, f"w{i}")
+        replica.engine.timelines.exporter = TimelineExporter([spans], close_formats=own.close)
+    dying, other = (Mortal(replica) for replica in replicas)
+    try:
+        async with two_engines(tiny_model, dying, other, collector) as client:
+            for worker in (dying, other):
+                worker.num_messages = 7 if worker is dying else None
+            body = {"prompt": list(range(5, 40)), "max_tokens": 20, "ignore_eos": True}
+            for _ in range(2):  # one of them goes to the one that dies
+                await client.post("/v1/completions", json=body, headers=client_parent("01"))
+            assert dying.is_dead
+    finally:
+        for replica in replicas:
+            await asyncio.to_thread(replica._thread.shutdown)
+    [span] = [one for one in named(collector, "POST /v1/completions") if one.attributes["transom.resumes"]]
+    first, second = [one for one in named(collector, "worker") if is_below(one, span)]
+    assert (first.attributes["transom.worker"], second.attributes["transom.worker"]) == ("w0", "w1")
+    assert (first.status.status_code, first.attributes["error.type"]) == (StatusCode.ERROR, "lost")
+    assert second.status.status_code is StatusCode.UNSET
+    assert second.attributes["transom.resumed_tokens"] == 7
+    assert (first.attributes["transom.routing_policy"], second.attributes["transom.placement_reason"]) == (
+        "round_robin",
+        "only_one",
+    )
+    assert span.status.status_code is StatusCode.UNSET
+    for attempt in (first, second):
+        below = [one for one in collector.get_finished_spans() if one.parent and is_below(one, attempt)]
+        assert sorted(one.name for one in below) == ["decode", "prefill", "queue"]
+        assert {one.attributes["transom.worker"] for one in below} == {attempt.attributes["transom.worker"]}
+    assert span.attributes["gen_ai.usage.output_tokens"] == 20
+
+
+async def test_the_framework_makes_no_spans_of_its_own(api: Api) -> None:
+    """They would double ours, and quote what exceptions say."""
+    assert not build_api(api.router)._native_telemetry.enabled()
+
+
+class Broken(InMemorySpanExporter):
+    """A collector that refuses everything."""
+
+    def export(self, spans: Any) -> SpanExportResult:
+        raise ConnectionError("no collector")
+
+
+async def test_a_collector_that_fails_changes_no_answer() -> None:
+    async with running_api(StubWorker(), tracing=traced(Broken())) as api:
+        for stream in (False, True):
+            assert (await ask(api, stream=stream)).status_code == 200
+
+
+def test_a_router_without_tracing_does_not_import_the_sdk() -> None:
+    """The web framework imports the API by itself, where it is installed."""
+    code = (
+        "import asyncio, sys\n"
+        "from tests.cluster.conftest import running_api\n"
+        "async def ask():\n"
+        "    async with running_api() as api:\n"
+        "        assert (await api.complete()).status_code == 200\n"
+        "asyncio.run(ask())\n"
+        "found = [name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))]\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240, cwd=ROOT)

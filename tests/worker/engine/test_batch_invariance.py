@@ -1,0 +1,102 @@
+"""Batch invariance: under memory pressure, outputs equal those of requests that ran alone with the same seed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.tiny_checkpoints import reference_logits
+from transom_worker.contract import Request, TokenLogprobs
+from transom_worker.engine.engine import Engine
+
+TIGHT = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
+PROMPTS = [[(131 * i + 17 * j) % 1900 + 40 for j in range(n)] for i, n in enumerate((1, 16, 17, 40, 63, 100, 150, 200))]
+KINDS: list[dict[str, object]] = [
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "min_tokens": 12, "ignore_eos": False},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 0},
+    {"temperature": 0.9, "presence_penalty": 1.0, "frequency_penalty": 0.8, "logit_bias": {50: 6.0, 60: -100.0}},
+    {"temperature": 1.0, "top_k": -1, "stop": ("e", "the"), "min_tokens": 6},
+    {"temperature": 1.0, "stop_token_ids": tuple(range(40, 400)), "min_tokens": 3, "logprobs": 20},
+]
+
+
+def requests() -> list[Request]:
+    pairs = zip(PROMPTS, itertools.cycle(KINDS), strict=False)
+    seeded = [make_request(f"r{i}", prompt, max_tokens=30, **params) for i, (prompt, params) in enumerate(pairs)]
+    choices = [replace(one, request_id=f"{one.request_id}-second", choice_index=1) for one in seeded[::3]]
+    return [replace(one, seed=one.seed + 2**63 + i) for i, one in enumerate(seeded)] + choices
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path) -> Iterator[list[Whole]]:
+    engine = make_engine(str(tiny_model), enable_prefix_caching=False)
+    yield [run(engine, [request])[0] for request in requests()]
+    engine.shutdown()
+
+
+def close(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> bool:
+    return len(got) == len(expected) and all(
+        a.token_id == b.token_id and a.rank == b.rank and abs(a.logprob - b.logprob) < 1e-4
+        for one, other in zip(got, expected, strict=True)
+        for a, b in zip((one.chosen, *one.top), (other.chosen, *other.top), strict=True)
+    )
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("chunk", [16, 1024])
+def test_sampled_outputs_do_not_depend_on_the_batch(
+    tiny_model: Path, alone: list[Whole], chunk: int, steps_in_flight: int
+) -> None:
+    engine = make_engine(str(tiny_model), max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight, **TIGHT)
+    for got, expected in zip(run(engine, requests()), alone, strict=True):
+        assert (got.token_ids, got.text) == (expected.token_ids, expected.text)
+        assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
+        assert close(got.logprobs, expected.logprobs)
+    assert engine.scheduler.work.num_preemptions > 0
+    engine.shutdown()
+
+
+def prompt_logprobs(engine: Engine, asked: list[Request]) -> dict[str, tuple[TokenLogprobs | None, ...]]:
+    """Run requests together; each must get its prompt's log-probabilities exactly once, with its first event."""
+    found: dict[str, tuple[TokenLogprobs | None, ...]] = {}
+    seen: set[str] = set()
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert (event.prompt_logprobs is not None) == (event.request_id not in seen)
+            seen.add(event.request_id)
+            if event.prompt_logprobs is not None:
+                found[event.request_id] = event.prompt_logprobs
+    return found
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("chunk", [16, 1024])
+@pytest.mark.parametrize("num_resumed", [0, 9])
+def test_prompt_logprobs_under_pressure(tiny_model: Path, chunk: int, steps_in_flight: int, num_resumed: int) -> None:
+    """Chunks, preemptions, cached prefixes and resumed output change nothing about them."""
+    engine = make_engine(str(tiny_model), max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight, **TIGHT)
+    run(engine, [make_request("before", PROMPTS[3], max_tokens=4)])
+    asked = [
+        make_request(f"r{i}", prompt, resumed=[50 + j for j in range(num_resumed)], max_tokens=30, prompt_logprobs=2)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    found = prompt_logprobs(engine, asked)
+    assert engine.scheduler.work.num_preemptions > 0
+    for request in asked:
+        prompt, (first, *rest) = list(request.prompt_token_ids), found[request.request_id]
+        expected = reference_logits(tiny_model, prompt).log_softmax(-1)
+        assert first is None
+        assert [entry.chosen.token_id for entry in rest if entry] == prompt[1:]
+        got = torch.tensor([entry.chosen.logprob for entry in rest if entry])
+        torch.testing.assert_close(got, expected[range(len(prompt) - 1), prompt[1:]], rtol=0, atol=1e-3)
+        assert all(entry is not None and len(entry.top) == 2 for entry in rest)
+    engine.shutdown()

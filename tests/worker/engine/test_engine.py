@@ -1,0 +1,199 @@
+"""The engine's admission and its ends: what it refuses, its messages, and that no block stays in use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine_driver import Whole, make_engine, make_request, run
+from transom_worker.contract import OutputEvent
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.running_request import RunningRequest
+from transom_worker.errors import (
+    ConfigError,
+    EngineDead,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    RequestTooLarge,
+    WorkerLost,
+)
+from transom_worker.scheduling.outputs import SequenceOutput
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), max_waiting=2, max_num_seqs=2)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "message"),
+    [
+        ([], {}, "prompt", "at least one token"),
+        ([1, 2048], {}, "prompt", "Token id 2048 is outside the vocabulary"),
+        ([1], {"logit_bias": {5000: 1.0}}, "logit_bias", "5000"),
+        ([1], {"stop_token_ids": (4000,)}, "stop_token_ids", "4000"),
+        ([1], {"resumed": [3, -7]}, "resumed_output_ids", "-7"),
+    ],
+)
+def test_wrong_requests_are_refused_at_admission(
+    engine: Engine, prompt: list[int], params: dict[str, object], param: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        engine.add(make_request("r", prompt, **params))
+    assert caught.value.param == param
+    assert not engine.has_work
+
+
+def test_a_prompt_beyond_the_model_gives_both_lengths(engine: Engine) -> None:
+    with pytest.raises(PromptTooLong, match=r"3000 tokens.* 2048"):
+        engine.add(make_request("r", [7] * 3000))
+
+
+def test_what_never_fits_the_pool_is_refused_with_the_numbers(tiny_model: Path) -> None:
+    """Window layers let the pool hold any prompt, full layers do not: the length limit follows the pool."""
+    engine = make_engine(str(tiny_model), kv_cache_memory_bytes="512KiB")
+    assert engine.info.max_model_len < 2048
+    with pytest.raises((PromptTooLong, RequestTooLarge), match=str(engine.info.max_model_len)):
+        engine.add(make_request("r", [7] * 1000))
+    engine.shutdown()
+
+
+def test_a_length_that_the_pool_cannot_hold_is_refused_at_start(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"KV pool holds \d+ tokens .* 2000"):
+        make_engine(str(tiny_model), kv_cache_memory_bytes="512KiB", max_model_len=2000)
+
+
+def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
+    requests = [make_request(f"r{i}", [5, 6, 7]) for i in range(10)]
+    for request in requests[:4]:  # two may run, two may wait
+        engine.add(request)
+    with pytest.raises(Overloaded, match="limit is 2"):
+        engine.add(requests[4])
+    while engine.has_work:
+        engine.step()
+    run(engine, requests[:4])
+
+
+def test_a_duplicate_id_is_refused(engine: Engine) -> None:
+    engine.add(make_request("same", [5]))
+    with pytest.raises(RequestError, match="same"):
+        engine.add(make_request("same", [5]))
+
+
+def test_another_contract_version_is_refused(engine: Engine) -> None:
+    with pytest.raises(WorkerLost, match="version 99"):  # another worker may speak it
+        engine.add(replace(make_request("r", [5]), version=99))
+
+
+def test_a_deadline_ends_a_request_with_an_error(engine: Engine) -> None:
+    engine.add(replace(make_request("late", [5, 6], max_tokens=500), deadline_s=1.0))
+    engine.add(make_request("other", [5, 6], max_tokens=3))
+    events = [event for _ in range(10) for event in engine.step()]
+    (late,) = [event for event in events if event.request_id == "late"]
+    assert late.error is not None
+    assert late.error.kind == "RequestTimeout"
+    assert [event.finish_reason for event in events if event.request_id == "other"][-1] == "length"
+    assert not engine.has_work
+
+
+def test_abort_frees_blocks_before_the_next_step(engine: Engine) -> None:
+    engine.add(make_request("r", list(range(5, 45)), max_tokens=100))
+    engine.step()
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) > 0
+    assert engine.abort("r")
+    assert not engine.abort("r")
+    while engine.has_work:
+        assert engine.step() == []
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
+
+
+def test_a_failing_step_ends_every_request_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError("no memory left on device")
+
+    for i in range(3):
+        engine.add(make_request(f"r{i}", [5, 6, 7]))
+    monkeypatch.setattr(engine.executor, "receive", fail)
+    events = engine.step()
+    assert {event.request_id for event in events} == {"r0", "r1", "r2"}
+    assert all(event.error and "no memory left" in event.error.message for event in events)
+    assert not engine.has_work
+    with pytest.raises(EngineDead, match="no memory left"):
+        engine.add(make_request("late", [5]))
+
+
+def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests end in one step; the second one's text fails. The first one's last event still goes out."""
+    token_event = RunningRequest.token_event
+
+    def fail(running: RunningRequest, output: SequenceOutput) -> OutputEvent:
+        if output.request_id == "r1":
+            raise UnicodeError("no such text")
+        return token_event(running, output)
+
+    for i in range(2):
+        engine.add(make_request(f"r{i}", [5, 6, 7], max_tokens=1))
+    monkeypatch.setattr(RunningRequest, "token_event", fail)
+    events = {event.request_id: event for event in engine.step()}
+    assert events["r0"].finish_reason == "length"
+    assert events["r1"].error is not None
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_an_interrupt_drops_the_requests_in_flight_alone(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, steps_in_flight: int
+) -> None:
+    engine = make_engine(str(tiny_model), max_num_seqs=2, steps_in_flight=steps_in_flight)
+    (alone,) = run(engine, [make_request("alone", list(range(5, 45)))])
+    for i in range(3):
+        engine.add(make_request(f"r{i}", list(range(5, 45))))
+    engine.step()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor._runner._model, "forward", interrupt)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    answer = Whole()
+    while engine.has_work:
+        for event in engine.step():
+            assert event.request_id == "r2"  # it was waiting
+            answer.add(event, first_position=0)
+    assert answer.token_ids == alone.token_ids
+    assert run(engine, [make_request("later", list(range(5, 45)))])[0].token_ids == alone.token_ids
+    engine.shutdown()
+
+
+def test_a_deadline_is_its_own_requests_alone(engine: Engine) -> None:
+    """An id that is used again after its first request has ended does not inherit that one's deadline."""
+    soon_s = time.time() + 0.2
+    engine.add(replace(make_request("again", [5], max_tokens=1), deadline_s=soon_s))
+    while engine.has_work:
+        engine.step()
+    engine.add(make_request("again", [5], max_tokens=5))
+    time.sleep(max(0.0, soon_s - time.time()))
+    events = [event for _ in range(5) for event in engine.step()]
+    assert [event.error for event in events] == [None] * 5
+
+
+def test_index_updates_have_what_can_be_found(engine: Engine) -> None:
+    run(engine, [make_request("r", list(range(5, 45)), max_tokens=8)])
+    update = engine.scheduler.cache.take_update()
+    assert update is not None
+    assert (update.after, update.version, update.whole) == (0, 2, False)
+    assert [(run.action, run.group, len(run.digests)) for run in update.runs] == [("added", 0, 2)]
+    assert engine.scheduler.cache.take_update() is None
+    assert engine.scheduler.cache.whole_index().version == 2

@@ -1,0 +1,217 @@
+"""An engine whose executor loses a rank: every request gets an error, and the engine serves again, or ends where the ranks do
+not start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from tests.engine_driver import make_engine, make_request, run
+from transom_worker import LLM, SamplingParams, startup
+from transom_worker.contract import WorkerMessage
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
+from transom_worker.errors import ConfigError, EngineDead, RankLost, WorkerLost
+from transom_worker.execution.executor import ExecutorInfo
+from transom_worker.execution.local_executor import LocalExecutor
+from transom_worker.scheduling.step import StepResult
+
+PROMPT = list(range(5, 45))
+WAIT_S = 120
+
+
+class Fragile(LocalExecutor):
+    """One rank that can be lost like several."""
+
+    lose_after: int | None = None  # results
+    restarts = 0
+    comes_back = True
+    refusal: Exception = RankLost("no memory")
+    on_loss: Callable[[], None] = staticmethod(lambda: None)
+    is_lost = False
+
+    def receive(self) -> StepResult:
+        if self.lose_after is not None:
+            if self.lose_after == 0:
+                self.lose_after = None
+                raise RankLost("Rank 1 of 2: it was killed by SIGKILL")
+            self.lose_after -= 1
+        return super().receive()
+
+    @property
+    def lost(self) -> bool:
+        return self.is_lost
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise RankLost("Rank 0 of 2: it ended")
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        self.on_loss = callback  # type: ignore[method-assign]
+
+    def restart(self) -> ExecutorInfo:
+        self.restarts += 1
+        self.is_lost = False
+        if not self.comes_back:
+            raise self.refusal
+        self.shutdown()
+        return self.start()
+
+
+@pytest.fixture(autouse=True)
+def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "create_executor", Fragile)
+
+
+@pytest.fixture(params=[1, 2])
+def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), steps_in_flight=request.param, max_num_seqs=2)
+    yield engine
+    engine.shutdown()
+
+
+def executor_of(engine: Engine) -> Fragile:
+    executor = engine.executor
+    assert isinstance(executor, Fragile)
+    return executor
+
+
+def test_every_request_gets_an_error_and_can_run_again(engine: Engine) -> None:
+    requests = [make_request(f"r{i}", PROMPT, max_tokens=6) for i in range(4)]  # two run, two wait
+    expected = [whole.token_ids for whole in run(engine, requests)]
+    for request in requests:
+        engine.add(request)
+    executor_of(engine).lose_after = 2
+    events = []
+    while not engine.is_restarting:
+        events = engine.step()
+    errors = {event.request_id: event.error for event in events if event.error}
+    assert set(errors) == {"r0", "r1", "r2", "r3"}
+    assert {error.kind for error in errors.values()} == {"WorkerLost"}
+    assert all("killed by SIGKILL" in error.message for error in errors.values())
+    stats = engine.scheduler.stats()
+    assert sum(group.active_blocks + group.cached_blocks for group in stats.groups) == 0  # what ranks held is gone
+    assert engine.load().num_running == engine.load().num_waiting == 0
+    with pytest.raises(WorkerLost, match="again"):
+        engine.add(make_request("early", PROMPT))
+    assert engine.has_work
+    assert engine.step() == []
+    assert [whole.token_ids for whole in run(engine, requests)] == expected
+    assert executor_of(engine).restarts == 1
+
+
+def test_index_updates_remove_every_prefix(engine: Engine) -> None:
+    run(engine, [make_request("before", PROMPT, max_tokens=4)])
+    engine.scheduler.cache.take_update()
+    engine.add(make_request("lost", PROMPT, max_tokens=4))
+    executor_of(engine).lose_after = 0
+    engine.step()
+    update = engine.scheduler.cache.take_update()
+    assert update is not None
+    assert {run.action for run in update.runs} == {"removed"}
+    assert not any(run.digests for run in engine.scheduler.cache.whole_index().runs)
+
+
+@pytest.mark.parametrize("refusal", [RankLost("no memory"), ConfigError("no memory for so many ranks")])
+def test_ranks_that_do_not_start_again_end_the_engine(engine: Engine, refusal: Exception) -> None:
+    engine.add(make_request("r", PROMPT))
+    executor = executor_of(engine)
+    executor.lose_after, executor.comes_back, executor.refusal = 0, False, refusal
+    engine.step()
+    engine.step()
+    assert engine.dead is refusal
+    with pytest.raises(EngineDead, match="no memory"):
+        engine.add(make_request("late", PROMPT))
+    assert not engine.is_restarting
+    assert not engine.has_work
+
+
+def test_ranks_that_end_after_their_engine_are_no_work(engine: Engine) -> None:
+    """Otherwise its thread would never be idle."""
+    engine.fail(ValueError("a step failed"))
+    executor_of(engine).is_lost = True
+    assert not engine.has_work
+
+
+def test_an_idle_worker_restarts_at_once(engine: Engine) -> None:
+    delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
+    thread = EngineThread(engine, delivered.put)
+    executor = executor_of(engine)
+    restarted = threading.Event()
+    start = executor.start
+
+    def start_and_tell() -> ExecutorInfo:
+        info = start()
+        restarted.set()
+        return info
+
+    executor.start = start_and_tell  # type: ignore[method-assign]
+    executor.is_lost = True
+    executor.on_loss()
+    assert restarted.wait(WAIT_S)
+    thread.shutdown()
+    assert executor.restarts == 1
+
+
+def test_shutdown_does_not_wait_for_a_restart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(engine)
+    restarting, interrupted = threading.Event(), threading.Event()
+
+    def hang() -> ExecutorInfo:
+        restarting.set()
+        assert interrupted.wait(WAIT_S)
+        raise RankLost("The start of the ranks was interrupted.")
+
+    monkeypatch.setattr(executor, "restart", hang)
+    monkeypatch.setattr(executor, "interrupt", interrupted.set)
+    thread = EngineThread(engine, lambda _: None)
+    executor.is_lost = True
+    executor.on_loss()
+    assert restarting.wait(WAIT_S)
+    thread.shutdown()
+    assert "interrupted" in str(engine.dead)
+
+
+@pytest.mark.parametrize("fails", ["engine.engine.Scheduler", "startup.startup_report"])
+def test_an_engine_that_cannot_be_made_leaves_no_ranks(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    ended: list[Fragile] = []
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Fragile, "shutdown", lambda executor: ended.append(executor))
+    monkeypatch.setattr(f"transom_worker.{fails}", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        make_engine(str(tiny_model))
+    assert len(ended) == 1
+
+
+def test_offline_outputs_continue_after_a_restart(tiny_model: Path) -> None:
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, logprobs=1, ignore_eos=True)
+    prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(3)]
+    with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1, max_num_seqs=2) as llm:
+        expected = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        executor_of(llm.engine).lose_after = 5
+        found = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        assert [(out.token_ids, out.text) for out in found] == [(out.token_ids, out.text) for out in expected]
+        assert [len(out.logprobs or ()) for out in found] == [12] * 3
+        assert executor_of(llm.engine).restarts == 1
+
+
+def test_an_offline_prompt_that_ends_every_rank_becomes_an_error(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(_: object) -> StepResult:
+        raise RankLost("Rank 1 of 2: out of memory")
+
+    with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1) as llm:
+        monkeypatch.setattr(Fragile, "receive", lose)
+        with pytest.raises(WorkerLost, match="out of memory"):
+            llm.generate({"prompt_token_ids": PROMPT}, use_tqdm=False)
+        assert executor_of(llm.engine).restarts == 2

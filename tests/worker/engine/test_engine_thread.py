@@ -1,0 +1,106 @@
+"""The engine's thread: cancelled callers do not end it, and its end gives every request an error event."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from tests.engine_driver import make_engine, make_request
+from transom_worker.contract import OutputEvent, WorkerMessage
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
+
+WAIT_S = 120
+
+
+class Harness:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
+        self.thread = EngineThread(engine, self.delivered.put)
+
+    def last_event(self, request_id: str) -> OutputEvent:
+        while True:
+            for event in self.delivered.get(timeout=WAIT_S).events:
+                if event.request_id == request_id and event.finish_reason:
+                    return event
+
+
+@pytest.fixture
+def harness(tiny_model: Path) -> Iterator[Harness]:
+    harness = Harness(make_engine(str(tiny_model)))
+    yield harness
+    harness.thread.shutdown()
+
+
+async def test_a_caller_that_is_cancelled_does_not_end_the_thread(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = threading.Event()
+    monkeypatch.setattr(harness.engine, "abort", lambda _: busy.wait(WAIT_S))
+    harness.thread.abort(["anything"])  # the thread stands still, and the next command waits in the inbox
+    waiting = asyncio.wrap_future(harness.thread.submit([make_request("left", [5, 6])]))
+    waiting.cancel()
+    await asyncio.sleep(0)
+    busy.set()
+    admitted = harness.thread.submit([make_request("stays", [5, 6], max_tokens=2)])
+    assert admitted.result(WAIT_S) == [None]
+    assert harness.last_event("stays").finish_reason == "length"
+    assert harness.thread.dead is None
+
+
+def test_a_request_that_breaks_admission_is_refused_alone(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = harness.engine.add
+
+    def broken(request: object) -> None:
+        if request.request_id == "odd":  # type: ignore[attr-defined]
+            raise TypeError("not a number")
+        add(request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(harness.engine, "add", broken)
+    (error,) = harness.thread.submit([make_request("odd", [5])]).result(WAIT_S)
+    assert error is not None
+    assert (error.kind, error.message) == ("StepFailed", "not a number")
+    assert harness.thread.submit([make_request("fine", [5], max_tokens=1)]).result(WAIT_S) == [None]
+    assert harness.last_event("fine").finish_reason == "length"
+
+
+@pytest.mark.parametrize("failing", ["step", "abort"])
+def test_a_thread_that_fails_ends_every_request_with_an_error(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("an invariant is broken")
+
+    monkeypatch.setattr(harness.engine, "step", list)  # makes no event, so that the request still runs then
+    monkeypatch.setattr(harness.engine, failing, fail)
+    harness.thread.submit([make_request("running", [5, 6], max_tokens=1000)])
+    harness.thread.abort(["anything"])
+    event = harness.last_event("running")
+    assert event.error is not None
+    assert event.error.kind == "EngineDead"
+    assert "an invariant is broken" in event.error.message
+    assert harness.thread.dead is not None
+    (error,) = harness.thread.submit([make_request("late", [5])]).result(WAIT_S)
+    assert error is not None
+    assert error.kind == "EngineDead"
+
+
+def test_shutdown_ends_running_and_later_requests_with_an_error(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.engine, "step", list)  # makes no event, so that the request still runs then
+    assert harness.thread.submit([make_request("running", [5, 6], max_tokens=1500)]).result(WAIT_S) == [None]
+    harness.thread.shutdown()
+    event = harness.last_event("running")
+    assert event.error is not None
+    assert "shutting down" in event.error.message
+    (error,) = harness.thread.submit([make_request("late", [5])]).result(WAIT_S)
+    assert error is not None
+    assert error.kind == "EngineDead"
+    harness.thread.shutdown()

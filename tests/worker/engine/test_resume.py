@@ -1,0 +1,84 @@
+"""Every stateful stage can be rebuilt from the contract: runs are cut at every output position and resumed elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine_driver import Whole, make_engine, make_request, run
+from transom_worker.contract import TokenLogprobs
+from transom_worker.engine.engine import Engine
+
+NUM_TOKENS = 20
+
+CASES: dict[str, dict[str, object]] = {
+    "greedy": {"logprobs": 3},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "logprobs": 0},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+        "logit_bias": {7: 3.0, 9: -5.0},
+        "logprobs": 2,
+    },
+    "min tokens": {"temperature": 1.0, "min_tokens": 6, "ignore_eos": False, "logprobs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path) -> Iterator[tuple[Engine, Engine]]:
+    """Two workers: a stream that one began, the other goes on with. Only one caches prefixes."""
+    pair = make_engine(str(tiny_model)), make_engine(str(tiny_model), enable_prefix_caching=False, block_size=8)
+    yield pair
+    for engine in pair:
+        engine.shutdown()
+
+
+def check_cuts(engines: tuple[Engine, Engine], prompt: list[int], params: dict[str, object]) -> Whole:
+    """Cut the answer at every position, resume all cuts together on the other worker, compare with the undisturbed run."""
+    first, second = engines
+    (whole,) = run(first, [make_request("whole", prompt, **params)])
+    cuts = range(len(whole.token_ids))
+    requests = [make_request(f"cut{n}", prompt, resumed=whole.token_ids[:n], **params) for n in cuts]
+    for n, rest in zip(cuts, run(second, requests), strict=True):
+        assert rest.token_ids == whole.token_ids[n:]
+        assert whole.text.endswith(rest.text)
+        assert (rest.finish_reason, rest.stop_reason) == (whole.finish_reason, whole.stop_reason)
+        assert_close(rest.logprobs, whole.logprobs[n:])
+    return whole
+
+
+def assert_close(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        for a, b in zip((one.chosen, *one.top), (other.chosen, *other.top), strict=True):
+            assert (a.token_id, a.rank) == (b.token_id, b.rank)
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_prompt", [5, 33])
+def test_cut_at_every_position(engines: tuple[Engine, Engine], name: str, num_prompt: int) -> None:
+    prompt = [(37 * i + 11) % 2000 + 20 for i in range(num_prompt)]
+    check_cuts(engines, prompt, {"max_tokens": NUM_TOKENS, **CASES[name]})
+
+
+def test_stop_strings_across_a_cut(engines: tuple[Engine, Engine]) -> None:
+    """A stop string that spans tokens is found wherever the run was cut, and nothing of it is sent."""
+    prompt = [(37 * i + 11) % 2000 + 20 for i in range(12)]
+    (free,) = run(engines[0], [make_request("free", prompt, max_tokens=NUM_TOKENS)])
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 6]
+    whole = check_cuts(engines, prompt, {"max_tokens": NUM_TOKENS, "stop": (stop,)})
+    assert whole.finish_reason == "stop"
+    assert whole.stop_reason == stop
+    assert whole.text == free.text[: free.text.find(stop)]
+
+
+def test_an_output_that_was_complete_gets_only_its_end(engines: tuple[Engine, Engine]) -> None:
+    (whole,) = run(engines[0], [make_request("whole", [30, 31, 32], max_tokens=4)])
+    (rest,) = run(engines[1], [make_request("rest", [30, 31, 32], max_tokens=4, resumed=whole.token_ids)])
+    assert (rest.token_ids, rest.text, rest.finish_reason) == ([], "", "length")

@@ -1,0 +1,68 @@
+"""In-flight prefix deduplication: a prefix that several waiting prompts share is computed once, and each output is as if its
+prompt ran alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine_driver import make_engine, make_request, run
+from tests.tiny_checkpoints import HybridCase
+from transom_worker.contract import Request
+
+SHARED = [(17 * j) % 1900 + 40 for j in range(200)]
+SETTINGS = {"block_size": 8, "max_model_len": 256}
+ROOMY_KIB = 8192
+# Model, and a pool in KiB that cannot hold all of them at once.
+MODELS = {
+    "full": (HybridCase(), 300),
+    "SSF with sinks": (HybridCase(window=17, sinks=5, pattern="SSF"), 190),
+    "windows only": (HybridCase(window=16, pattern="S"), 60),
+    "CF": (HybridCase(chunk=32, pattern="CF"), 190),
+}
+
+
+def requests() -> list[Request]:
+    """Four choices, sampled and greedy, of one prompt; others that part from it; one that reads no cache."""
+    one = make_request("choice", SHARED, max_tokens=16, temperature=0.9, top_p=0.9)
+    choices = [replace(one, request_id=f"choice-{index}", choice_index=index) for index in range(4)]
+    parted = [make_request(f"parted-{n}", [*SHARED[:n], *[60 + n] * (220 - n)], max_tokens=16) for n in (140, 163, 199)]
+    return [*choices, make_request("greedy", SHARED, max_tokens=16), *parted, make_request("short", SHARED[:9])]
+
+
+def alone(model: Path, case: HybridCase) -> list[list[int]]:
+    engine = make_engine(str(model), **case.settings(), **SETTINGS, enable_prefix_caching=False)
+    answers = [run(engine, [request])[0].token_ids for request in requests()]
+    engine.shutdown()
+    return answers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shared_prompts_give_the_outputs_of_separate_ones(tiny_model: Path, name: str) -> None:
+    case, tight_kib = MODELS[name]
+    want = alone(tiny_model, case)
+    for chunk, steps_in_flight, kib in ((1024, 1, ROOMY_KIB), (1024, 2, ROOMY_KIB), (64, 2, tight_kib)):
+        engine = make_engine(
+            str(tiny_model),
+            **case.settings(),
+            **SETTINGS,
+            max_num_batched_tokens=chunk,
+            steps_in_flight=steps_in_flight,
+            kv_cache_memory_bytes=kib << 10,
+        )
+        got = run(engine, requests())
+        assert [whole.token_ids for whole in got] == want, (chunk, steps_in_flight, kib)
+        assert got[0].num_cached_tokens == 0
+        if kib == ROOMY_KIB:
+            assert [whole.num_cached_tokens for whole in got] == [
+                0,
+                *[192] * 4,
+                136,
+                160,
+                192,
+                0,
+            ]  # whole units of 8 tokens
+        assert (engine.scheduler.work.num_preemptions > 0) == (kib != ROOMY_KIB)
+        engine.shutdown()

@@ -1,0 +1,376 @@
+"""Decode steps replayed from recorded graphs, plan by plan; failed captures; what a recording refuses."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from tests.worker.execution.hand_scheduler import HandScheduler
+
+pytest.importorskip("triton")
+
+from tests.checkpoints import make_checkpoint
+from tests.graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, Recording, recorded
+from tests.tiny_checkpoints import tiny_llama
+from transom_kernels.launch import INTERPRETED, Kernels, prefer
+from transom_kernels.moe.dispatch import block_rows
+from transom_kernels.moe.sort import MAX_PAIRS
+from transom_kernels.paged_attention import tuning
+from transom_worker.execution import dummy_run, forward_pass
+from transom_worker.execution.graphs.decode_graphs import GraphMismatch
+from transom_worker.execution.graphs.static_batch import StaticBatch
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.step_sampling import sample_step
+from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.scheduling.step import StepPlan
+from transom_worker.settings import Settings
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
+SIZE = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}
+SETTINGS: dict[str, Any] = {
+    "kv_cache_memory_bytes": "1MiB",
+    "block_size": 4,
+    "num_threads": 1,
+    "max_num_batched_tokens": 8,
+    "dtype": "float32",
+    "window": 5,
+    "sinks": 2,
+    "window_pattern": "SF",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("graphed"), **SIZE)
+
+
+@contextmanager
+def runner_of(
+    checkpoint: Path, device: RecorderDevice | None, *, kernels: Kernels = "interpreted", **settings: Any
+) -> Iterator[ModelRunner]:
+    """A runner on interpreted kernels that records on `device`."""
+    with prefer(kernels), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_pass, "capture_device", lambda _: device)
+        patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
+        patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
+        runner = ModelRunner(Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config())
+        runner.allocate(runner.pool_bytes())
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def graphed(checkpoint: Path) -> tuple[ModelRunner, RecorderDevice]:
+    """A runner of one sequence as it started."""
+    device = RecorderDevice()
+    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8) as runner:
+        return runner, device
+
+
+def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
+    """Return a step's logits; the sequence continues with the sampled tokens."""
+    kept: list[torch.Tensor] = []
+    plan = hand.plan(counts)
+
+    def sampled(plan: StepPlan, logits: torch.Tensor, *rest: Any, **what: Any) -> dict[int, int]:
+        kept.append(logits.clone())
+        return sample_step(plan, logits, *rest, **what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transom_worker.execution.runner.sample_step", sampled)
+        hand.received(plan, runner.execute(plan))
+    return kept[0]
+
+
+def random_steps(seed: int, num_steps: int, most_seqs: int) -> list[Callable[[HandScheduler], dict[int, int]]]:
+    """Steps over sequences that come, are cut into chunks, decode together and go; each tells a scheduler, and says what to run."""
+    rng = random.Random(seed)
+    steps: list[Callable[[HandScheduler], dict[int, int]]] = []
+    left: dict[int, int] = {}  # tokens of the prompt yet to be computed
+    total: dict[int, int] = {}
+    for number in range(num_steps):
+        gone = [seq for seq in left if total[seq] >= 15 or (left[seq] == 0 and rng.random() < 0.1)]
+        new = number if len(left) - len(gone) < most_seqs and rng.random() < 0.5 else None
+        for seq in gone:
+            del left[seq]
+        if new is not None or not left:
+            new, length = number, rng.choice((1, 3, 7, 12))
+            left[new] = total[new] = length
+        counts = {seq: min(rng.randint(1, 5), num) or 1 for seq, num in left.items()}
+        tokens = [rng.randint(3, 500) for _ in range(left.get(number, 0))]
+        for seq, count in counts.items():
+            total[seq] += left[seq] == 0
+            left[seq] = max(0, left[seq] - count)
+
+        def step(
+            hand: HandScheduler,
+            gone: list[int] = gone,
+            new: int | None = new,
+            counts: dict[int, int] = counts,
+            tokens: list[int] = tokens,
+        ) -> dict[int, int]:
+            for seq in gone:
+                hand.finish(seq)
+            if new is not None:
+                hand.add(new, tokens)
+            return counts
+
+        steps.append(step)
+    return steps
+
+
+def check_steps(
+    checkpoint: Path,
+    *,
+    seed: int,
+    num_steps: int,
+    max_num_seqs: int,
+    beside: Kernels = "interpreted",
+    **settings: Any,
+) -> None:
+    """The same random steps with graphs and without, there with the kernels of `beside`."""
+    settings |= {"max_num_seqs": max_num_seqs, "max_model_len": 16}
+    steps, device, found = random_steps(seed, num_steps, max_num_seqs), RecorderDevice(), []
+    for recorder, kernels in ((None, beside), (device, "interpreted")):
+        with runner_of(checkpoint, recorder, kernels=kernels, **settings) as runner:
+            hand = HandScheduler(runner.info.layout)
+            found.append([logits_of(runner, hand, step(hand)) for step in steps])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)  # rows that are added change how products round
+    use = runner.usage
+    assert use.num_graph_steps + use.num_eager_steps == num_steps
+    assert min(use.num_graph_steps, use.num_eager_steps) >= num_steps // 4
+    assert use.num_graph_steps == device.num_uploads - 2 * len(device.graphs)
+    assert runner.info.num_graphs == len(device.graphs) == 2 * len([num for num in (1, 2, 3) if num <= max_num_seqs])
+
+
+def test_random_steps_give_the_same_logits(checkpoint: Path) -> None:
+    """As torch computes them; `test_many_random_steps` has the interpreter on both sides."""
+    check_steps(checkpoint, seed=3, num_steps=12, max_num_seqs=2, beside="reference")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(3))
+def test_many_random_steps(checkpoint: Path, seed: int) -> None:
+    check_steps(checkpoint, seed=seed, num_steps=40, max_num_seqs=3)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "gemma2": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 80,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tmp_path: Path, family: str) -> None:
+    """Experts, learned sinks, soft caps, norms on both sides, chunks, queries scaled by position."""
+    make_checkpoint(tmp_path, family, **(FAMILIES[family] | {"num_hidden_layers": 2}))
+    check_steps(tmp_path, seed=3, num_steps=12, max_num_seqs=2, window=None, sinks=0, window_pattern="S")
+
+
+def test_the_cache_is_blank_after_start_up(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
+    runner, device = graphed
+    assert len(device.graphs) == 1
+    assert not runner._slab[: runner.info.layout.pool_bytes].any()
+
+
+class BakedGraph(RecordedGraph):
+    """Fakes a graph that keeps a number of the first step: it does not read the second step's inputs."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        run()
+
+    def replay(self) -> None:
+        pass
+
+
+class BakingDevice(RecorderDevice):
+    def capture(self, run: Callable[[], None]) -> RecordedGraph:
+        return BakedGraph(run)
+
+
+class FailingDevice(RecorderDevice):
+    def capture(self, run: Callable[[], None]) -> RecordedGraph:
+        if self.graphs:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().capture(run)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (
+            BakingDevice(),
+            "capturing 2 sequences at level 0 failed (GraphMismatch: 2 sequences at level 0: logits of up to",
+        ),
+        (FailingDevice(), "capturing 1 sequences at level 0 failed (RuntimeError: operation not permitted"),
+    ],
+    ids=["a graph that is wrong", "a device that fails"],
+)
+def test_what_fails_at_start_turns_graphs_off(
+    checkpoint: Path, device: RecorderDevice, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), runner_of(checkpoint, device, max_num_seqs=2, max_model_len=8) as runner:
+        assert [record.getMessage()[: len("Decode steps run")] for record in caplog.records] == ["Decode steps run"]
+        assert message in caplog.text
+        hand = HandScheduler(runner.info.layout)
+        hand.add(0, [5, 6])
+        for counts in ({0: 2}, {0: 1}):
+            logits_of(runner, hand, counts)
+        assert (runner.usage.num_graph_steps, runner.usage.num_eager_steps, runner.info.num_graphs) == (0, 2, 0)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "name", ["token_ids", "positions", "slots", "block_table", "first_block", "attend_from", "items", "combine_items"]
+)
+def test_an_input_that_is_kept_from_the_first_step_is_noticed(
+    checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bits, or beyond the tolerance: what is kept is a copy, which later steps do not write to."""
+    plain = StaticBatch.forward_batch
+
+    def kept(self: StaticBatch) -> ForwardBatch:
+        recordings = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recording)]
+        if not recordings:
+            return plain(self)
+        real = self._device
+        with _disable_current_modes():
+            self._device = {key: value.clone() if key.split()[0] == name else value for key, value in real.items()}
+        batch = plain(self)
+        self._device = real
+        return batch
+
+    monkeypatch.setattr(StaticBatch, "forward_batch", kept)
+    with (
+        caplog.at_level(logging.INFO),
+        runner_of(checkpoint, RecorderDevice(), max_num_seqs=1, max_model_len=32) as runner,
+    ):
+        assert runner.info.num_graphs == 0 or "differs by up to" in caplog.text
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 20 MiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "_RandomSteps.fill_blocks",
+            out_of_memory,
+            "capturing them failed (OutOfMemoryError: Tried to allocate 20 MiB)",
+        ),
+        ("LIMIT_S", -1.0, "from 2 sequences at level 0 on run without CUDA graphs: capturing took too long"),
+    ],
+    ids=["no memory for random blocks", "no time"],
+)
+def test_a_start_without_memory_or_time_runs_without_graphs(
+    checkpoint: Path,
+    name: str,
+    value: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(f"transom_worker.execution.graphs.graph_warm_up.{name}", value)
+    device = RecorderDevice()
+    with caplog.at_level(logging.WARNING), runner_of(checkpoint, device, max_num_seqs=2, max_model_len=8) as runner:
+        assert message in caplog.text
+        assert (runner.info.num_graphs, runner._forward._graphs, device.graphs) == (0, None, [])
+
+
+def test_infinite_logits_do_not_void_the_check(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
+    """The tolerance goes by the largest finite logit."""
+    runner, _ = graphed
+    graphs, (size,) = runner._forward._graphs, runner._decode_sizes.all  # type: ignore[union-attr]
+    assert graphs is not None
+    right = torch.tensor([[1.0, -torch.inf, torch.nan]])
+    graphs._compare(size, right.clone(), right)
+    for wrong in ([[2.0, -torch.inf, torch.nan]], [[1.0, 5.0, torch.nan]], [[1.0, -torch.inf, 0.0]]):
+        with pytest.raises(GraphMismatch):
+            graphs._compare(size, torch.tensor(wrong), right)
+
+
+def test_experts_of_many_sequences_are_found_in_a_graph() -> None:
+    """Beyond `MAX_PAIRS` torch sorts: a thousand rows, more than random steps here have."""
+    experts = torch.randint(8, (MAX_PAIRS + 7,), generator=torch.Generator().manual_seed(0))
+    pairs, owners = (found.clone() for found in block_rows(experts, 8, 16))
+
+    def run() -> None:
+        for out, found in zip((pairs, owners), block_rows(experts, 8, 16), strict=True):
+            out.copy_(found)
+
+    with torch.inference_mode():
+        graph = RecorderDevice().capture(run)
+        experts.copy_(experts.flip(0).clamp(max=5))
+        graph.replay()
+    wanted = block_rows(experts, 8, 16)
+    assert torch.equal(pairs, wanted[0])
+    assert torch.equal(owners, wanted[1])
+
+
+def test_eager_is_eager(checkpoint: Path) -> None:
+    device = RecorderDevice()
+    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8, enforce_eager=True) as runner:
+        assert (runner.info.num_graphs, device.graphs) == (0, [])
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "a list": lambda x: x.tolist(),
+    "a number": lambda x: x.sum().item(),
+    "a branch": lambda x: 1 if x.sum() > 0 else 2,
+    "an array": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "a count": lambda x: x.long().bincount(),
+    "a new tensor": lambda x: x + torch.tensor([1.0, 2.0]),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_recording_refuses_what_a_graph_cannot_hold(what: str) -> None:
+    x = torch.ones(2)
+    with torch.inference_mode(), pytest.raises(NotCapturable), recorded():
+        REFUSED[what](x)
+
+
+def test_a_recording_keeps_the_hosts_numbers_and_reads_its_inputs_again() -> None:
+    x, out, factor = torch.ones(3), torch.zeros(3), 2.0
+
+    def run() -> None:
+        made = torch.empty(3).copy_(x)
+        out.copy_((made * factor + torch.arange(3)).view(3, 1)[:, 0])
+
+    with torch.inference_mode():
+        graph = RecorderDevice().capture(run)
+        x.fill_(5.0)
+        factor = 100.0
+        graph.replay()
+    assert out.tolist() == [10.0, 11.0, 12.0]

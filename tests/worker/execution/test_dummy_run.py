@@ -1,0 +1,85 @@
+"""A warm-up runs every kind of step before the first request, and writes to no block that a sequence could read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker.execution.hand_scheduler import engine_config
+from tests.worker.execution.toy_decoder import ToyDecoder, layer, load_toy
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.batch.slab import allocate_slab, block_rows
+from transom_worker.execution.dummy_run import dummy_run, prompt_steps, warm_up, worst_case_start
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.scheduling.step import StepPlan
+
+CPU = torch.device("cpu")
+
+
+class RecordingBuilder(BatchBuilder):
+    """A builder over a runner's layout, in a slab of its own, that records the plans of dummy runs."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        layout = runner.info.layout
+        self.slab = allocate_slab(layout, CPU)
+        super().__init__(layout, self.slab, CPU)
+        self.groups = [group.spec for group in layout.groups]
+        self.plans: list[StepPlan] = []
+
+    def build(self, plan: StepPlan, store: SequenceStore) -> ForwardBatch:
+        self.plans.append(plan)
+        return super().build(plan, store)
+
+
+def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
+    loaded = load_toy([layer(), layer(window=6), layer(window=5, sinks=3)], eos=(2,), max_position=max_position)
+    assert isinstance(loaded.model, ToyDecoder)
+    runner = ModelRunner(engine_config(), loaded=loaded)
+    runner.allocate(runner.pool_bytes())
+    return runner, loaded.model
+
+
+@pytest.mark.parametrize("max_model_len", [1, 3, 4, 100])
+def test_warm_up_stays_within_the_limits(max_model_len: int) -> None:
+    runner, model = make(100)
+    builder = RecordingBuilder(runner)
+    logits = warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=max_model_len, compiles=True)
+    assert logits.shape[0] == 1
+    steps = [(plan.start[0], plan.count[0]) for plan in builder.plans]
+    assert all(start + count <= max_model_len and count <= 64 for start, count in steps)
+    if max_model_len == 100:
+        assert steps == [(0, 16), (0, 64), (97, 3), (97, 1), (0, 1)]
+
+
+def test_warm_up_tries_every_kind_of_step_where_kernels_are_compiled() -> None:
+    steps = prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=True)
+    assert steps == [(0, 16), (0, 64), (0, 256), (0, 1024), (0, 4096), (2100, 3), (2100, 1)]
+    assert prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=False) == [(0, 16)]
+
+
+def test_warm_up_writes_to_dump_blocks_only() -> None:
+    runner, model = make(100)
+    builder = RecordingBuilder(runner)
+    warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=100, compiles=True)
+    assert builder.slab.any()
+    for group in range(len(builder.groups)):
+        block_rows(builder.layout, builder.slab, group)[builder.layout.dump_block(group)] = 0
+    assert not builder.slab.any()
+
+
+def test_the_worst_case_has_a_full_context_only_with_compressed_layers() -> None:
+    plain = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
+    entries = GroupSpec(name="indexer_4", kind=GroupKind.INDEXER, layers=(0,), block_size=16, ratio=4)
+    assert worst_case_start([plain], 50, 100) == 0
+    assert worst_case_start([plain, entries], 50, 100) == 50
+
+
+def test_only_the_first_sequence_of_a_dummy_run_has_a_context() -> None:
+    runner, model = make(100)
+    builder = RecordingBuilder(runner)
+    logits = dummy_run(model, builder, builder.groups, [5, 1], start=90)
+    plan = builder.plans[0]
+    assert (plan.start, plan.count, plan.logits_from, len(logits)) == ([90, 0], [5, 1], [94, 0], 2)

@@ -1,0 +1,86 @@
+"""The size of the KV pool, from the settings and from the machine's memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.execution.hand_scheduler import engine_config
+from tests.worker.execution.toy_decoder import layer, load_toy
+from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
+from transom_worker.errors import ConfigError
+from transom_worker.execution import memory
+from transom_worker.planner import cache_groups
+
+CPU = torch.device("cpu")
+
+
+def never() -> None:
+    raise AssertionError("nothing to profile on a CPU")
+
+
+def test_a_set_size_is_taken_as_it_is() -> None:
+    cache = CacheConfig(kv_cache_memory_bytes=123_456)
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=10, run_worst_case=never) == 123_456
+
+
+def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_cpu_bytes", lambda: 8_000_000)
+    cache = CacheConfig()
+    room = int(8_000_000 * DEFAULT_CPU_KV_SHARE)
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=2**40, run_worst_case=never) == room
+    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=1000, run_worst_case=never) == 1000
+
+
+@pytest.mark.parametrize(
+    ("limit", "use", "cache", "expected"),
+    [
+        ("max", 5, 0, 4_096_000),
+        ("1000000", 400_000, None, 600_000),
+        ("1000000", 900_000, 300_000, 400_000),
+        ("9", 50, 0, 0),
+    ],
+)
+def test_a_control_group_lowers_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, use: int, cache: int | None, expected: int
+) -> None:
+    """File cache counts as the group's use, but the kernel frees it when a process needs memory."""
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    (tmp_path / "limit").write_text(limit + "\n")
+    (tmp_path / "use").write_text(f"{use}\n")
+    if cache is not None:
+        (tmp_path / "memory.stat").write_text(f"anon 7\nactive_file 9\ninactive_file {cache}\n")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    here = memory.ControlGroup(tmp_path, "limit", "use", "inactive_file")
+    monkeypatch.setattr(memory, "CGROUPS", (here._replace(folder=tmp_path / "none"), here))
+    assert memory.available_cpu_bytes() == expected
+
+
+def test_this_machine_has_memory() -> None:
+    assert memory.available_cpu_bytes() > 2**20
+
+
+def test_max_useful_bytes_hold_every_sequence_at_full_length() -> None:
+    shape = load_toy([layer(), layer(4)]).architecture
+    groups = cache_groups(shape, block_size=4, dtype="float32")
+    stride = groups[0].stride_bytes
+    assert stride == groups[1].stride_bytes == 512
+    scheduler: SchedulerConfig = engine_config().scheduler
+    assert (
+        memory.max_useful_bytes(groups, scheduler, max_model_len=9)
+        == scheduler.max_num_seqs * 2 * 4 * stride + 16 * stride
+    )
+
+
+def test_a_gpu_keeps_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"max_memory_allocated": 300, "memory_reserved": 350, "mem_get_info": (550, 1000)}
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, figure=figure: figure)
+    cache = CacheConfig(gpu_memory_utilization=0.9)
+    options = {"device": torch.device("cuda"), "max_useful_bytes": 2**40, "run_worst_case": lambda: None}
+    assert memory.pool_bytes(cache, **options) == 900 - 100 - 300  # type: ignore[arg-type]
+    assert memory.pool_bytes(cache, graph_bytes=200, **options) == 300  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="CUDA graphs will take 500; raise it, lower"):
+        memory.pool_bytes(cache, graph_bytes=500, **options)  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""Device, dtype, EOS tokens and threads, from settings and checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.execution.toy_decoder import architecture, layer
+from transom_worker.config import ModelConfig
+from transom_worker.errors import ConfigError
+from transom_worker.execution import memory, model_loading
+from transom_worker.model_files.resolve import ModelFiles
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def files(config: dict[str, object], generation_config: dict[str, object] | None = None) -> ModelFiles:
+    return ModelFiles(name="x", path=Path("x"), is_gguf=False, config=config, generation_config=generation_config or {})
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, {}, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, (5, 7)),
+        ({"eos_token_id": [3]}, {"eos_token_id": None}, (3,)),
+        ({}, {}, ()),
+    ],
+)
+def test_ends_of_text(config: dict[str, object], generation: dict[str, object], expected: tuple[int, ...]) -> None:
+    assert model_loading.eos_token_ids(files(config, generation)) == expected
+
+
+def test_windows_come_from_settings() -> None:
+    config = ModelConfig(model="x", window=8, sinks=2, window_pattern="SF")
+    shape = model_loading.model_architecture(files(LLAMA), config)
+    assert [(attention.window, attention.sinks) for attention in shape.layers] == [(8, 2), (None, 0), (8, 2)]
+    config = ModelConfig(model="x", window=8, chunk=32, window_pattern="CSF")
+    shape = model_loading.model_architecture(files(LLAMA), config)
+    assert [(attention.window, attention.chunk) for attention in shape.layers] == [(None, 32), (8, None), (None, None)]
+    plain = model_loading.model_architecture(files(LLAMA), ModelConfig(model="x"))
+    assert all(attention.window is None for attention in plain.layers)
+
+
+def test_device_and_dtype() -> None:
+    assert model_loading.choose_device("cpu") == torch.device("cpu")
+    assert model_loading.choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert model_loading.choose_dtype("auto", architecture([layer()])) == "float32"
+    assert model_loading.choose_dtype("float16", architecture([layer()])) == "float16"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="torch finds no CUDA device"):
+        model_loading.choose_device("cuda")
+
+
+def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(model_loading, "num_usable_cores", lambda: 12)
+    model_loading.set_threads(3)
+    model_loading.set_threads(None)
+    assert asked == [3, 12]
+
+
+def test_a_machine_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
+    with pytest.raises(ConfigError, match="give --kv-cache-memory-bytes"):
+        memory.available_cpu_bytes()

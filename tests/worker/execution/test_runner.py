@@ -1,0 +1,226 @@
+"""Plans written by hand against a decoder without pages: chunks, batches, steps in flight, resume, repair, copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.worker.execution.hand_scheduler import GREEDY, HandScheduler, engine_config
+from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, load_toy
+from transom_worker.contract import SamplingParams
+from transom_worker.errors import StepFailed
+from transom_worker.execution.runner import ModelRunner
+
+LAYERS = {
+    "full": [layer(), layer()],
+    "window": [layer(window=7), layer(window=7)],
+    "hybrid": [layer(window=6), layer(), layer(window=6)],
+    "sinks": [layer(), layer(window=5, sinks=3)],
+    "three": [layer(window=9, sinks=6), layer(window=4), layer()],
+}
+
+
+def make(kind: str, **settings: object) -> tuple[ModelRunner, HandScheduler, ToyDecoder]:
+    loaded = load_toy(LAYERS[kind], eos=(2,))
+    runner = ModelRunner(engine_config(**settings), loaded=loaded)  # type: ignore[arg-type]
+    runner.allocate(runner.pool_bytes())
+    assert isinstance(loaded.model, ToyDecoder)
+    return runner, HandScheduler(runner.info.layout), loaded.model
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
+
+
+def decode(runner: ModelRunner, hand: HandScheduler, chunks: dict[int, list[int]], steps: int) -> dict[int, list[int]]:
+    """Prefill each sequence by its chunks (a sequence whose prompt is done decodes), until all have `steps` tokens."""
+    found: dict[int, list[int]] = {seq_id: [] for seq_id in chunks}
+    left = {seq_id: list(sizes) for seq_id, sizes in chunks.items()}
+    while any(len(tokens) < steps for tokens in found.values()):
+        counts = {seq_id: left[seq_id].pop(0) if left[seq_id] else 1 for seq_id in chunks if len(found[seq_id]) < steps}
+        plan = hand.plan(counts)
+        for seq_id, token in hand.received(plan, runner.execute(plan)).items():
+            found[seq_id].append(token)
+    return found
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("chunks", [[23], [1] * 23, [5, 4, 1, 13], [16, 7]])
+def test_any_chunking_equals_the_reference(kind: str, chunks: list[int]) -> None:
+    runner, hand, model = make(kind)
+    tokens = prompt(23)
+    hand.add(0, tokens)
+    assert decode(runner, hand, {0: chunks}, 12)[0] == model.continue_greedily(tokens, 12)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_sequences_side_by_side(kind: str, hybrid: bool) -> None:
+    runner, hand, model = make(kind, hybrid=hybrid)
+    assert hybrid or [spec.name for spec in hand.specs] == ["full"]
+    lengths = {0: 19, 1: 1, 2: 30, 3: 6}  # more than max_num_seqs: tables grow
+    for seq_id, length in lengths.items():
+        hand.add(seq_id, prompt(length, seed=seq_id))
+    chunks = {0: [10, 9], 1: [1], 2: [7, 7, 16], 3: [6]}
+    found = decode(runner, hand, chunks, 8)
+    for seq_id, length in lengths.items():
+        assert found[seq_id] == model.continue_greedily(prompt(length, seed=seq_id), 8)
+
+
+def test_finished_sequences_make_room_and_ids_come_back() -> None:
+    runner, hand, model = make("sinks")
+    for turn in range(5):
+        hand.add(7, prompt(9, seed=turn))
+        assert decode(runner, hand, {7: [9]}, 3)[7] == model.continue_greedily(prompt(9, seed=turn), 3)
+        hand.finish(7)
+
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2)
+
+
+def test_two_steps_in_flight_equal_one() -> None:
+    texts = []
+    for by_row in (False, True):
+        runner, hand, _ = make("hybrid")
+        hand.add(0, prompt(9), params=SAMPLED, seed=5)
+        hand.add(1, prompt(4, seed=1), params=GREEDY)
+        plans = [hand.plan({0: 9, 1: 4})]
+        text = []
+        for step in range(10):
+            order = {1: 1, 0: 1} if step % 2 else {0: 1, 1: 1}
+            if by_row:  # the next plan exists before the result of this one
+                plans.append(hand.plan(order, by_row=True))
+            result = runner.execute(plans[0])
+            text.append(sorted(hand.received(plans[0], result).items()))
+            plans.pop(0)
+            if not by_row:
+                plans.append(hand.plan(order))
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "sinks"])
+def test_resume_at_every_position(kind: str) -> None:
+    runner, hand, _ = make(kind)
+    hand.add(0, prompt(11), params=SAMPLED, seed=77)
+    whole = decode(runner, hand, {0: [11]}, 9)[0]
+    for position in range(9):
+        hand.finish(0)
+        hand.add(0, prompt(11) + whole[:position], num_prompt_tokens=11, params=SAMPLED, seed=77)
+        assert decode(runner, hand, {0: [11 + position]}, 9 - position)[0] == whole[position:]
+
+
+def test_prompt_logprobs_in_chunks() -> None:
+    runner, hand, model = make("hybrid")
+    tokens = prompt(14)
+    hand.add(0, prompt(5, seed=9))
+    hand.add(1, tokens, params=SamplingParams(temperature=0.0, prompt_logprobs=1))
+    found = []
+    for counts in ({0: 5, 1: 6}, {1: 5, 0: 1}, {0: 1, 1: 3}, {0: 1, 1: 1}):
+        plan = hand.plan(counts)
+        result = runner.execute(plan)
+        hand.received(plan, result)
+        assert set(result.prompt_logprobs) <= {plan.seq_ids.index(1)}
+        found += result.prompt_logprobs.get(plan.seq_ids.index(1), [])
+    expected = model.reference(tokens).log_softmax(-1)
+    assert [entry.chosen.token_id for entry in found] == tokens[1:]
+    for position, entry in enumerate(found):
+        assert entry.chosen.logprob == pytest.approx(expected[position, tokens[position + 1]].item(), abs=1e-4)
+        assert entry.top[0].token_id == int(expected[position].argmax())
+
+
+def test_window_repair_by_hand() -> None:
+    """The window group lost every block below 24.
+
+    The plan computes again from s without writing to the full group, then continues as a cold run does.
+    """
+    runner, hand, model = make("hybrid")
+    tokens = prompt(30)
+    hand.add(0, tokens[:24])
+    runner.execute(hand.plan({0: 24}))
+    full_blocks = dict(hand.sequences[0].blocks[0])
+    before = _block_bytes(runner, full_blocks)
+    # Window layers 0 and 2 with W = 6: the live range at n = 24 starts in the block of 19, which starts at 16.
+    # Layer 2 needs layer 0 exact from 16 - 5 on, and what layer 0 writes is exact from s on: s = 16 - 5 = 11.
+    plan = hand.repair(1, tokens, full_blocks, s=11, n=24)
+    result = runner.execute(plan)
+    assert result.sampled_ids == []
+    assert _block_bytes(runner, full_blocks) == before
+    assert decode(runner, hand, {1: [6]}, 10)[1] == model.continue_greedily(tokens, 10)
+
+
+def _block_bytes(runner: ModelRunner, blocks: dict[int, int]) -> list[bytes]:
+    stride = runner.info.layout.groups[0].stride_bytes
+    return [runner._slab[block * stride : (block + 1) * stride].numpy().tobytes() for block in blocks.values()]
+
+
+def test_block_copies_before_the_forward_pass() -> None:
+    """Sequence 1 shares a prefix that ends inside a block, so it continues in copies of the shared blocks."""
+    runner, hand, model = make("hybrid")
+    tokens = prompt(10)
+    hand.add(0, tokens)
+    runner.execute(hand.plan({0: 10}))
+    sequence = hand.add(1, [*tokens, *prompt(4, seed=3)])
+    plan = hand.plan({})
+    for group in (0, 1):
+        held = hand.sequences[0].blocks[group]
+        last = max(held)
+        copy = hand.pool.take(group, 2)
+        sequence.blocks[group] = {**held, last: copy[1]}
+        plan.copy_group += [group, group]  # a chain, to see the order
+        plan.copy_source += [held[last], copy[0]]
+        plan.copy_target += copy
+        plan.copy_source_tier += [0, 0]
+        plan.copy_target_tier += [0, 0]
+        hand.put_table(plan, sequence, group)
+    sequence.num_computed = 10
+    assert runner.execute(plan).num_copies_done == 4
+    found = decode(runner, hand, {1: [4]}, 6)[1]
+    assert found == model.continue_greedily([*tokens, *prompt(4, seed=3)], 6)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "sinks"])
+def test_compaction_moves_blocks_under_a_running_sequence(kind: str) -> None:
+    """Blocks swap places through a free block, window blocks among them; the sequence's tokens stay as they are."""
+    runner, hand, model = make(kind)
+    tokens = prompt(18)
+    hand.add(0, tokens)
+    plan = hand.plan({0: 18})
+    found = list(hand.received(plan, runner.execute(plan)).values())
+    spare = [hand.pool.take(group, 1)[0] for group in range(2)]
+    while len(found) < 12:
+        plan = hand.plan({0: 1})
+        for group in range(2):
+            hand.swap_blocks(plan, hand.sequences[0], group, spare[group])
+        found += hand.received(plan, runner.execute(plan)).values()
+    assert found == model.continue_greedily(tokens, 12)
+
+
+def test_an_empty_plan_only_keeps_books() -> None:
+    runner, hand, _ = make("full")
+    hand.add(0, prompt(3))
+    result = runner.execute(hand.plan({}))
+    assert (result.sampled_ids, result.timings.forward_s) == ([], 0.0)
+
+
+def test_wrong_plans_are_refused() -> None:
+    runner, hand, _ = make("full")
+    plan = hand.plan({})
+    plan.version = 99
+    with pytest.raises(StepFailed, match="version 99"):
+        runner.execute(plan)
+    hand.add(0, prompt(3))
+    plan = hand.plan({0: 3})
+    plan.delta_blocks, plan.delta_offset = [], [0, 0]
+    with pytest.raises(ValueError, match="has no block"):
+        runner.execute(plan)
+    plan = hand.plan({})
+    plan.copy_group, plan.copy_source, plan.copy_target = [0], [0], [1]
+    plan.copy_source_tier, plan.copy_target_tier = [0], [1]
+    with pytest.raises(ValueError, match="host tier"):
+        runner.execute(plan)
+    plan = hand.plan({})
+    plan.seq_ids = [12]
+    plan.input_row, plan.input_id, plan.start, plan.count = [-1], [7], [0], [1]
+    with pytest.raises(ValueError, match="sequence 12, which was never given"):
+        runner.execute(plan)

@@ -1,0 +1,107 @@
+"""Views of the slab: every byte of a block belongs to one tensor of one layer, and blocks do not overlap."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.worker.execution.toy_decoder import architecture, layer
+from transom_worker.execution.batch.slab import (
+    allocate_slab,
+    block_rows,
+    compressed_caches,
+    group_of_layer,
+    layer_caches,
+)
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.model_config.layer_attention import Compression, LayerAttention
+from transom_worker.planner import cache_groups, make_layout
+
+CPU = torch.device("cpu")
+SHAPE = architecture([layer(8), layer(), layer(8), layer(8, sinks=2)])
+
+
+def small_layout(dtype: str, block_size: int) -> ArenaLayout:
+    return make_layout(cache_groups(SHAPE, block_size=block_size, dtype=dtype), pool_bytes=100_000)
+
+
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 3), ("float16", 5)])
+def test_each_byte_has_one_owner(dtype: str, block_size: int) -> None:
+    layout = small_layout(dtype, block_size)
+    slab = allocate_slab(layout, CPU)
+    caches = layer_caches(layout, slab)
+    for index, group in enumerate(layout.groups):
+        slab.zero_()
+        for tensors in group.layers:
+            for view in (caches[tensors.layer].k, caches[tensors.layer].v):
+                assert view.shape == (layout.num_block_ids(index), block_size, 2, 8)
+                assert view.dtype == getattr(torch, dtype)
+                view += 1
+        rows = block_rows(layout, slab, index)
+        content = rows[:, : group.block_bytes].contiguous().view(getattr(torch, dtype))
+        assert (content == 1).all()  # every element was reached exactly once
+        assert (rows[:, group.block_bytes :] == 0).all()
+
+
+def test_blocks_of_pages_of_different_groups_and_dump_blocks_do_not_overlap() -> None:
+    layout = small_layout("float32", 4)
+    spans = [
+        (block * group.stride_bytes, (block + 1) * group.stride_bytes)
+        for page in range(layout.num_pages)
+        for index, group in [(page % len(layout.groups), layout.groups[page % len(layout.groups)])]
+        for block in range(layout.first_block(page, index), layout.end_block(page, index))
+    ]
+    assert len(spans) > 30
+    assert all(before[1] <= after[0] for before, after in zip(sorted(spans), sorted(spans)[1:], strict=False))
+    for index, group in enumerate(layout.groups):
+        assert layout.dump_block(index) * group.stride_bytes >= layout.pool_bytes
+        assert (layout.dump_block(index) + 1) * group.stride_bytes <= layout.slab_bytes
+
+
+def test_slab_starts_zeroed_and_a_view_writes_the_right_bytes() -> None:
+    layout = small_layout("float32", 4)
+    slab = allocate_slab(layout, CPU)
+    assert slab.numel() == layout.slab_bytes
+    assert not slab.any()
+    tensors = layout.groups[1].layers[1]
+    layer_caches(layout, slab)[tensors.layer].v[5, 3, 1, 7] = 2.5
+    element = (3 * 2 + 1) * 8 + 7
+    at = 5 * layout.groups[1].stride_bytes + tensors.v_offset + 4 * element
+    assert slab[at : at + 4].view(torch.float32).item() == 2.5
+    assert int((slab != 0).sum()) == int((torch.tensor([2.5]).view(torch.uint8) != 0).sum())
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 32), ("bfloat16", 8)])
+def test_a_layer_that_compresses_has_a_cache_for_each_role(dtype: str, block_size: int, hybrid: bool) -> None:
+    latent = LayerAttention(num_heads=2, num_kv_heads=1, head_size=8, window=8, latent=True)
+    sparse = replace(latent, compression=Compression(ratio=4, overlap=1, index_size=6))
+    heavy = replace(latent, compression=Compression(ratio=16))
+    shape = architecture([latent, sparse, heavy, sparse])
+    layout = make_layout(cache_groups(shape, block_size=block_size, dtype=dtype, hybrid=hybrid), pool_bytes=400_000)
+    slab = allocate_slab(layout, CPU)
+    caches, compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
+    assert [cache is None for cache in compressed] == [True, False, False, False]
+    assert [cache.index is None for cache in compressed[1:]] == [False, True, False]
+    views = [(cache.k, group) for cache, group in zip(caches, group_of_layer(layout), strict=True)]
+    for cache in compressed[1:]:
+        for part in (cache, cache.index):
+            views += [(part.entries.cache.k, part.entries.group)] if part else []
+            views += [(view, part.state.group) for view in (part.state.cache.k, part.state.cache.v)] if part else []
+    for index, group in enumerate(layout.groups):
+        slab.zero_()
+        for view, view_group in views:
+            if view_group == index:
+                assert view.shape[:3] == (layout.num_block_ids(index), group.rows_per_block, 1)
+                _bytes_of(view).add_(1)
+        rows = block_rows(layout, slab, index)
+        assert (rows[:, : group.block_bytes] == 1).all()  # every byte was reached exactly once
+        assert (rows[:, group.block_bytes :] == 0).all()
+
+
+def _bytes_of(view: torch.Tensor) -> torch.Tensor:
+    """A view [N, P, 1, D] as bytes of the same memory."""
+    size = view.element_size()
+    strides = [stride * size for stride in view.stride()[:3]]
+    raw = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+    return raw.as_strided((*view.shape[:3], view.shape[3] * size), (*strides, 1), view.storage_offset() * size)

@@ -1,0 +1,290 @@
+"""A cache, sequences that run on it, and ranks that do what it says, with every invariant checked after each operation.
+
+Ranks write, into every block that a step's tables name, which prefix each position was computed from, and look up all that a query
+reads. So a block that was freed too early, published with other contents or moved without its contents shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.worker.kvcache.cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
+from tests.worker.kvcache.rank_model import RankTable, Slab, prefix_tags
+from transom_worker.kvcache.compaction import BlockCopy
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.tree import CheckpointKind
+
+ROOT = chain_root(BLOCK)
+WRONG = b"computed without all that it reads"
+
+
+@dataclass(eq=False)
+class CacheSequence:
+    """A sequence: its tokens, how many of them plans cover, and its tables on ranks."""
+
+    token_ids: list[int]
+    tags: list[bytes]
+    blocks: SequenceBlocks
+    tables: list[RankTable]
+    scheduled: int
+    num_in_flight: int = 0
+
+
+@dataclass
+class Row:
+    """A sequence's share of a step: positions `[start, end)` on the tables as they were when it was planned."""
+
+    sequence: CacheSequence
+    start: int
+    end: int
+    tables: list[dict[int, int]]  # by group: logical -> block
+
+
+@dataclass
+class Step:
+    copies: list[BlockCopy]
+    rows: list[Row] = field(default_factory=list)
+
+
+class CacheDriver:
+    def __init__(self, mix: Sequence[str], *, num_pages: int, caching: bool = True, window_repair: bool = True) -> None:
+        self.layout = layout(mix, num_pages=num_pages)
+        self.specs = [group.spec for group in self.layout.groups]
+        self.now_s = 0.0
+        self.cache = KvCache(
+            self.layout,
+            block_size=BLOCK,
+            enable_prefix_caching=caching,
+            window_repair=window_repair,
+            clock=lambda: self.now_s,
+        )
+        self.slab = Slab(self.layout)
+        self.mirror = Mirror(len(self.specs))
+        self.sequences: list[CacheSequence] = []
+        self.steps: deque[Step] = deque()
+        self.truth: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}  # (group, digest) -> a block's contents
+        self.num_prompt_tokens = 0
+        self.num_repairs = 0
+        self.num_refused = 0
+
+    # Operations
+
+    def begin(
+        self,
+        token_ids: list[int],
+        boundaries: Sequence[tuple[int, CheckpointKind]] = (),
+        *,
+        reads_cache: bool = True,
+    ) -> bool:
+        """Search, begin, and admit if there is room for a first token."""
+        chain: list[bytes] = []
+        extend_chain(chain, ROOT, token_ids, BLOCK)
+        tags = prefix_tags(token_ids)
+        self._remember(chain, tags)
+        hit = self._find(chain, len(token_ids)) if reads_cache and self.cache.enable_prefix_caching else None
+        blocks = self.cache.begin(chain, ROOT, hit=hit)
+        tables = [RankTable(spec.num_sink_blocks) for spec in self.specs]
+        sequence = CacheSequence(token_ids, tags, blocks, tables, scheduled=blocks.processed)
+        self.sequences.append(sequence)
+        if not self._extend(sequence, 1):
+            self.sequences.remove(sequence)
+            self.cache.release(blocks, kind=None)
+            return False
+        self.num_prompt_tokens += len(token_ids)
+        self.cache.outcomes.count(hit, chain, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids))
+        after_hit = hit.num_hash_blocks if hit else 0
+        self.cache.plan_checkpoints(blocks, [(units, kind) for units, kind in boundaries if units > after_hit])
+        self.num_repairs += blocks.repair_until > 0
+        self._check()
+        return True
+
+    def plan_fork_checkpoint(self, index: int, units_ahead: int) -> None:
+        """A checkpoint is planned at a boundary that the sequence has not processed, where a waiting one's chain parts."""
+        if self.sequences:
+            sequence = self.sequences[index % len(self.sequences)]
+            units = max(sequence.blocks.processed // BLOCK, sequence.blocks.num_published - 1) + 1 + units_ahead
+            if units <= len(sequence.token_ids) // BLOCK:
+                self.cache.plan_fork_checkpoint(sequence.blocks, units)
+
+    def plan(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """A step over (index of a sequence, tokens): each gets as many tokens as it gets blocks for."""
+        rows = []
+        for index, count in dict(wanted).items():
+            sequence = self.sequences[index % len(self.sequences)]
+            count = min(count, len(sequence.token_ids) - sequence.scheduled)
+            if count and sequence not in [row[0] for row in rows] and self._extend(sequence, count):
+                self._tell_deltas(sequence)
+                rows.append((sequence, count))
+        step = Step(self.cache.take_copies())
+        for sequence, count in rows:
+            self._tell_moves(sequence)
+            tables = [_by_logical(table.sink_blocks, table.run, table.first_block) for table in sequence.tables]
+            step.rows.append(Row(sequence, sequence.scheduled, sequence.scheduled + count, tables))
+            sequence.scheduled += count
+            sequence.num_in_flight += 1
+        self.steps.append(step)
+        self._check()
+
+    def receive(self) -> None:
+        """Ranks execute the oldest step, and its result arrives."""
+        if not self.steps:
+            return
+        step = self.steps.popleft()
+        self.slab.copy(step.copies)
+        for row in step.rows:
+            self._compute(row)
+        for row in step.rows:
+            row.sequence.num_in_flight -= 1
+            self.cache.advance(row.sequence.blocks, row.sequence.token_ids, row.end)
+            self._check()
+
+    def complete(self, index: int, kind: CheckpointKind | None, *, chunk: int) -> None:
+        """Run a sequence to its end, as far as there is memory."""
+        if self.sequences:
+            sequence = self.sequences[index % len(self.sequences)]
+            while sequence.scheduled < len(sequence.token_ids):
+                before = sequence.scheduled
+                self.plan([(self.sequences.index(sequence), chunk)])
+                if sequence.scheduled == before:
+                    break
+                self.receive()
+            while sequence.num_in_flight:
+                self.receive()
+            self.release(self._idle().index(sequence), kind)
+
+    def release(self, index: int, kind: CheckpointKind | None) -> CacheSequence | None:
+        """End a sequence that no step in flight computes."""
+        idle = self._idle()
+        if not idle:
+            return None
+        sequence = idle[index % len(idle)]
+        self.sequences.remove(sequence)
+        self.cache.release(sequence.blocks, kind=kind)
+        self._check()
+        return sequence
+
+    def preempt(self, index: int) -> None:
+        """Release, and begin again with what is cached."""
+        sequence = self.release(index, CheckpointKind.PREEMPTED)
+        if sequence is not None:
+            self.begin(sequence.token_ids)
+
+    def evict_all(self) -> None:
+        self.cache.evict_all()
+        assert all(group.cached_blocks == 0 for group in self.cache.stats().groups)
+        self._check()
+
+    def finish(self) -> None:
+        """End every sequence; no reference may be left."""
+        while self.steps:
+            self.receive()
+        while self.sequences:
+            self.release(0, CheckpointKind.GENERATION)
+        stats = self.cache.stats()
+        assert all(group.active_blocks == 0 for group in stats.groups)
+        self.evict_all()
+        stats = self.cache.stats()
+        assert stats.free_pages == stats.num_pages
+        assert not any(stats.checkpoints.current.values())
+        assert stats.fragmentation == 0.0
+
+    # The model
+
+    def _find(self, chain: list[bytes], num_tokens: int) -> PrefixHit:
+        hit = self.cache.find(chain, num_tokens)
+        limit, repair = hit_limit(num_tokens, BLOCK), self.cache.window_repair
+        expected = cheapest_hit(self.specs, self.mirror.groups, chain, limit, unit=BLOCK, window_repair=repair)
+        assert (hit.num_hash_blocks, hit.start) == expected
+        assert hit == find_hit(self.cache.retentions, self.mirror.groups, chain, limit, window_repair=repair)
+        return hit
+
+    def _extend(self, sequence: CacheSequence, count: int) -> bool:
+        end = sequence.scheduled + count
+        needs = [
+            max(0, -(-end // spec.block_size) - table.end_block)
+            for spec, table in zip(self.specs, sequence.blocks.tables, strict=True)
+        ]
+        before = [(list(table.sink_blocks), list(table.run)) for table in sequence.blocks.tables]
+        packed = sum(
+            -(-(pool.num_active + need) // per_page)
+            for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.blocks_per_page, strict=True)
+        )
+        done = self.cache.extend(sequence.blocks, end)
+        assert done == (
+            packed <= self.layout.num_pages
+        )  # neither refused while moving blocks would help, nor out of thin air
+        if not done:
+            self.num_refused += 1
+            assert before == [(table.sink_blocks, table.run) for table in sequence.blocks.tables]
+        return done
+
+    def _tell_deltas(self, sequence: CacheSequence) -> None:
+        for group, delta in sequence.blocks.take_deltas():
+            sequence.tables[group].apply(delta.dropped, delta.appended, delta.first_block)
+
+    def _tell_moves(self, sequence: CacheSequence) -> None:
+        for theirs, ours in zip(sequence.tables, sequence.blocks.tables, strict=True):
+            for logical, block in ours.take_moves():
+                theirs.move(logical, block)
+            assert (theirs.sink_blocks, theirs.run) == (ours.sink_blocks, ours.run)
+            assert not ours.run or theirs.first_block == ours.first_block
+
+    def _compute(self, row: Row) -> None:
+        sequence, until = row.sequence, row.sequence.blocks.repair_until
+        for query in range(row.start, row.end):
+            content = (query, sequence.tags[query])
+            for group, (spec, table) in enumerate(zip(self.specs, row.tables, strict=True)):
+                if query >= until:
+                    self._check_reads(group, spec, table, sequence, query)
+                if spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER):
+                    if query >= until and (query + 1) % spec.ratio == 0:
+                        for position in range(query + 1 - spec.ratio, query + 1):
+                            self._write(group, spec, table, (position, sequence.tags[position]))
+                elif query >= until or not (spec.keeps_everything or query // spec.block_size < spec.num_sink_blocks):
+                    right = query >= min(until, self.cache.retentions[group].first_live_block(until) * spec.block_size)
+                    self._write(group, spec, table, content if right else (query, WRONG))
+
+    def _check_reads(
+        self, group: int, spec: GroupSpec, table: dict[int, int], sequence: CacheSequence, query: int
+    ) -> None:
+        for begin, end in spec.live(query):
+            for position in range(begin, end):
+                found = self.slab.read(group, position, table[position // spec.block_size])
+                assert found == (position, sequence.tags[position])
+
+    def _write(self, group: int, spec: GroupSpec, table: dict[int, int], content: tuple[int, bytes]) -> None:
+        position = content[0]
+        self.slab.write(group, position, table[position // spec.block_size], content)
+
+    def _remember(self, chain: list[bytes], tags: list[bytes]) -> None:
+        for group, spec in enumerate(self.specs):
+            step = spec.block_size // BLOCK
+            for block in range(len(chain) // step):
+                positions = range(block * spec.block_size, (block + 1) * spec.block_size)
+                self.truth[group, chain[(block + 1) * step - 1]] = [(p, tags[p]) for p in positions]
+
+    def _idle(self) -> list[CacheSequence]:
+        return [sequence for sequence in self.sequences if not sequence.num_in_flight]
+
+    def _check(self) -> None:
+        check_cache(self.cache, [sequence.blocks for sequence in self.sequences])
+        self.mirror.apply(self.cache.take_update())
+        assert self.mirror.groups == [set(group) for group in self.cache.index.groups]
+        stats = self.cache.stats()
+        assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
+        for group in stats.groups:
+            assert sum(group.residency.counts) == sum(group.evicted_blocks.values())
+        if not self.cache.compaction.copies and not self.steps:  # else contents are still on their way
+            for group, found in enumerate(self.cache.index.groups):
+                for digest, block in found.items():
+                    assert self.slab.block(group, block) == self.truth[group, digest]
+
+
+def _by_logical(pinned: list[int], run: list[int], first_block: int) -> dict[int, int]:
+    return dict(enumerate(pinned)) | dict(enumerate(run, first_block))

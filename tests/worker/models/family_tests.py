@@ -1,0 +1,183 @@
+"""The tests that every family runs: the engine computes what transformers computes, by every path through scheduler and cache.
+
+A test module makes checkpoints, gives them as the fixture `family`, and inherits `FamilyTests`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import (
+    LENGTHS,
+    NUM_TOKENS,
+    Answer,
+    greedy,
+    load_oracle,
+    make_checkpoint,
+    prompt,
+    step_logprobs,
+)
+from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.lost_windows import lose_windows
+from tests.matrices import some_daily
+from transom_worker.contract import MAX_LOGPROBS
+from transom_worker.engine.engine import Engine
+
+TOLERANCE = 1e-3
+MAX_MODEL_LEN = 256
+LONG_PROMPT, LONG_ANSWER = 700, 48
+BLOCK = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyCase:
+    """A family's config, and mistakes (changes to the config) that must show in what transformers computes."""
+
+    family: str
+    config: dict[str, Any] = field(default_factory=dict)
+    mistakes: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A case, its checkpoint, and the right answers."""
+
+    case: FamilyCase
+    folder: Path
+    oracle_folder: Path  # the same checkpoint, not quantised
+    answers: list[Answer]
+
+    @staticmethod
+    def make(folder: Path, case: FamilyCase) -> Family:
+        """Write the checkpoint and ask transformers."""
+        make_checkpoint(folder, case.family, **case.config)
+        return Family.of(folder, case)
+
+    @staticmethod
+    def of(folder: Path, case: FamilyCase) -> Family:
+        """Of a checkpoint that is there."""
+        oracle, prompts = load_oracle(folder), [prompt(length) for length in LENGTHS]
+        engine = make_engine(str(folder), dtype="float32", max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False)
+        requests = [make_request(f"{i}", ids, max_tokens=NUM_TOKENS) for i, ids in enumerate(prompts)]
+        guesses = [whole.token_ids for whole in run(engine, requests)]
+        engine.shutdown()
+        answers = [greedy(oracle, ids, guess=guess) for ids, guess in zip(prompts, guesses, strict=True)]
+        return Family(case=case, folder=folder, oracle_folder=folder, answers=answers)
+
+    def with_a_long_answer(self) -> Family:
+        """Return the family with one answer more: a long one to a prompt of many windows and chunks.
+
+        So many tokens have near ties between experts in some models: the first prompt is taken whose answer is clear.
+        """
+        oracle = load_oracle(self.oracle_folder)
+        answers = (greedy(oracle, prompt(LONG_PROMPT, salt), LONG_ANSWER) for salt in range(10))
+        return replace(self, answers=[*self.answers, next(answer for answer in answers if answer.is_clear)])
+
+    def engine(self, **settings: Any) -> Engine:
+        """An engine over it; a roomy one unless `settings` say otherwise."""
+        values = {
+            "block_size": BLOCK,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 8,
+        }
+        return make_engine(str(self.folder), **(values | {"dtype": "float32"} | settings))
+
+    def ask(self, engine: Engine, name: str, which: list[int] | None = None) -> list[Whole]:
+        """Put the prompts to the engine, all at once, and compare tokens and log-probabilities."""
+        chosen = range(len(self.answers)) if which is None else which
+        requests = [
+            make_request(
+                f"{name}{at}",
+                self.answers[i].prompt,
+                max_tokens=len(self.answers[i].token_ids),
+                logprobs=MAX_LOGPROBS,
+            )
+            for at, i in enumerate(chosen)
+        ]
+        wholes = run(engine, requests)
+        for i, whole in zip(chosen, wholes, strict=True):
+            length = len(self.answers[i].prompt)
+            assert whole.token_ids == self.answers[i].token_ids, f"{name}, prompt of {length}"
+            assert worst_difference(whole, self.answers[i]) < TOLERANCE, f"{name}, prompt of {length}"
+        return wholes
+
+
+class FamilyTests:
+    """What every family is asked every day. Inherit, and give the fixture `family`."""
+
+    def test_margins_are_clear_and_text_is_not_degenerate(self, family: Family) -> None:
+        assert all(answer.is_clear for answer in family.answers), [
+            (f"prompt of {len(answer.prompt)}", answer.margin, answer.choice_margin) for answer in family.answers
+        ]
+        assert min(len(set(answer.token_ids)) for answer in family.answers) >= 8
+
+    def test_mistakes_would_show(self, family: Family) -> None:
+        assert family.case.mistakes
+        for mistake in family.case.mistakes:
+            wrong = load_oracle(family.oracle_folder, **mistake)
+            moved = [
+                (step_logprobs(wrong, answer.prompt, answer.token_ids) - answer.logprobs).abs().max()
+                for answer in family.answers[2:]
+            ]
+            assert max(moved) > 50 * TOLERANCE, mistake
+
+    def test_alone_and_in_one_chunk(self, family: Family) -> None:
+        engine = family.engine(enable_prefix_caching=False)
+        for i in range(len(LENGTHS)):
+            family.ask(engine, f"alone{i}-", [i])
+
+    @pytest.mark.parametrize("steps_in_flight", some_daily([1, 2], daily=[2]))
+    def test_together_in_small_chunks_then_from_the_cache_then_with_lost_windows(
+        self, family: Family, steps_in_flight: int
+    ) -> None:
+        engine = family.engine(max_num_batched_tokens=45, steps_in_flight=steps_in_flight)
+        family.ask(engine, "cold")
+        hits = family.ask(engine, "hit")
+        assert [whole.num_cached_tokens for whole in hits] == [(n - 1) // BLOCK * BLOCK for n in LENGTHS]
+        lose_windows(engine.scheduler.cache)
+        family.ask(engine, "repaired")
+        kept = [retention.keeps_everything for retention in engine.scheduler.cache.retentions]
+        assert (engine.scheduler.stats().outcome_tokens.get("repaired", 0) > 0) == (any(kept) and not all(kept))
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("chunk", [1024, 45])
+    def test_a_long_prompt_and_answer(self, family: Family, chunk: int) -> None:
+        long = family.with_a_long_answer()
+        engine = long.engine(max_model_len=LONG_PROMPT + LONG_ANSWER, max_num_batched_tokens=chunk)
+        for name in ("cold", "hit"):
+            long.ask(engine, name, [len(LENGTHS)])
+        lose_windows(engine.scheduler.cache)
+        long.ask(engine, "repaired", [len(LENGTHS)])
+
+
+class SmallPoolTests:
+    """What some families are asked every day: pools that make sequences wait, and pools that keep all keys and values."""
+
+    def test_preempted(self, family: Family) -> None:
+        few = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+        plan = family.engine(**few).info.plan
+        tight = plan.request_bytes + plan.in_flight_bytes + 4 * plan.page_bytes
+        engine = family.engine(kv_cache_memory_bytes=tight, **few)
+        family.ask(engine, "tight", [3, 1, 0, 3, 1, 3, 0, 3, 2, 1, 2])
+        assert engine.scheduler.work.num_preemptions > 0
+
+    def test_without_the_hybrid_cache(self, family: Family) -> None:
+        engine = family.engine(hybrid_kv_cache=False, max_num_batched_tokens=200)
+        family.ask(engine, "dense")
+        family.ask(engine, "dense-hit")
+
+
+def worst_difference(whole: Whole, answer: Answer) -> float:
+    """Largest difference of any reported log-probability, over all steps."""
+    worst = 0.0
+    for step, reported in enumerate(whole.logprobs):
+        given = (reported.chosen, *reported.top)
+        theirs = answer.logprobs[step, [logprob.token_id for logprob in given]]
+        worst = max(worst, float((torch.tensor([logprob.logprob for logprob in given]) - theirs).abs().max()))
+    return worst

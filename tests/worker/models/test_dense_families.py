@@ -1,0 +1,162 @@
+"""Dense families against transformers' own, on small random checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checkpoints import VOCAB_SIZE
+from tests.matrices import some_daily
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, SmallPoolTests
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
+
+CASES = {
+    "llama3": FamilyCase(
+        family="llama",
+        config={
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},),
+    ),
+    "smollm3": FamilyCase(
+        family="smollm3",
+        config={"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2},
+        mistakes=({"sliding_window": 17}, {"no_rope_layers": [1, 1, 1, 1]}),
+    ),
+    "mistral": FamilyCase(family="mistral", config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
+    "mistral without windows": FamilyCase(
+        family="mistral", config={"sliding_window": None, "seed": 1}, mistakes=({"sliding_window": 190},)
+    ),
+    "ministral": FamilyCase(
+        family="ministral",
+        config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
+        mistakes=({"sliding_window": 19},),
+    ),
+    "qwen2": FamilyCase(
+        family="qwen2",
+        config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
+        mistakes=({"sliding_window": 17},),
+    ),
+    "qwen3": FamilyCase(
+        family="qwen3",
+        config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24},
+        mistakes=({"sliding_window": 15},),
+    ),
+    "gemma2": FamilyCase(
+        family="gemma2",
+        config={
+            "seed": 3,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 14.0,
+        },
+        mistakes=(
+            {"sliding_window": 17},
+            {"attn_logit_softcapping": None},
+            {"final_logit_softcapping": None},
+            {"query_pre_attn_scalar": 16},
+        ),
+    ),
+    "gemma3": FamilyCase(
+        family="gemma3_text",
+        config={
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+            },
+        },
+        mistakes=(
+            {"sliding_window": 23},
+            {
+                "rope_parameters": {
+                    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+                    FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+                }
+            },
+            {
+                "rope_parameters": {
+                    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                    FULL: {"rope_type": "default", "rope_theta": 10_000.0},
+                }
+            },
+        ),
+    ),
+    "gemma4": FamilyCase(
+        family="gemma4_text",
+        config={
+            "looking": 0.8,
+            "num_hidden_layers": 8,
+            "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL],
+            "num_kv_shared_layers": 4,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "sliding_window": 20,
+            "final_logit_softcapping": 14.0,
+        },
+        mistakes=({"sliding_window": 19}, {"final_logit_softcapping": None}),
+    ),
+    "gemma4 with experts": FamilyCase(
+        family="gemma4_text",
+        config={
+            "looking": 0.8,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 20,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        mistakes=({"sliding_window": 21}, {"top_k_experts": 3}),
+    ),
+    "olmo3": FamilyCase(
+        family="olmo3",
+        config={"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
+        mistakes=({"sliding_window": 21}, {"rope_parameters": {SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}}),
+    ),
+    "cohere2": FamilyCase(
+        family="cohere2", config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family.make(tmp_path_factory.mktemp(request.param), CASES[request.param])
+
+
+class TestDenseFamilies(FamilyTests):
+    """All of `FamilyTests`, by family."""
+
+
+@pytest.mark.parametrize("family", some_daily(CASES, daily=["llama3", "gemma3"]), indirect=True)
+class TestDenseFamiliesInSmallPools(SmallPoolTests):
+    """All of `SmallPoolTests`; every day one family without windows and one of windows and full attention."""

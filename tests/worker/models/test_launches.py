@@ -1,0 +1,79 @@
+"""What a layer launches for one token where Triton computes: the table in docs/kernels.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.checkpoints import make_checkpoint
+from tests.worker.models.deepseek_v4_checkpoint import SLIDING, make_deepseek_v4
+from tests.worker.models.launches import decoding_step
+from tests.worker.models.test_dense_families import CASES as DENSE
+from tests.worker.models.test_moe_families import CASES as MIXTURES
+from transom_kernels.launch import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
+DENSE_LAYER = Counter(norm_rows=2, product=4, prepare_and_write=1, attend=1, activate=1)
+ROUTER = Counter(score_experts=1, choose_experts=1)  # for every kind of score
+EXPERTS = Counter(full=1, sort_pairs=1, into_experts=1, out_of_experts=1, sum_experts=1)
+MIXTURE_LAYER = Counter(norm_rows=2, product=2, prepare_and_write=1, attend=1) + ROUTER + EXPERTS
+HYPER_CONNECTION = Counter(
+    normalise_streams=1, product=1, pre_and_mix=1, post_and_mix=1
+)  # of a sublayer, for any number of rounds
+LATENT = Counter(norm_rows=3, product=3, bmm=1, prepare_and_write=1, attend_rows=1, neg=1, rotate=1)
+SHARED_EXPERT = Counter(product=2, activate=1, add=1)
+WINDOW_LAYER = HYPER_CONNECTION + HYPER_CONNECTION + LATENT + ROUTER + EXPERTS + SHARED_EXPERT
+LAYERS = {
+    "llama3": DENSE_LAYER,
+    "gpt_oss": MIXTURE_LAYER,
+    "gemma3": DENSE_LAYER,
+    "qwen3_moe": MIXTURE_LAYER,
+    "olmo3": DENSE_LAYER + Counter(norm_rows=2, copy_=2),  # QK norms over all heads
+}
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_launches_of_a_layer(tmp_path: Path, name: str) -> None:
+    assert layer_of(tmp_path, name) == LAYERS[name]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("llama3", "gemma3")])
+def test_launches_of_other_layers(tmp_path: Path, name: str) -> None:
+    assert layer_of(tmp_path, name) == LAYERS[name]
+
+
+def test_launches_of_a_layer_with_hyper_connections(tmp_path: Path) -> None:
+    def make(num_layers: int) -> Path:
+        kinds = {"layer_types": [SLIDING] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
+        return make_deepseek_v4(tmp_path / str(num_layers), num_hidden_layers=num_layers, hc_sinkhorn_iters=20, **kinds)
+
+    assert added_by_a_layer(make) == WINDOW_LAYER
+
+
+def layer_of(folder: Path, name: str) -> Counter[str]:
+    case = (DENSE | MIXTURES)[name]
+
+    def make(num_layers: int) -> Path:
+        config = case.config | {"num_hidden_layers": num_layers}
+        if name == "qwen3_moe":
+            config["mlp_only_layers"] = []
+        if name in ("gemma3", "olmo3"):
+            config["layer_types"] = ["sliding_attention"] * num_layers
+        return make_checkpoint(folder / str(num_layers), case.family, **config)
+
+    return added_by_a_layer(make)
+
+
+def added_by_a_layer(make: Callable[[int], Path]) -> Counter[str]:
+    """What the second layer adds to the first; `make` writes a checkpoint of so many."""
+    one, two = (decoding_step(make(num_layers)) for num_layers in (1, 2))
+    two.subtract(one)
+    layer = Counter({kind: count for kind, count in two.items() if count})
+    layer["product"] = layer.pop("mm", 0) + layer.pop("addmm", 0)
+    return layer

@@ -1,0 +1,172 @@
+"""Families with experts against transformers' own, on small random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import load_oracle, make_checkpoint, prompt, step_logprobs
+from tests.matrices import some_daily
+from tests.worker.models.family_tests import TOLERANCE, Family, FamilyCase, FamilyTests, SmallPoolTests
+from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 256,
+}
+MIMO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334}
+CASES = {
+    "mixtral": FamilyCase(
+        family="mixtral",
+        config={"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3},
+        mistakes=({"num_experts_per_tok": 1},),
+    ),
+    "mixtral with windows": FamilyCase(
+        family="mixtral",
+        config={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        mistakes=({"sliding_window": 25},),
+    ),
+    "qwen3_moe": FamilyCase(
+        family="qwen3_moe",
+        config={
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+        mistakes=({"norm_topk_prob": False},),
+    ),
+    "qwen3_moe as it is": FamilyCase(
+        family="qwen3_moe",
+        config={
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "seed": 8,
+        },
+        mistakes=({"norm_topk_prob": True},),
+    ),
+    "gpt_oss": FamilyCase(
+        family="gpt_oss",
+        config={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 16,
+            "swiglu_limit": 1.5,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        mistakes=(
+            {"sliding_window": 17},
+            {"swiglu_limit": 2.0},
+            {"swiglu_alpha": 1.0},
+            {"rope_parameters": YARN | {"truncate": True}},
+        ),
+    ),
+    "llama4": FamilyCase(
+        family="llama4_text",
+        config={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 80,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 32,
+            "no_rope_layer_interval": 4,
+            "floor_scale": 64,
+            "attn_scale": 0.5,
+            "seed": 5,
+        },
+        mistakes=(
+            {"attention_chunk_size": 31},
+            {"attn_temperature_tuning": False},
+            {"floor_scale": 63},
+            {"use_qk_norm": False},
+        ),
+    ),
+    "llama4 without norms": FamilyCase(
+        family="llama4_text",
+        config={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 80,
+            "attention_chunk_size": 16,
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+        mistakes=({"attention_chunk_size": 17},),
+    ),
+    "mimo_v2_flash": FamilyCase(
+        family="mimo_v2_flash",
+        config={
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 17,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+        mistakes=(
+            {"sliding_window": 18},
+            {"attention_value_scale": 1.0},
+            {"routed_scaling_factor": 1.0},
+            {"rope_parameters": {kind: MIMO_ROPE for kind in ("full_attention", "sliding_attention")}},
+        ),
+    ),
+}
+QUANTISED: dict[str, Callable[[Path, Path], None]] = {"gpt_oss in MXFP4": to_mxfp4, "qwen3_moe as it is in fp8": to_fp8}
+
+
+@pytest.fixture(scope="module", params=[*CASES, *QUANTISED])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder, case = tmp_path_factory.mktemp("family"), CASES[request.param.split(" in ")[0]]
+    if request.param not in QUANTISED:
+        make_checkpoint(folder, case.family, **case.config)
+        draw_corrections(folder)
+        return Family.of(folder, case)
+    make_checkpoint(folder / "plain", case.family, **case.config)
+    QUANTISED[request.param](folder / "plain", folder / "packed")
+    plain = Family.of(folder / "plain", case)
+    return replace(plain, folder=folder / "packed")
+
+
+def draw_corrections(folder: Path) -> None:
+    """Routers' corrections are no parameters, and so zero in a new model; here they change some choices."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+        tensors[name] = torch.linspace(-0.3, 0.3, len(tensors[name])).roll(sum(map(ord, name)))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class TestMoeFamilies(FamilyTests):
+    """All of `FamilyTests`, by family."""
+
+
+@pytest.mark.parametrize("family", some_daily([*CASES, *QUANTISED], daily=["gpt_oss", "llama4"]), indirect=True)
+class TestMoeFamiliesInSmallPools(SmallPoolTests):
+    """All of `SmallPoolTests`; every day one family of windows and one of chunks, each beside full attention."""
+
+
+@pytest.mark.parametrize("change", [-torch.inf, 0.5])
+def test_learned_sinks_matter(tmp_path: Path, change: float) -> None:
+    """A sink of minus infinity is none at all; neither that nor another value goes unnoticed."""
+    make_checkpoint(tmp_path, "gpt_oss", **CASES["gpt_oss"].config)
+    oracle, ids = load_oracle(tmp_path), prompt(40)
+    right = step_logprobs(oracle, ids, [1])
+    for layer in oracle.model.layers:
+        layer.self_attn.sinks.data += change
+    assert (step_logprobs(oracle, ids, [1]) - right).abs().max() > 50 * TOLERANCE

@@ -1,0 +1,159 @@
+"""Every family on 2, 3 and 4 ranks against one: logits and tokens, through chunks, hits, lost windows, preemption and restarts.
+
+One rank is compared with transformers in `family_tests`. Heads are 4 with 1 or 2 KV heads, which 3 and 4 ranks hold several times;
+or 9 with 3 KV heads, dealt 6 + 3, 3 + 3 + 3 and unevenly to 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint, prompt
+from tests.engine_driver import Whole, make_request, run
+from tests.lost_windows import lose_windows
+from tests.matrices import some_daily
+from tests.thread_ranks import ThreadRanks, make_sharded_engine
+from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
+from tests.worker.models.family_tests import FamilyCase
+from tests.worker.models.test_dense_families import CASES as DENSE
+from tests.worker.models.test_moe_families import CASES as MIXTURES
+from tests.worker.models.test_moe_families import QUANTISED, draw_corrections
+from transom_worker.engine.engine import Engine
+from transom_worker.model_files.resolve import resolve_model
+from transom_worker.planner import plan_from_config
+
+TOLERANCE = 1e-4
+NUM_TOKENS = 6
+LENGTHS = (5, 41, 90)
+NINE_HEADS = {
+    "hidden_size": 72,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+# At the sharpness of its other tests one rank's own logits move by more than the tolerance when its chunks are cut otherwise.
+BLUNT = FamilyCase(family="gemma4_text", config=DENSE["gemma4"].config | {"looking": 0.5})
+NINE = FamilyCase(family="llama", config=NINE_HEADS)
+CASES = DENSE | MIXTURES | {"gemma4": BLUNT, "llama with nine heads": NINE}
+VARIANTS = ("llama3", "mistral without windows", "mixtral", "qwen3_moe as it is", "llama4 without norms", *QUANTISED)
+FAMILIES = [name for name in (*CASES, "deepseek_v4") if name not in VARIANTS]
+SIZES = (2, 3, 4)
+EVERY = [*CASES, *QUANTISED, "deepseek_v4"]
+DAILY = {name: SIZES[at % 3] for at, name in enumerate(EVERY)}  # every family with one size
+DAILY_PREEMPTED = {"gemma3": 3, "llama with nine heads": 4, "gpt_oss": 2, "llama4": 3, "deepseek_v4": 2}
+DAILY_DENSE = ("gpt_oss", "deepseek_v4")
+CHUNKS = {"block_size": 8, "max_model_len": 768, "max_num_batched_tokens": 45, "dtype": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a worker writes in each situation, and the logits of its steps."""
+
+    wholes: dict[str, list[Whole]]
+    logits: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """A checkpoint and what one rank makes of it."""
+
+    folder: Path
+    answers: Answers
+
+
+def make_folder(folder: Path, name: str) -> Path:
+    if name == "deepseek_v4":
+        return make_deepseek_v4(folder, o_groups=4)
+    case = CASES[name.split(" in ")[0]]
+    plain = make_checkpoint(folder / "plain", case.family, **case.config)
+    if name in QUANTISED:
+        QUANTISED[name](plain, folder / "packed")
+        return folder / "packed"
+    draw_corrections(plain)
+    return plain
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneRank]:
+    folder = make_folder(tmp_path_factory.mktemp("sharded"), request.param)
+    engine, ranks = make_sharded_engine(str(folder), 1, **CHUNKS)
+    yield OneRank(folder, ask(engine, ranks))
+    engine.shutdown()
+
+
+def ask(engine: Engine, ranks: ThreadRanks) -> Answers:
+    """Prompts in small chunks beside each other, from the cache, and with lost windows."""
+    ranks.logits()
+    wholes = {"cold": put(engine, "cold"), "hit": put(engine, "hit")}
+    assert all(whole.num_cached_tokens > 0 for whole in wholes["hit"][1:])
+    lose_windows(engine.scheduler.cache)
+    wholes["repaired"] = put(engine, "repaired")
+    return Answers(wholes, ranks.logits())
+
+
+def put(engine: Engine, name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Whole]:
+    requests = [make_request(f"{name}{i}", prompt(n), max_tokens=NUM_TOKENS) for i, n in enumerate(lengths)]
+    return run(engine, requests)
+
+
+def tokens(wholes: list[Whole]) -> list[list[int]]:
+    return [whole.token_ids for whole in wholes]
+
+
+@pytest.mark.parametrize(
+    ("one_rank", "size"), some_daily(product(EVERY, SIZES), daily=DAILY.items()), indirect=["one_rank"]
+)
+def test_ranks_compute_what_one_rank_does(one_rank: OneRank, size: int) -> None:
+    engine, ranks = make_sharded_engine(str(one_rank.folder), size, **CHUNKS)
+    got, wanted = ask(engine, ranks), one_rank.answers
+    for situation, wholes in wanted.wholes.items():
+        assert tokens(got.wholes[situation]) == tokens(wholes), situation
+    for theirs, ours in zip(wanted.logits, got.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("one_rank", "size"), some_daily(product(FAMILIES, SIZES), daily=DAILY_PREEMPTED.items()), indirect=["one_rank"]
+)
+def test_preempted_on_several_ranks(one_rank: OneRank, size: int) -> None:
+    """In a pool in which not all prompts fit at once."""
+    settings: dict[str, Any] = CHUNKS | {"enable_prefix_caching": False, "max_model_len": 104, "steps_in_flight": 2}
+    plan = plan_from_config(
+        resolve_model(str(one_rank.folder)).config,
+        memory_bytes=8 << 20,
+        block_size=8,
+        max_model_len=104,
+        max_num_batched_tokens=45,
+        tensor_parallel_size=size,
+        kv_cache_dtype="float32",
+        steps_in_flight=2,
+    )
+    tight = plan.request_bytes + plan.in_flight_bytes + 2 * plan.page_bytes
+    engine, _ = make_sharded_engine(str(one_rank.folder), size, kv_cache_memory_bytes=tight, **settings)
+    lengths = (90, 90, 41, 90, 90)
+    wholes = put(engine, "tight", lengths)
+    by_length = dict(zip(LENGTHS, tokens(one_rank.answers.wholes["cold"]), strict=True))
+    assert tokens(wholes) == [by_length[n] for n in lengths]
+    assert engine.scheduler.work.num_preemptions > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    "one_rank",
+    some_daily(["smollm3", "gemma4", "gpt_oss", "mimo_v2_flash", "deepseek_v4"], daily=DAILY_DENSE),
+    indirect=True,
+)
+def test_without_the_hybrid_cache(one_rank: OneRank) -> None:
+    engine, _ = make_sharded_engine(str(one_rank.folder), 3, hybrid_kv_cache=False, **CHUNKS)
+    for situation in ("cold", "hit"):
+        assert tokens(put(engine, situation)) == tokens(one_rank.answers.wholes[situation])
+    engine.shutdown()

@@ -1,0 +1,81 @@
+"""Checkpoints whose tensors are not what the config says: the error names tensor and file, whichever tensor it is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from tests.worker.models.quantised_checkpoints import to_mxfp4
+from transom_worker.config import ModelConfig
+from transom_worker.errors import ModelError
+from transom_worker.execution.model_loading import load_model
+
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {},
+    "cohere2": {"sliding_window": 16},
+    "olmo3": {"sliding_window": 16},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 80,
+        "attention_chunk_size": 16,
+        "interleave_moe_layer_step": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "gpt_oss in MXFP4"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("family")
+    family = request.param.split()[0]
+    make_checkpoint(path / "plain", family, num_hidden_layers=2, **FAMILIES[family])
+    if family == request.param:
+        return path / "plain"
+    to_mxfp4(path / "plain", path / "packed")
+    return path / "packed"
+
+
+def load(folder: Path) -> None:
+    load_model(ModelConfig(model=str(folder), device="cpu"))
+
+
+def names(folder: Path) -> list[str]:
+    """Tensors of every kind: those of experts above the first are like its own."""
+    listed = load_file(folder / "model.safetensors")
+    return [name for name in listed if ".experts." not in name or not any(f".{e}." in name for e in (2, 3))]
+
+
+def test_a_missing_tensor(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for name in names(folder):
+        change(folder, tmp_path, name, None)
+        with pytest.raises(ModelError, match=rf"no tensor '{name}' in model\.safetensors"):
+            load(tmp_path)
+
+
+def test_a_tensor_of_another_shape(folder: Path, tmp_path: Path) -> None:
+    """Each tensor in one of these ways: a row too many, one too few, turned round, an axis more, no axis at all."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for index, name in enumerate(names(folder)):
+        tensor = load_file(folder / "model.safetensors")[name]
+        turned = tensor.transpose(-1, -2) if tensor.dim() > 1 and tensor.shape[-1] != tensor.shape[-2] else tensor[None]
+        wrong = (torch.cat([tensor, tensor[:1]]), tensor[:-1], turned, tensor[None], tensor.flatten()[0])
+        change(folder, tmp_path, name, wrong[index % len(wrong)])
+        with pytest.raises(ModelError, match=rf"model\.safetensors: tensor '{name}' has shape"):
+            load(tmp_path)
+
+
+def change(folder: Path, target: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Write the checkpoint's file into `target` with one tensor replaced, or missing."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    if tensor is not None:
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

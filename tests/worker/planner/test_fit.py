@@ -1,0 +1,50 @@
+"""As many requests as planned run to their length together; one more waits or is preempted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.matrices import matrix
+from tests.worker.planner.lock_step import run_together
+from tests.worker.planner.model_configs import CONFIGS
+from transom_worker.planner import plan_from_config
+
+BASE = CONFIGS["llama-3-8b"] | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+MIXES: dict[str, dict[str, Any]] = {
+    "full": BASE | {"num_hidden_layers": 3},
+    "window": BASE | {"model_type": "mistral", "num_hidden_layers": 3, "sliding_window": 20},
+    "full and window": BASE | {"model_type": "gpt_oss", "num_hidden_layers": 4, "sliding_window": 20},
+    "uneven full and window": BASE | {"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 33},
+    "full and chunk": BASE | {"model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": 32},
+    "full and ragged chunk": BASE | {"model_type": "llama4_text", "num_hidden_layers": 8, "attention_chunk_size": 27},
+}
+COMPRESSED = {
+    "num_hidden_layers": 4,
+    "layer_types": CONFIGS["deepseek-v4-flash"]["layer_types"][:4],
+    "max_position_embeddings": 512,
+    "compress_rates": {"heavily_compressed_attention": 32},
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "index_head_dim": 8,
+    "sliding_window": 20,
+}
+MIXES["compressed"] = CONFIGS["deepseek-v4-flash"] | COMPRESSED
+
+
+@pytest.mark.parametrize(("mix", "length", "steps_in_flight"), matrix(list(MIXES), [64, 100, 129, 256], [1, 2]))
+def test_planned_requests_fit_and_one_more_does_not(mix: str, length: int, steps_in_flight: int) -> None:
+    for pool_kib in (300, 407, 1000):
+        plan = plan_from_config(
+            MIXES[mix],
+            memory_bytes=pool_kib * 1024,
+            block_size=8,
+            max_model_len=length,
+            steps_in_flight=steps_in_flight,
+        )
+        requests = plan.concurrency[-1].requests
+        together = {"length": length, "block_size": 8, "steps_in_flight": steps_in_flight}
+        if requests:
+            assert run_together(plan.layout, num_requests=requests, **together)
+            assert not run_together(plan.layout, num_requests=requests + 1, **together)

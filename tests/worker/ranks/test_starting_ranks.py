@@ -1,0 +1,136 @@
+"""Failures while ranks start: each error names its rank, and no process or file is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from tests.tiny_checkpoints import tiny_llama
+from tests.worker.ranks.rank_watch import left_behind, wait_until_gone
+from transom_worker.config import EngineConfig
+from transom_worker.errors import ConfigError, ModelError, RankLost
+from transom_worker.execution.ranks import channel, executor
+from transom_worker.execution.ranks.executor import RanksExecutor
+from transom_worker.execution.ranks.group import RankGroup
+from transom_worker.execution.ranks.messages import Allocate, Load, OpenRendezvous
+from transom_worker.execution.ranks.process_launcher import RankProcesses
+from transom_worker.settings import Settings
+
+
+def config(model: Path, **settings: object) -> EngineConfig:
+    values = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "device": "cpu", "tensor_parallel_size": 2, **settings}
+    return Settings.parse(model=str(model), **values).engine_config()
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes of every start in this test."""
+    found: list[int] = []
+
+    class Watched(RankGroup):
+        def __init__(self, config: EngineConfig, launcher: RankProcesses, on_lost: Callable[[], None]) -> None:
+            super().__init__(config, launcher, on_lost)
+            found.extend(launcher.process_ids)
+
+    monkeypatch.setattr(executor, "RankGroup", Watched)
+    return found
+
+
+def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Have `action` done when the first message of a kind is about to be sent."""
+    encode = channel.encode
+
+    def act_and_encode(sent: object) -> bytes:
+        if isinstance(sent, message):
+            monkeypatch.setattr(channel, "encode", encode)
+            action()
+        return encode(sent)
+
+    monkeypatch.setattr(channel, "encode", act_and_encode)
+
+
+@pytest.mark.parametrize(
+    ("message", "rank"),
+    [
+        pytest.param(OpenRendezvous, 1, marks=pytest.mark.exhaustive),
+        (Load, 0),
+        pytest.param(Allocate, 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_rank_killed_in_start_up(
+    tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch, message: type, rank: int
+) -> None:
+    before(message, monkeypatch, lambda: os.kill(pids[rank], signal.SIGKILL))
+    with pytest.raises(RankLost, match=rf"Rank {rank}.*(SIGKILL|died)"):
+        RanksExecutor(config(tiny_model), RankProcesses).start()
+    assert len(pids) == 2
+    wait_until_gone(*pids)
+    assert not left_behind(os.getpid())
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_hangs_in_start_up(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before(Load, monkeypatch, lambda: os.kill(pids[1], signal.SIGSTOP))
+    with pytest.raises(RankLost, match=r"Rank 1.*did not connect within"):
+        RanksExecutor(config(tiny_model, step_timeout_s=1.0), RankProcesses).start()
+    wait_until_gone(*pids)
+
+
+def test_a_start_that_is_interrupted(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank hangs in Load; shutting its worker down does not wait for it."""
+    hangs, told = threading.Event(), SimpleQueue[str]()
+
+    def hang() -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        hangs.set()
+
+    def start() -> None:
+        try:
+            executor.start()
+        except RankLost as error:
+            told.put(str(error))
+
+    before(Load, monkeypatch, hang)
+    executor = RanksExecutor(config(tiny_model), RankProcesses)
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert hangs.wait(120)
+    executor.interrupt()
+    assert "interrupted" in told.get(timeout=120)
+    thread.join()
+    wait_until_gone(*pids)
+    assert not left_behind(os.getpid())
+    with pytest.raises(RankLost, match="interrupted"):
+        executor.restart()
+    wait_until_gone(*pids)
+
+
+def test_a_checkpoint_that_is_wrong(tiny_model: Path, tmp_path: Path, pids: list[int]) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"Rank [01] of 2: .*model\.safetensors"):
+        RanksExecutor(config(tmp_path), RankProcesses).start()
+    wait_until_gone(*pids)
+    assert not left_behind(os.getpid())
+
+
+def test_more_ranks_than_heads(tmp_path: Path, pids: list[int]) -> None:
+    with pytest.raises(ConfigError, match="at most 1"):
+        RanksExecutor(config(tiny_llama(tmp_path, layers=1, heads=1, kv_heads=1)), RankProcesses).start()
+    wait_until_gone(*pids)
+
+
+def test_too_few_devices(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    asked = config(tiny_model)
+    asked = replace(asked, model=replace(asked.model, device="cuda"))
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 3"):
+        RanksExecutor(asked, RankProcesses).start()

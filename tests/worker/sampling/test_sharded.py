@@ -1,0 +1,143 @@
+"""A sharded vocabulary gives the same tokens as a whole one, and the same bits of log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.thread_ranks import ThreadComm, on_ranks
+from tests.worker.sampling.test_sampler import KINDS
+from transom_worker.contract import SamplingParams
+from transom_worker.parallel import Parallel
+from transom_worker.sampling.sampler import Sampler, SamplerOutput
+from transom_worker.sampling.sharded import ShardedSampler
+
+EOS = 3
+STEPS = 3
+GREEDY, NOISY = SamplingParams(temperature=0.0), SamplingParams()
+ALL_KINDS = [
+    *KINDS.values(),
+    GREEDY,
+    SamplingParams(temperature=0.0, top_k=3, top_p=0.5),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.3, min_tokens=2, stop_token_ids=(5,)),
+]
+
+
+def random_cuts(rng: np.random.Generator, vocab_size: int, size: int) -> list[int]:
+    """Where slices of at least one id begin and end."""
+    inner = rng.choice(np.arange(1, vocab_size), size - 1, replace=False)
+    return [0, *sorted(inner.tolist()), vocab_size]
+
+
+def random_logits(rng: np.random.Generator, num_rows: int, vocab_size: int) -> torch.Tensor:
+    """Some rows coarse, so that there are ties, and some with much forbidden."""
+    logits = rng.normal(0, 3, (num_rows, vocab_size)).astype(np.float32)
+    coarse, forbidden = rng.random(num_rows) < 0.3, rng.random(num_rows) < 0.2
+    logits[coarse] = np.round(logits[coarse] / 4)
+    logits[forbidden[:, None] & (rng.random(logits.shape) < 0.9)] = -np.inf
+    return torch.from_numpy(logits)
+
+
+def run(
+    sampler: Sampler, kinds: list[SamplingParams], steps: list[torch.Tensor], masks: list[bytes | None]
+) -> list[SamplerOutput]:
+    for seq_id, params in enumerate(kinds):
+        sampler.add(seq_id, token_ids=[1, 2, 1], num_prompt_tokens=2, params=params, seed=seq_id * 7, choice_index=1)
+    results = []
+    for logits, mask in zip(steps, masks, strict=True):
+        results.append(sampler.sample(logits, range(len(kinds)), mask))
+        for seq_id, token_id in enumerate(results[-1].token_ids):
+            sampler.append(seq_id, token_id)
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from([11, 64, 200, 1000]), num_rows=st.integers(1, 12))
+def test_any_rows_over_any_slices(size: int, seed: int, vocab_size: int, num_rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = [ALL_KINDS[kind] for kind in rng.integers(0, len(ALL_KINDS), num_rows)]
+    steps = [random_logits(rng, num_rows, vocab_size) for _ in range(STEPS)]
+    masks = [rng.bytes(num_rows * -(-vocab_size // 8)) if rng.random() < 0.2 else None for _ in range(STEPS)]
+    cuts = random_cuts(rng, vocab_size, size)
+
+    def one_rank(parallel: Parallel) -> list[SamplerOutput]:
+        first, end = cuts[parallel.rank : parallel.rank + 2]
+        sampler = ShardedSampler(parallel, first_id=first, eos_token_ids=(EOS,))
+        return run(sampler, kinds, [logits[:, first:end] for logits in steps], masks)
+
+    expected = run(Sampler(eos_token_ids=(EOS,)), kinds, steps, masks)
+    found = on_ranks(size, one_rank)
+    assert repr(found[0]) == repr(expected)  # log-probabilities may be nan where everything is forbidden
+    for other in found[1:]:
+        assert [step.token_ids for step in other] == [step.token_ids for step in expected]
+        assert all(step.logprobs == [] for step in other)
+
+
+def test_a_large_vocabulary() -> None:
+    logits = torch.randn(8, 49_152, generator=torch.Generator().manual_seed(1)) * 2
+    kinds = [GREEDY, NOISY] * 4
+
+    def one_rank(parallel: Parallel) -> list[int]:
+        share = parallel.share(49_152)
+        sampler = ShardedSampler(parallel, first_id=share.start)
+        return run(sampler, kinds, [logits[:, share]], [None])[0].token_ids
+
+    expected = run(Sampler(), kinds, [logits], [None])[0].token_ids
+    assert on_ranks(5, one_rank) == [expected] * 5
+
+
+def test_only_rows_that_need_it_are_gathered() -> None:
+    def one_rank(parallel: Parallel) -> tuple[int, int]:
+        share = parallel.share(1000)
+        sampler = ShardedSampler(parallel, first_id=share.start)
+        kinds = [GREEDY, NOISY, SamplingParams(top_k=5), SamplingParams(temperature=0.5), KINDS["penalised"]]
+        run(sampler, kinds, [torch.zeros(5, 1000)[:, share]], [None])
+        assert isinstance(parallel.comm, ThreadComm)
+        return parallel.comm.gathered_elements, parallel.comm.num_operations
+
+    assert on_ranks(2, one_rank) == [(2 * 500, 3)] * 2
+
+
+def test_a_step_of_local_rows_is_one_all_reduce() -> None:
+    def one_rank(parallel: Parallel) -> tuple[int, int]:
+        share = parallel.share(1000)
+        run(ShardedSampler(parallel, first_id=share.start), [GREEDY, NOISY], [torch.zeros(2, 1000)[:, share]], [None])
+        assert isinstance(parallel.comm, ThreadComm)
+        return parallel.comm.gathered_elements, parallel.comm.num_operations
+
+    assert on_ranks(3, one_rank) == [(0, 1)] * 3
+
+
+def test_a_step_without_sampling_rows_exchanges_nothing() -> None:
+    def one_rank(parallel: Parallel) -> list[int]:
+        return ShardedSampler(parallel).sample(torch.empty(0, 10), []).token_ids
+
+    assert on_ranks(2, one_rank) == [[], []]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_log_probabilities_of_prompts(size: int) -> None:
+    logits = torch.randn(150, 500, generator=torch.Generator().manual_seed(1))
+    chosen, num_top = [row % 500 for row in range(150)], [row % 4 for row in range(150)]
+
+    def one_rank(parallel: Parallel) -> list:
+        share = parallel.share(500)
+        return ShardedSampler(parallel, first_id=share.start).token_logprobs(logits[:, share], chosen, num_top)
+
+    expected = on_ranks(1, one_rank)[0]
+    assert len(expected) == 150
+    assert on_ranks(size, one_rank) == [expected, *[[]] * (size - 1)]
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [0, 3]])
+def test_gather_rows(rows: list[int]) -> None:
+    logits = torch.arange(40.0).view(4, 10)
+    for size in (1, 3):
+        cut = on_ranks(size, lambda parallel: ShardedSampler(parallel).gather_rows(logits[:, parallel.share(10)], rows))
+        assert torch.equal(cut[0], logits[rows])
+        assert cut[1:] == [None] * (size - 1)

@@ -1,0 +1,40 @@
+"""Checks what must hold of sequences that wait for a prefix which a running sequence computes, after any event."""
+
+from __future__ import annotations
+
+from tests.worker.kvcache.cache_model import BLOCK
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.sequence import SequenceStatus
+
+
+def check_waiters(scheduler: Scheduler) -> int:
+    """Check that every waiter has a running producer that will publish what it waits for; return the number of waiters."""
+    admission = scheduler.admission
+    prefixes, running = admission.in_flight_prefixes, list(admission.running)
+    waiters = list(prefixes.waiters)
+    assert admission.num_running_slots_used <= scheduler.config.max_num_seqs
+    assert set(waiters) == set(prefixes.producers)
+    assert not set(waiters) & set(admission.waiting)
+    for waiter in waiters:
+        producer = prefixes.producers[waiter]
+        num_needed = prefixes.ranges[producer].waiters[waiter]
+        assert producer in running
+        assert producer.status is SequenceStatus.RUNNING
+        assert producer.num_in_flight or producer.num_ready > 0
+        assert producer.order_key < waiter.order_key
+        assert waiter.status is SequenceStatus.WAITING
+        assert waiter.blocks is None
+        assert producer.blocks is not None
+        assert producer.blocks.processed // BLOCK < num_needed <= len(producer.token_ids) // BLOCK
+        assert num_needed * BLOCK < len(waiter.token_ids)
+        assert waiter.chain[:num_needed] == producer.chain[:num_needed]
+    for sequence, pending in prefixes.ranges.items():
+        assert sequence in running
+        assert sequence.status is SequenceStatus.RUNNING
+        assert sequence.blocks is not None
+        assert pending.begin == max(pending.begin, sequence.blocks.processed // BLOCK) < pending.end
+        assert len(pending.waiters) == sum(producer is sequence for producer in prefixes.producers.values())
+    for digest, sequence in prefixes.producer_by_digest.items():
+        pending = prefixes.ranges[sequence]
+        assert digest in sequence.chain[pending.begin : pending.end]
+    return len(waiters)

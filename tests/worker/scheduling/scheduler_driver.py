@@ -1,0 +1,187 @@
+"""Scheduler and replay executor run together, with every invariant checked after each operation."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
+from tests.worker.scheduling.in_flight_checks import check_waiters
+from tests.worker.scheduling.replay_executor import ReplayExecutor, sampled_token
+from tests.worker.scheduling.work_model import WorkModel
+from transom_worker.config import SchedulerConfig
+from transom_worker.contract import Request, SamplingParams
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.step import StepPlan
+
+__all__ = ["BLOCK", "ENTRY_MIXES", "MIXES", "Driver", "layout", "request"]
+
+
+def request(
+    request_id: str,
+    prompt: list[int] | range,
+    max_tokens: int | None = 4,
+    *,
+    resumed: tuple[int, ...] = (),
+    **fields: object,
+) -> Request:
+    params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        params=params,  # type: ignore[arg-type]
+        seed=0,
+        resumed_output_ids=resumed,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+class Driver:
+    """Takes the engine's part: finishes requests at their limit, and at stops where `stop_at` says so."""
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        *,
+        max_model_len: int = 96,
+        caching: bool = True,
+        window_repair: bool = True,
+        min_shared_tokens: int | None = None,
+        max_chunk: int | None = None,
+        **config: object,
+    ) -> None:
+        settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
+        self.scheduler = Scheduler(
+            SchedulerConfig(**settings),  # type: ignore[arg-type]
+            layout,
+            block_size=BLOCK,
+            max_model_len=max_model_len,
+            enable_prefix_caching=caching,
+            window_repair=window_repair,
+            max_chunk=max_chunk,
+        )
+        if min_shared_tokens is not None:
+            self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens
+        self.max_model_len = max_model_len
+        self.executor = ReplayExecutor(layout)
+        self.mirror = Mirror(len(layout.groups))
+        self.work = WorkModel()
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[SequenceOutput]] = {}
+        self.finished: list[str] = []
+        self.stop_at: dict[str, int] = {}
+        self.in_flight: deque[StepPlan] = deque()
+        self.num_followed = 0  # waits for another's units, summed over all checks
+
+    def add(self, item: Request) -> None:
+        self.scheduler.add(item)
+        self.requests[item.request_id] = item
+        self.tokens[item.request_id] = list(item.resumed_output_ids)
+        self.outputs[item.request_id] = []
+
+    def abort(self, request_id: str) -> None:
+        if self.scheduler.abort(request_id):
+            self.finished.append(request_id)
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            assert 0 < plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+            assert len(plan.seq_ids) == len(set(plan.seq_ids)) <= self.scheduler.config.max_num_seqs
+            self.executor.submit(plan)
+            self.work.take(plan)
+            self.in_flight.append(plan)
+        return plan
+
+    def receive(self) -> None:
+        self.in_flight.popleft()
+        for output in self.scheduler.receive(self.executor.receive()):
+            self._take(output)
+
+    def fail(self) -> None:
+        """A step fails: its requests, and those of the plans behind it, end."""
+        self.in_flight.clear()
+        self.executor.fail()
+        self.finished += self.scheduler.fail_in_flight()
+
+    def _take(self, output: SequenceOutput) -> None:
+        name = output.request_id
+        assert name not in self.finished
+        tokens = self.tokens[name]
+        assert output.position == len(tokens)
+        assert output.token_id == sampled_token(name, output.position)
+        assert output.is_first == (not self.outputs[name])
+        tokens.append(output.token_id)
+        self.outputs[name].append(output)
+        item = self.requests[name]
+        at_limit = len(tokens) == item.params.max_tokens or item.num_prompt_tokens + len(tokens) == self.max_model_len
+        assert output.at_limit == at_limit
+        if at_limit or len(tokens) == self.stop_at.get(name):
+            self.scheduler.finish(name)
+            self.finished.append(name)
+
+    def step(self) -> None:
+        """One turn of an engine: fill the pipeline, then take a result."""
+        while self.schedule() is not None:
+            self.check()
+        assert self.in_flight or not self.scheduler.has_work, "work, but nothing in flight and nothing to do"
+        if self.in_flight:
+            self.receive()
+            self.check()
+
+    def run(self, *, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("requests never finished")
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        self.check_window_blocks()
+        self.num_followed += check_waiters(scheduler)
+        blocks = {id(s.blocks): s.blocks for s in scheduler.by_request.values() if s.blocks}
+        blocks |= {id(s.blocks): s.blocks for step in scheduler.steps_in_flight for s in step.rows if s.blocks}
+        check_cache(scheduler.cache, blocks.values())
+        self.mirror.apply(scheduler.cache.take_update())
+        for group, index in enumerate(scheduler.cache.index.groups):
+            assert self.mirror.groups[group] == set(index)
+
+    def check_work(self) -> None:
+        """Tokens and rows by reason are what the plans say; ranks compute again exactly what counts as repair."""
+        work, model = self.scheduler.work, self.work
+        assert work.num_rows == model.rows.total()
+        assert work.prefill_rows == model.rows["prefill"]
+        counted = {
+            "prefill": work.prefill_tokens,
+            "decode": work.decode_tokens,
+            "repair": work.repair_tokens,
+            "recompute": work.recompute_tokens,
+        }
+        assert counted == {phase: model.tokens[phase] for phase in counted}
+        assert work.preempted_tokens >= model.thrown_away
+        assert work.repair_tokens <= self.scheduler.stats().repair_tokens
+
+    def check_window_blocks(self) -> None:
+        """Beyond what a sequence always holds, window blocks are bounded once for the engine, by tokens in flight."""
+        config, cache = self.scheduler.config, self.scheduler.cache
+        most = -(-config.max_num_batched_tokens // BLOCK) * config.steps_in_flight
+        running = [s.blocks for s in self.scheduler.by_request.values() if s.blocks]
+        for group, retention in enumerate(cache.retentions):
+            if not retention.keeps_everything:
+                spec = retention.spec
+                width = spec.window or spec.chunk or spec.ratio * (1 + spec.overlap)
+                always = -(-width // BLOCK) + 1
+                extra = sum(max(0, len(blocks.tables[group].run) - always) for blocks in running)
+                assert extra <= most
+
+    def check_idle(self) -> None:
+        """After the last request: nothing is referenced, everything is cache or free, outcomes add up."""
+        assert not self.scheduler.has_work
+        assert not self.scheduler.admission.in_flight_prefixes.producer_by_digest
+        self.check_work()
+        assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
+        self.scheduler.cache.evict_all()
+        assert self.scheduler.stats().free_pages == self.scheduler.stats().num_pages

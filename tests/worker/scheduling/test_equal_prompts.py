@@ -1,0 +1,221 @@
+"""Prompts that arrive together and share a prefix are computed once: the later ones wait for the first (their producer)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lost_windows import lose_left_behind, lose_windows
+from tests.worker.scheduling.scheduler_driver import request
+from tests.worker.scheduling.shared_prompts import MIXES, PROMPT, STEPS, cached, make_driver, num_waiters, planned
+from transom_worker.contract import SamplingParams
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_equal_prompts_at_once_are_computed_once(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight)
+    for name in "abcd":
+        driver.add(request(name, PROMPT, 3))
+    assert planned(driver) == {"a": (0, 40)}
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting, driver.scheduler.waiting_tokens) == (1, 3, 12)
+    assert cached(driver) == {"a": 0, "b": 36, "c": 36, "d": 36}
+    assert driver.executor.num_computed == 40 + 3 * 4 + 4 * 2
+    assert driver.scheduler.stats().outcome_tokens == {
+        "missed_never_seen": 36,
+        "hit": 108,
+        "missed_last_token": 16,
+    }
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_a_prompt_that_arrives_while_an_equal_one_is_computed_waits(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_num_batched_tokens=24)
+    driver.add(request("a", PROMPT, 3))
+    assert planned(driver) == {"a": (0, 24)}
+    driver.receive()
+    driver.add(request("b", PROMPT, 3))
+    assert planned(driver) == {"a": (24, 16)}
+    assert num_waiters(driver) == 1
+    assert cached(driver) == {"a": 0, "b": 36}
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_a_waiter_waits_for_the_shared_prefix_and_hits_all_of_it(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    """The windows where the two prompts part are kept for the waiter, though those of the producer have slid on."""
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, window_repair=False)
+    driver.add(request("a", range(60), 3))
+    driver.add(request("b", [*range(22), *range(50, 70)], 3))
+    assert planned(driver) == {"a": (0, 60)}
+    assert num_waiters(driver) == 1
+    driver.receive()
+    assert num_waiters(driver) == 0
+    lose_left_behind(driver.scheduler.cache)
+    assert cached(driver) == {"a": 0, "b": 20}
+
+
+def test_a_chain_of_three_each_waits_for_the_one_that_shares_more() -> None:
+    driver = make_driver(max_num_batched_tokens=200)
+    driver.add(request("a", [*range(20), *[1] * 20], 3))
+    driver.add(request("b", [*range(40), *[2] * 20], 3))
+    driver.add(request("c", [*range(60)], 3))
+    assert planned(driver) == {"a": (0, 40)}
+    driver.receive()
+    assert planned(driver) == {"a": (40, 1), "b": (20, 40)}
+    driver.receive()
+    assert cached(driver) == {"a": 0, "b": 20, "c": 40}
+
+
+def test_sequences_behind_a_waiter_run_and_do_not_take_its_running_slot() -> None:
+    driver = make_driver(max_num_seqs=3)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [9] * 5), ("d", [8] * 5)):
+        driver.add(request(name, prompt, 3))
+    assert planned(driver) == {"a": (0, 40), "c": (0, 5)}
+    assert [sequence.request.request_id for sequence in driver.scheduler.admission.all_waiting] == ["d", "b"]
+    assert driver.scheduler.admission.num_before(driver.scheduler.by_request["d"]) == 1
+    driver.run()
+    assert driver.finished == ["a", "c", "b", "d"]
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_a_long_prompt_behind_leaves_reserved_tokens_to_a_former_waiter(
+    mix: tuple[str, ...], steps_in_flight: int
+) -> None:
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, num_pages=2000, max_model_len=1000)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [*PROMPT, 1, 2]), ("long", [9] * 600)):
+        driver.add(request(name, prompt, 20))
+    assert planned(driver) == {"a": (0, 40), "long": (0, 24)}
+    for _ in range(steps_in_flight - 1):
+        planned(driver)
+    driver.receive()
+    plan = planned(driver)
+    assert (plan["b"], plan["c"]) == ((36, 4), (40, 2))
+    assert plan["long"][1] > 40
+    driver.run()
+
+
+def test_tokens_are_reserved_once_if_the_blocks_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = make_driver("full", num_pages=2000, max_model_len=1000)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("long", [9] * 600)):
+        driver.add(request(name, prompt, 20))
+    planned(driver)
+    driver.receive()
+    extend = driver.scheduler.cache.extend
+    with monkeypatch.context() as patch:  # only admission keeps a reserve of blocks
+        patch.setattr(
+            driver.scheduler.cache, "extend", lambda *args, **kw: not kw.get("reserve") and extend(*args, **kw)
+        )
+        assert planned(driver) == {"a": (40, 1), "long": (24, 59)}
+        driver.receive()
+        assert planned(driver) == {"a": (41, 1), "long": (83, 63)}
+    driver.run()
+
+
+def test_tokens_are_reserved_for_former_waiters_before_it_that_have_a_running_slot() -> None:
+    driver = make_driver(max_num_batched_tokens=80)
+    for name, prompt in (("a", PROMPT), ("other", [9] * 30), ("b", PROMPT), ("c", [*PROMPT, *[1] * 9])):
+        driver.add(request(name, prompt, 3))
+    assert planned(driver) == {"a": (0, 40), "other": (0, 30)}
+    driver.receive()
+    driver.add(request("late", [8] * 30, 3))
+    admission, sequences = driver.scheduler.admission, driver.scheduler.by_request
+    assert [admission.reserved_before(sequences["late"], num_free_slots=slots) for slots in (-1, 0, 1, 9)] == [
+        0,
+        0,
+        4,
+        4 + 12,
+    ]
+    assert admission.reserved_before(sequences["other"], num_free_slots=9) == 0
+    assert cached(driver) == {"a": 0, "other": 0, "b": 36, "c": 40, "late": 0}
+
+
+def test_a_sequence_does_not_wait_for_one_that_is_served_later() -> None:
+    driver = make_driver(policy="priority", max_num_batched_tokens=24)
+    driver.add(request("low", PROMPT, 3, priority=2))
+    assert planned(driver) == {"low": (0, 24)}
+    driver.receive()
+    driver.add(request("urgent", [*range(30), *[1] * 20], 3))
+    assert planned(driver) == {"low": (24, 16), "urgent": (24, 8)}
+    assert num_waiters(driver) == 0
+    driver.run()
+
+
+def test_other_salts_and_short_shared_prefixes_do_not_wait() -> None:
+    driver = make_driver(min_shared_tokens=16, max_num_batched_tokens=200)
+    driver.add(request("a", PROMPT, 3))
+    driver.add(request("salted", PROMPT, 3, cache_salt="tenant"))
+    driver.add(request("short", [*range(15), *[1] * 20], 3))
+    driver.add(request("longer", [*range(16), *[1] * 20], 3))
+    assert set(planned(driver)) == {"a", "salted", "short"}
+    driver.run()
+
+
+def test_without_a_prefix_cache_no_sequence_waits() -> None:
+    driver = make_driver(caching=False)
+    for name in "ab":
+        driver.add(request(name, range(20), 3))
+    assert set(planned(driver)) == {"a", "b"}
+    driver.run()
+
+
+def test_prompt_logprobs_read_no_cache_but_fill_it() -> None:
+    """A sequence with prompt log-probabilities does not wait; others may wait for it."""
+    driver = make_driver(max_num_batched_tokens=200)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
+    for name in ("a", "b"):
+        driver.add(request(name, PROMPT, params=params))
+    driver.add(request("c", PROMPT, 3))
+    assert set(planned(driver)) == {"a", "b"}
+    assert cached(driver) == {"a": 0, "b": 0, "c": 36}
+
+
+def test_a_sequence_with_a_longer_hit_does_not_wait() -> None:
+    """Nor does the next sequence wait for the slower of two that compute the same hash blocks."""
+    driver = make_driver(max_chunk=16)
+    driver.add(request("before", range(60), 1))
+    driver.run()
+    driver.add(request("a", range(80), params=SamplingParams(max_tokens=3, prompt_logprobs=1)))
+    assert planned(driver) == {"a": (0, 16)}
+    driver.receive()
+    for name in "bc":
+        driver.add(request(name, range(80), 3))
+    assert planned(driver) == {"a": (16, 16), "b": (60, 16)}
+    assert cached(driver) == {"before": 0, "a": 0, "b": 60, "c": 76}
+
+
+def test_a_window_repair_is_done_once() -> None:
+    driver = make_driver("full", "window", max_chunk=8)
+    driver.add(request("before", range(60), 1))
+    driver.run()
+    lose_windows(driver.scheduler.cache)
+    for name in "abc":
+        driver.add(request(name, range(60), 3))
+    ((start, _),) = planned(driver).values()
+    assert 0 < start < 56
+    assert cached(driver) == {"before": 0, "a": start, "b": 56, "c": 56}
+    assert driver.executor.num_repaired == 56 - start
+    assert driver.scheduler.stats().outcome_requests == {"missed": 1, "repaired": 1, "hit": 2}
+
+
+def test_many_equal_prompts_cost_two_searches_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = make_driver(num_pages=400, max_num_seqs=100, max_chunk=4)
+    num_searches = 0
+    find = driver.scheduler.cache.find
+
+    def counted(*args: object) -> object:
+        nonlocal num_searches
+        num_searches += 1
+        return find(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(driver.scheduler.cache, "find", counted)
+    for number in range(100):
+        driver.add(request(str(number), PROMPT, 2))
+    for most in (32, 64, 96, 99, 99):
+        driver.schedule()
+        assert num_waiters(driver) == most
+        driver.receive()
+    driver.run()
+    assert num_searches == 1 + 2 * 99
+    assert driver.executor.num_computed == 40 + 99 * 4 + 100

@@ -1,0 +1,115 @@
+"""No request starves and no pool thrashes: priorities age; preempted requests keep their place and their cached blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.scheduling.queue import PRIORITY_AGING_S
+
+
+def test_a_low_priority_waits_no_longer_than_its_age() -> None:
+    """Urgent requests arrive without end, faster than they are served."""
+    driver = Driver(layout(["full", "window"], num_pages=200), policy="priority", max_num_seqs=1, max_waiting=1000)
+    driver.add(request("low", range(5), 2, priority=1, arrival_s=1000.0))
+    for second in range(200):
+        driver.add(request(str(second), [second], 2, arrival_s=1000.0 + second))
+        driver.step()
+        if driver.outputs["low"]:
+            break
+    served = [name for name in driver.finished if name != "low"]
+    assert len(served) == PRIORITY_AGING_S  # those that arrived within that time, and no later one
+
+
+def test_fcfs_ignores_priorities() -> None:
+    driver = Driver(layout(["full"], num_pages=200), max_num_seqs=1)
+    driver.add(request("first", range(5), 2, priority=9, arrival_s=9.0))
+    driver.add(request("second", range(5), 2, priority=0, arrival_s=1.0))
+    driver.run()
+    assert driver.finished == ["first", "second"]
+
+
+def crowd(num_pages: int, *, num_requests: int = 24) -> Driver:
+    """Short prompts and long answers: everything would be admitted, and then does not fit."""
+    driver = Driver(layout(["full", "window"], num_pages=num_pages), max_num_seqs=16, max_num_batched_tokens=64)
+    for number in range(num_requests):
+        driver.add(request(str(number), [number, *range(7)], 60))
+    driver.run()
+    return driver
+
+
+def num_needed(driver: Driver) -> int:
+    return sum(item.num_prompt_tokens + len(driver.tokens[name]) - 1 for name, item in driver.requests.items())
+
+
+@pytest.mark.parametrize("num_pages", [12, 24, 40])
+def test_a_tight_pool_does_not_thrash(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission leaves a block for each running sequence; without that, far more tokens are computed twice."""
+    driver = crowd(num_pages)
+    preemptions = driver.scheduler.preemptions["recompute"]
+    assert 0 < preemptions <= 2 * len(driver.requests)
+    assert driver.executor.num_computed <= 1.5 * num_needed(driver)
+
+    extend = KvCache.extend
+
+    def careless(cache: KvCache, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
+        return extend(cache, blocks, end, compact=compact)
+
+    monkeypatch.setattr(KvCache, "extend", careless)
+    thrashing = crowd(num_pages)
+    assert thrashing.scheduler.preemptions["recompute"] > 1.5 * preemptions
+
+
+def test_a_preempted_request_continues_where_its_cached_blocks_end() -> None:
+    """Blocks that no other sequence needed meanwhile still have what it had computed."""
+    driver = Driver(layout(["full", "window"], num_pages=200))
+    driver.add(request("a", range(30), 20))
+    for _ in range(8):
+        driver.step()
+    sequence = driver.scheduler.by_request["a"]
+    num_known = len(sequence.token_ids)
+    driver.scheduler.admission.preempt(sequence)
+    plan = driver.schedule()
+    assert plan is not None
+    assert plan.start == [(num_known - 1) // 4 * 4]
+    driver.run()
+    assert driver.executor.num_computed <= num_needed(driver) + 4
+
+
+def test_a_request_that_does_not_fit_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try costs as much as its hit is long; windows that slide on free a block in most steps, and take one."""
+    driver = Driver(layout(["full", "window"], num_pages=14), max_num_batched_tokens=128, max_chunk=128)
+    for name in "abc":
+        driver.add(request(name, [ord(name)] * 8, 40))
+    for _ in range(4):
+        driver.step()
+    tried = []
+    begin = KvCache.begin
+
+    def counted(cache: KvCache, *args: object, **options: object) -> SequenceBlocks:
+        tried.append(len(driver.finished))
+        return begin(cache, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KvCache, "begin", counted)
+    driver.add(request("large", range(84), 10))
+    num_steps = 0
+    while not driver.outputs["large"]:
+        driver.step()
+        num_steps += 1
+    assert num_steps > 30
+    assert len(tried) < num_steps / 3
+    assert driver.scheduler.preemptions["recompute"] == 0
+    driver.run()
+
+
+def test_two_that_cannot_run_together_do_not_take_turns() -> None:
+    """The older one runs to its end; the younger one is computed twice at most."""
+    driver = Driver(layout(["full"], num_pages=7), max_num_batched_tokens=64)
+    driver.add(request("old", range(40), 50))
+    driver.add(request("young", range(100, 140), 50))
+    driver.run()
+    assert driver.finished == ["old", "young"]
+    assert driver.scheduler.preemptions["recompute"] <= 2
+    assert driver.executor.num_computed <= 2 * num_needed(driver)

@@ -1,0 +1,111 @@
+"""Random requests over tiny pools: whatever happens, counts balance, keys are right and every request finishes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.how_many import num_examples
+from tests.lost_windows import lose_windows
+from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
+from transom_worker.errors import RequestTooLarge
+from transom_worker.kvcache.manager import KvCache
+
+
+def random_run(
+    mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_requests: int = 14, equal: float = 0.0
+) -> Driver:
+    """`equal`: how often a prompt is that of the request before."""
+    rng = random.Random(seed)
+    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
+    driver = Driver(
+        layout(mix, num_pages=max(1, least + rng.choice([-1, 0, 0, 0, 1, 2, 30]))),
+        steps_in_flight=steps_in_flight,
+        policy=rng.choice(["fcfs", "priority"]),
+        caching=rng.random() < 0.9,
+        window_repair=rng.random() < 0.8,
+        max_num_seqs=rng.choice([2, 5, 8]),
+        max_num_batched_tokens=rng.choice([3, 16, 64]),
+        max_model_len=80,
+        min_shared_tokens=rng.choice([1, 1, BLOCK, 20, None]),
+    )
+    prompt = [1, 2, 3]
+    prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
+    waiting = [f"r{i}" for i in range(num_requests)]
+    admitted_tokens = 0
+    while waiting or driver.scheduler.has_work:
+        if waiting and rng.random() < 0.6:
+            name = waiting.pop()
+            if not equal or rng.random() > equal:
+                prompt = rng.choice(prefixes)[: rng.randrange(1, 60 if rng.random() < 0.6 else 16)] + [
+                    rng.randrange(50) for _ in range(rng.randrange(6))
+                ]
+            resumed = tuple(rng.randrange(50) for _ in range(rng.choice([0, 0, 0, 5])))
+            max_tokens = len(resumed) + rng.randrange(1, 30)
+            driver.stop_at[name] = rng.randrange(1, 50)
+            try:
+                driver.add(
+                    request(
+                        name, prompt, max_tokens, resumed=resumed, priority=rng.randrange(3), arrival_s=rng.random()
+                    )
+                )
+                admitted_tokens += len(prompt)
+            except RequestTooLarge:
+                driver.requests.pop(name, None)
+        if rng.random() < 0.03 and driver.requests:
+            driver.abort(rng.choice(sorted(driver.requests)))
+        if rng.random() < 0.01:
+            driver.fail()
+        if rng.random() < 0.05:
+            lose_windows(driver.scheduler.cache)
+        if rng.random() < 0.5:
+            driver.schedule()
+        elif driver.in_flight:
+            driver.receive()
+        else:
+            driver.step()
+        driver.check()
+    assert sorted(driver.finished) == sorted(driver.requests)
+    outcomes = driver.scheduler.stats().outcome_tokens
+    never_admitted = sum(
+        driver.requests[name].num_prompt_tokens for name in driver.requests if name not in driver.executor.inputs
+    )
+    assert sum(outcomes.values()) == admitted_tokens - never_admitted
+    assert sum(driver.scheduler.stats().outcome_requests.values()) == len(driver.executor.inputs)
+    driver.check_idle()
+    return driver
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_requests(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    drivers = [
+        random_run(mix, seed, steps_in_flight=steps_in_flight) for seed in range(num_examples(daily=4, exhaustive=12))
+    ]
+    if mix[0] != "full":
+        return
+    assert any(driver.scheduler.preemptions["recompute"] for driver in drivers)  # the pools are tiny enough to matter
+    assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1)
+
+
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_requests_with_equal_prompts(mix: tuple[str, ...]) -> None:
+    drivers = [
+        random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.8)
+        for seed in range(num_examples(daily=4, exhaustive=8))
+    ]
+    assert sum(driver.num_followed > 0 for driver in drivers) >= 3 * len(drivers) / 8
+
+
+@settings(max_examples=num_examples(daily=25, exhaustive=60), deadline=None)
+@given(
+    st.sampled_from((*MIXES, *ENTRY_MIXES)),
+    st.integers(0, 10**6),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.8]),
+)
+def test_random_requests_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int, equal: float) -> None:
+    random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8, equal=equal)

@@ -1,0 +1,137 @@
+"""Replays on a small geometry: every prompt token has one outcome, every request ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.worker.simulate.tiny_model import write_model
+from transom_worker.config import SchedulerConfig
+from transom_worker.errors import ConfigError, ModelError
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.simulate.arrivals import ARRIVALS
+from transom_worker.simulate.geometry import read_geometry
+from transom_worker.simulate.replay import Replay
+from transom_worker.simulate.simulation import Simulation, SimulationConfig, simulate
+from transom_worker.simulate.virtual_time import StepCost, VirtualClock
+from transom_worker.simulate.workload import SimulatedRequest, TokenSpace, Workload
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny")
+
+
+def replay(
+    model: Path, requests: Sequence[SimulatedRequest], *, arrivals: str, memory: str = "64MiB", **scheduling: int
+) -> tuple[Replay, Scheduler]:
+    geometry = read_geometry(model, memory=memory, block_size=16)
+    workload = Workload(name="test", requests=tuple(requests))
+    clock = VirtualClock()
+    scheduler = Scheduler(
+        SchedulerConfig(**scheduling),  # type: ignore[arg-type]
+        geometry.layout,
+        block_size=16,
+        max_model_len=geometry.max_model_len,
+        enable_prefix_caching=True,
+    )
+    return Replay(scheduler, workload, ARRIVALS[arrivals](workload), cost=StepCost(), clock=clock), scheduler
+
+
+@pytest.mark.parametrize("arrivals", ["sequential", "recorded"])
+@pytest.mark.parametrize(
+    ("workload", "infinite"), [("system-prompt", 0.6333), ("edited-message", 0.704), ("long-answers", 0.9644)]
+)
+def test_with_memory_everything_shared_is_hit(model: Path, workload: str, infinite: float, arrivals: str) -> None:
+    config = SimulationConfig(model=model, memory="64MiB", workload=workload, arrivals=arrivals)
+    report = simulate(config).as_json()
+    assert report["hit_share"] == pytest.approx(infinite, abs=1e-4)
+    assert report["preemptions"] == 0
+    assert report["refused"] == {}
+
+
+@pytest.mark.parametrize("workload", ["shuffled", "poisson"])
+@pytest.mark.parametrize("memory", ["0.2x", "0.6x"])
+def test_outcomes_sum_to_the_prompts_under_pressure(model: Path, workload: str, memory: str) -> None:
+    config = SimulationConfig(
+        model=model, memory=memory, workload=workload, arrivals="recorded", limit=40, clairvoyant=True
+    )
+    report = simulate(config)
+    figures = report.as_json()
+    assert report.counts.requests == 40
+    assert report.counts.output_tokens == 40 * 400
+    assert report.hit_tokens + report.repaired_tokens + sum(report.missed_tokens.values()) == report.prompt_tokens
+    prompts = [request.num_prompt_tokens for request in Simulation(config).workload.requests]
+    assert report.prompt_tokens == sum(prompts)
+    assert report.hit_tokens <= report.bounds["infinite"]
+    assert json.loads(json.dumps(figures)) == figures
+    assert 0 <= report.counts.fragmentation < 0.5
+
+
+def test_one_at_a_time_leaves_no_overlap_and_recorded_arrivals_do(model: Path) -> None:
+    space = TokenSpace()
+    requests = [
+        SimulatedRequest(prompt=(space.take(100),), answer=space.take(20), arrival_s=at * 0.01) for at in range(6)
+    ]
+    steps = {}
+    for arrivals in ARRIVALS:
+        player, _ = replay(model, requests, arrivals=arrivals)
+        counts = player.run()
+        assert counts.requests == 6
+        assert counts.output_tokens == 120
+        steps[arrivals] = counts.steps
+    assert steps["sequential"] == 120
+    assert steps["recorded"] < 60
+
+
+def test_the_clock_waits_for_late_arrivals_and_turns_wait_for_answers(model: Path) -> None:
+    space = TokenSpace()
+    first = SimulatedRequest(prompt=(space.take(64),), answer=space.take(50), arrival_s=10.0)
+    second = SimulatedRequest(
+        prompt=(*first.prompt, first.answer, space.take(10)), answer=space.take(5), arrival_s=10.01, after=0
+    )
+    player, scheduler = replay(model, [first, second], arrivals="recorded")
+    counts = player.run()
+    assert counts.virtual_seconds > 10.4
+    assert counts.steps == 55  # never both at once
+    assert scheduler.stats().outcome_tokens["hit"] == 112  # 113 of prompt and answer were computed
+    assert sum(group.active_blocks for group in scheduler.stats().groups) == 0
+
+
+def test_what_the_model_or_the_pool_cannot_hold_is_refused_and_counted(model: Path) -> None:
+    space = TokenSpace()
+    sizes = (100, 20_000, 6_000, 50)
+    requests = [SimulatedRequest(prompt=(space.take(size),), answer=space.take(2)) for size in sizes]
+    player, _ = replay(model, requests, arrivals="sequential", memory="600KiB")
+    ended: list[int] = []
+    counts = player.run(ended.append)
+    assert counts.refused == {"PromptTooLong": 1, "RequestTooLarge": 1}
+    assert player.served == [0, 3]
+    assert ended == [1, 2, 3, 4]
+
+
+def test_a_model_of_windows_alone_has_bounds_and_no_working_set(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "sliding", layer_types=["sliding_attention"] * 4)
+    report = simulate(SimulationConfig(model=model, memory="1MiB", workload="sessions", limit=40, clairvoyant=True))
+    assert report.bounds["clairvoyant"] <= report.bounds["full_alone_lru"] == report.bounds["infinite"]
+    with pytest.raises(ConfigError, match="every layer of this model slides"):
+        simulate(SimulationConfig(model=model, memory="2x", workload="sessions"))
+
+
+def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None:
+    good = dict(model=model, memory="1MiB", workload="sessions")
+    for changes, message in (
+        ({"workload": None}, "either --trace FILE or --workload"),
+        ({"trace": tmp_path}, "either --trace FILE or --workload"),
+        ({"arrivals": "random"}, "--arrivals is 'random'; take one of sequential, recorded"),
+        ({"host_memory": "4GiB"}, "no host tier yet"),
+        ({"trace": tmp_path, "workload": None, "memory": "2x"}, "for a trace give bytes"),
+        ({"memory": "manyx"}, "--memory is 'manyx'"),
+        ({"memory": "many"}, "memory is 'many'"),
+        ({"model": tmp_path / "nothing"}, "config.json"),
+    ):
+        with pytest.raises((ConfigError, ModelError), match=message):
+            simulate(SimulationConfig(**(good | changes)))  # type: ignore[arg-type]

@@ -1,0 +1,222 @@
+"""The whole page of a worker: which families there are from the start, under which labels, in both formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from tests.engine_driver import make_engine, make_request, run
+from transom_worker.contract import FinishReason
+from transom_worker.engine.engine import Engine
+from transom_worker.kvcache import prefix_outcome
+from transom_worker.kvcache.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
+from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.telemetry.metrics import EngineMetrics, build_versions, fixed_values
+from transom_worker.telemetry.request_times import RequestTimes
+
+OWN = {"model", "worker"}
+TIMES = ("queue", "prefill", "first_token", "decode")
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "transom_requests": ("finish_reason",),
+    "transom_requests_refused": ("reason",),
+    "transom_requests_limit": ("kind",),
+    "transom_requests_running": (),
+    "transom_requests_waiting": (),
+    "transom_queue_oldest_seconds": (),
+    "transom_prompt_tokens": (),
+    "transom_output_tokens": (),
+    "transom_computed_tokens": ("phase",),
+    "transom_prefix_tokens": ("outcome", "reason"),
+    "transom_prefix_requests": ("outcome",),
+    "transom_kv_repairs": (),
+    "transom_kv_repair_tokens": (),
+    "transom_preemptions": ("mode",),
+    "transom_preempted_tokens": ("mode",),
+    "transom_request_seconds": ("finish_reason", "le"),
+    "transom_request_prompt_tokens": ("le",),
+    "transom_request_output_tokens": ("le",),
+    **{f"transom_{name}_seconds": ("le",) for name in (*TIMES, "inter_token")},
+    "transom_step_seconds": ("part", "le"),
+    "transom_steps": (),
+    "transom_step_tokens": ("le",),
+    "transom_step_sequences": ("le",),
+    "transom_step_rows": ("kind",),
+    "transom_rank_restarts": (),
+    "transom_rank_memory_bytes": ("rank", "kind"),
+    "transom_rank_forward_seconds": ("rank",),
+    "transom_rank_busy_seconds": ("rank",),
+    "transom_rank_steps": ("rank", "forward"),
+    "transom_rank_info": ("rank", "device", "pid", "host"),
+    "transom_kv_pages": ("state",),
+    "transom_kv_pool_bytes": (),
+    "transom_kv_fragmentation_ratio": (),
+    "transom_kv_waste_ratio": (),
+    "transom_kv_compacted_blocks": (),
+    "transom_kv_checkpoints": ("kind",),
+    "transom_kv_checkpoint_changes": ("kind", "change"),
+    "transom_kv_blocks": ("group", "state"),
+    "transom_kv_bytes": ("group", "state"),
+    "transom_kv_held_blocks": ("group",),
+    "transom_kv_utilization_ratio": ("group",),
+    "transom_kv_evicted_blocks": ("group", "reason"),
+    "transom_kv_residency_seconds": ("group", "le"),
+    "transom_kv_reuse_interval_seconds": ("group", "le"),
+    "transom_kv_headroom_requests": ("length",),
+    "transom_load_waiting_tokens": (),
+    "transom_load_used_ratio": (),
+    "transom_load_prefill_tokens_per_second": (),
+    "transom_load_decode_step_seconds": (),
+    "transom_load_first_token_seconds": (),
+    "transom_worker_start_seconds": (),
+    "transom_worker_config_info": (
+        "dtype",
+        "device",
+        "tensor_parallel_size",
+        "block_size",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "scheduling_policy",
+        "prefix_caching",
+        "hybrid_kv_cache",
+    ),
+    "transom_build_info": ("version", "python", "torch", "triton", "ray"),
+    "transom_process_cpu_seconds": (),
+    "transom_process_resident_bytes": (),
+}
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), max_num_seqs=2)
+    yield engine
+    engine.shutdown()
+
+
+def series(families: list[Metric]) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    return {(sample.name, tuple(sorted(sample.labels.items()))) for family in families for sample in family.samples}
+
+
+def values(engine: Engine, name: str) -> dict[tuple[str, ...], float]:
+    """A family's samples by its own labels' values."""
+    samples = [sample for family in engine.metrics.registry.collect() for sample in family.samples]
+    return {
+        tuple(value for label, value in sample.labels.items() if label not in OWN): sample.value
+        for sample in samples
+        if sample.name == name
+    }
+
+
+def test_every_family_is_there_before_the_first_request_under_its_labels(engine: Engine) -> None:
+    families = {family.name: family for family in engine.metrics.registry.collect()}
+    assert set(families) == set(FAMILIES)
+    for name, family in families.items():
+        assert family.samples, name
+        for sample in family.samples:
+            allowed = OWN | set(FAMILIES[name])
+            assert allowed - {"le"} <= set(sample.labels) <= allowed, sample
+        assert family.documentation[0].isupper()
+        assert family.documentation.endswith(".")
+
+
+def test_traffic_adds_no_series(engine: Engine) -> None:
+    """Every label value is known beforehand, so that rates see the first event and cardinality is bounded."""
+    before = series(list(engine.metrics.registry.collect()))
+    run(engine, [make_request(f"r{i}", list(range(5, 45 + i)), max_tokens=6) for i in range(5)])
+    engine.add(make_request("left", [5, 6, 7]))
+    engine.abort("left")
+    assert series(list(engine.metrics.registry.collect())) == before
+
+
+def test_values_of_a_small_run(engine: Engine) -> None:
+    run(engine, [make_request(name, list(range(5, 45)), max_tokens=6) for name in ("first",)])
+    run(engine, [make_request(name, list(range(5, 45)), max_tokens=6) for name in ("second",)])
+    assert values(engine, "transom_prefix_requests_total") == {("hit",): 1, ("repaired",): 0, ("missed",): 1}
+    tokens = values(engine, "transom_prefix_tokens_total")
+    assert tokens["hit", ""] == 32
+    assert tokens["missed", "never_seen"] == 32
+    assert tokens["missed", "below_alignment"] == 16
+    assert sum(tokens.values()) == 80
+    phases = values(engine, "transom_computed_tokens_total")
+    lengths = {name: values(engine, f"transom_request_{name}_tokens_bucket") for name in ("prompt", "output")}
+    assert [lengths["prompt"][le,] for le in ("32.0", "64.0", "+Inf")] == [0, 2, 2]
+    assert [lengths["output"][le,] for le in ("4.0", "16.0", "+Inf")] == [0, 2, 2]
+    assert phases == {("prefill",): 48, ("decode",): 10, ("repair",): 0, ("recompute",): 0}
+    assert values(engine, "transom_step_rows_total") == {("prefill",): 2, ("decode",): 10}
+    assert values(engine, "transom_steps_total") == {(): 12}
+    changes = values(engine, "transom_kv_checkpoint_changes_total")
+    assert changes["prompt", "placed"] >= 1
+    assert sum(count for (_, change), count in changes.items() if change == "hit") == 1
+    placed = sum(count for (_, change), count in changes.items() if change == "placed")
+    assert placed == sum(values(engine, "transom_kv_checkpoints").values())  # none was given up
+    assert values(engine, "transom_load_decode_step_seconds")[()] > 0
+    assert values(engine, "transom_worker_start_seconds")[()] > 0
+
+
+def test_ranks_memory_and_headroom(engine: Engine) -> None:
+    run(engine, [make_request("a", list(range(5, 45)), max_tokens=6)])
+    memory = values(engine, "transom_rank_memory_bytes")
+    assert memory["0", "weights"] == engine.info.memory.weight_bytes > 0
+    assert memory["0", "kv"] == engine.info.memory.kv_bytes > 0
+    assert ("0", "other") in memory
+    assert 0 < values(engine, "transom_rank_forward_seconds_total")["0",] == pytest.approx(engine.forward_s)
+    assert values(engine, "transom_rank_busy_seconds_total")["0",] > engine.forward_s
+    (info,) = values(engine, "transom_rank_info")
+    assert info[:2] == ("0", "cpu")
+    stats = engine.scheduler.stats()
+    assert values(engine, "transom_kv_pool_bytes") == {(): stats.num_pages * stats.page_bytes}
+    headroom = values(engine, "transom_kv_headroom_requests")
+    assert headroom["max",] >= 1  # what is cached can be evicted
+    assert all(headroom[length] >= headroom["max",] for length in headroom)
+
+
+def test_both_formats_parse_and_openmetrics_has_exemplars(engine: Engine) -> None:
+    request = make_request("chatcmpl-1", list(range(5, 45)), max_tokens=6)
+    run(engine, [replace(request, trace_parent=f"00-{TRACE_ID}-b7ad6b7169203331-01")])
+    text = engine.metrics.text().decode()
+    assert "chatcmpl-1" not in text
+    parsed = {family.name for family in parse_text(text)}
+    assert parsed == set(FAMILIES)
+    families = {family.name: family for family in parse_openmetrics(engine.metrics.text(openmetrics=True).decode())}
+    assert set(families) == set(FAMILIES)
+    for name in ("request", "queue", "prefill", "first_token"):
+        exemplars = [sample.exemplar for sample in families[f"transom_{name}_seconds"].samples if sample.exemplar]
+        assert [one.labels for one in exemplars] == [{"request_id": "chatcmpl-1", "trace_id": TRACE_ID}], name
+
+
+@pytest.mark.parametrize("request_id", ["", 'a "b" # {c} \\ \n\ud800é' * 30, "x" * 500])
+@pytest.mark.parametrize("trace_parent", [None, "nonsense", f"00-{TRACE_ID}-b7ad6b7169203331-01"])
+def test_whatever_an_id_is_the_page_stays_whole(request_id: str, trace_parent: str | None) -> None:
+    metrics = EngineMetrics()
+    times = RequestTimes(1.0, request_id=request_id, trace_parent=trace_parent)
+    times.scheduled_s = 2.0
+    metrics.first_scheduled(times, num_prompt_tokens=3)
+    families = {family.name: family for family in parse_openmetrics(metrics.text(openmetrics=True).decode())}
+    exemplars = [sample.exemplar for sample in families["transom_queue_seconds"].samples if sample.exemplar]
+    labels = exemplars[0].labels if exemplars else {}
+    assert labels.get("trace_id") == (TRACE_ID if trace_parent and TRACE_ID in trace_parent else None)
+    assert ("request_id" in labels) == bool(request_id)
+
+
+def test_fixed_label_values_are_those_of_the_code() -> None:
+    assert set(fixed_values.FINISH_REASONS) == set(get_args(FinishReason))
+    assert set(fixed_values.CHECKPOINT_KINDS) == {kind.value for kind in CheckpointKind}
+    missed = {name for name in vars(prefix_outcome).values() if isinstance(name, str) and name.startswith("missed_")}
+    assert {f"missed_{reason}" for reason in fixed_values.MISS_REASONS} == missed
+    assert {EVICTED_FOR_OWN_GROUP, EVICTED_FOR_OTHER_GROUP} < set(fixed_values.EVICTION_REASONS)
+    assert set(fixed_values.HIT_OUTCOMES) == {prefix_outcome.HIT, prefix_outcome.REPAIRED, prefix_outcome.MISSED}
+
+
+def test_versions_are_read_and_nothing_is_imported() -> None:
+    versions = build_versions("torch", "no-such-package")
+    assert list(versions) == ["version", "python", "torch", "no-such-package"]
+    assert versions["torch"]
+    assert versions["no-such-package"] == ""

@@ -1,0 +1,228 @@
+"""The timelines of a worker's requests: hits, repairs, chunks, preemptions; in bounded memory, and without prompts or text."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_driver import make_engine, make_request, run
+from tests.lost_windows import lose_windows
+from transom_worker.engine.engine import Engine
+from transom_worker.errors import RankLost, WorkerLost
+from transom_worker.telemetry.request_timelines import (
+    MAX_ENDED_EVENTS,
+    MAX_EVENTS,
+    MAX_TIMELINES,
+    Timeline,
+    TimelineStore,
+    prompt_and_choice_of,
+    response_id_of,
+)
+
+
+def events_of(engine: Engine, request_id: str, what: str | None = None) -> list[dict[str, Any]]:
+    steps = engine.timelines.events_of(request_id)
+    json.dumps(steps)
+    return [step for step in steps if what in (None, step["what"])]
+
+
+def kinds_of(engine: Engine, request_id: str) -> list[str]:
+    return [step["what"] for step in sorted(events_of(engine, request_id), key=lambda step: step["at_s"])]
+
+
+def test_a_timeline_from_the_queue_to_the_end(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model))
+    run(engine, [make_request("chatcmpl-a-0-0", list(range(1, 30)), max_tokens=9)])
+    assert kinds_of(engine, "chatcmpl-a") == ["queued", "admitted", "prefill", "first_token", "decode", "finished"]
+    assert (
+        events_of(engine, "chatcmpl-a", "queued")[0].items() >= {"ahead": 0, "prompt_tokens": 29, "worker": "0"}.items()
+    )
+    [prefill] = events_of(engine, "chatcmpl-a", "prefill")
+    assert (prefill["tokens"], prefill["steps"], prefill["sequences"]) == (29, 1, 1)
+    [decode] = events_of(engine, "chatcmpl-a", "decode")
+    assert (decode["tokens"], decode["tokens_so_far"], decode["steps"], decode["sequences"]) == (8, 9, 8, 1)
+    [finished] = events_of(engine, "chatcmpl-a", "finished")
+    assert (finished["reason"], finished["output_tokens"]) == ("length", 9)
+    assert events_of(engine, "chatcmpl-b") == []
+    assert events_of(engine, "chatcmpl") == []
+
+
+def test_hits_misses_and_their_reasons(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), block_size=8)
+    prompt = list(range(1, 30))
+    run(engine, [make_request("a", prompt)])
+    run(engine, [make_request("b", prompt)])
+    run(engine, [make_request("c", prompt, prompt_logprobs=1)])
+    first, second, third = (events_of(engine, name, "admitted")[0] for name in "abc")
+    assert (first["missed_never_seen"], first["missed_below_alignment"], first["to_compute"]) == (24, 5, 29)
+    assert (second["hit"], second["missed_below_alignment"], second["to_compute"]) == (24, 5, 5)
+    assert third["missed_policy"] == 29
+
+
+def test_a_window_repair_is_an_event(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), block_size=4, window=8, window_pattern="SF")
+    prompt = list(range(1, 62))
+    run(engine, [make_request("a", prompt)])
+    lose_windows(engine.scheduler.cache)
+    run(engine, [make_request("b", prompt)])
+    [admitted] = events_of(engine, "b", "admitted")
+    assert admitted["hit"] > 0
+    assert admitted["repaired"] > 0
+    assert admitted["to_compute"] == 61 - admitted["hit"]
+
+
+def test_chunks_of_a_prefill_are_one_event(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), max_num_batched_tokens=16)
+    run(engine, [make_request("a", list(range(1, 60)), max_tokens=2)])
+    [prefill] = events_of(engine, "a", "prefill")
+    assert (prefill["tokens"], prefill["steps"]) == (59, 4)
+
+
+def test_a_step_planned_ahead_counts_as_decode(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), steps_in_flight=2)
+    run(engine, [make_request("a", list(range(1, 30)), max_tokens=9)])
+    [prefill], [decode] = (events_of(engine, "a", what) for what in ("prefill", "decode"))
+    assert (prefill["tokens"], prefill["steps"]) == (29, 1)
+    assert (decode["tokens"], decode["steps"], decode["sequences"]) == (8, 8, 1)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("chunk", [8, 1024])
+def test_preemptions_and_recomputed_tokens(tiny_model: Path, chunk: int, steps_in_flight: int) -> None:
+    engine = make_engine(
+        str(tiny_model),
+        kv_cache_memory_bytes=24 * 4096,
+        block_size=4,
+        enable_prefix_caching=False,
+        max_model_len=64,
+        max_num_batched_tokens=chunk,
+        steps_in_flight=steps_in_flight,
+    )
+    run(engine, [make_request(f"cmpl-{i}-0-0", list(range(i + 1, i + 20)), max_tokens=40) for i in range(4)])
+    assert engine.scheduler.work.num_preemptions > 0
+    steps = [step for i in range(4) for step in events_of(engine, f"cmpl-{i}")]
+    preempted = [step for step in steps if step["what"] == "preempted"]
+    assert len(preempted) == engine.scheduler.work.num_preemptions
+    assert all(step["tokens_lost"] > 0 and step["mode"] == "recompute" for step in preempted)
+    assert sum(step["what"] == "admitted_again" for step in steps) == len(preempted)
+    again = [step for step in steps if step["what"] == "recompute"]
+    assert {step["request_id"] for step in again} == {step["request_id"] for step in preempted}
+    for i in range(4):
+        own = events_of(engine, f"cmpl-{i}")
+        assert sum(step["what"] == "finished" for step in own) == 1
+        decoded = sum(step["tokens"] for step in own if step["what"] == "decode")
+        num_prefills = sum(step["what"] in ("prefill", "recompute") for step in own)
+        assert 40 - num_prefills <= decoded < 40, own  # a prefill brings a token, unless it is preempted as well
+        assert next(step for step in own if step["what"] == "finished")["output_tokens"] == 40
+    assert engine.timelines.num_prefilling == 0
+
+
+def test_running_requests_have_events_too(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), max_num_seqs=1)
+    engine.add(make_request("a", list(range(1, 20)), max_tokens=20))
+    engine.add(make_request("b", list(range(1, 20)), max_tokens=20))
+    for _ in range(5):
+        engine.step()
+    [decode] = events_of(engine, "a", "decode")
+    assert decode["tokens_so_far"] == 5
+    assert kinds_of(engine, "b") == ["queued"]
+    assert events_of(engine, "b")[0]["ahead"] == 1
+    engine.abort("a")
+    assert events_of(engine, "a", "finished")[0]["reason"] == "abort"
+    engine.fail(WorkerLost("gone"))
+    assert events_of(engine, "b", "finished")[0]["reason"] == "error"
+
+
+def test_a_lost_rank_is_an_event_of_every_running_request(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model), max_num_seqs=1)
+    for name in "ab":
+        engine.add(make_request(name, [1, 2, 3]))
+    engine.step()
+    engine._lose_ranks(RankLost("rank 1 has ended"))
+    assert kinds_of(engine, "a")[-2:] == kinds_of(engine, "b")[-2:] == ["rank_lost", "finished"]
+    assert events_of(engine, "a", "finished")[0]["reason"] == "error"
+
+
+def test_a_long_decode_is_a_few_events(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(str(tiny_model))
+    monkeypatch.setattr("transom_worker.telemetry.engine_timelines.LEAST_PHASE_S", 0.0)
+    monkeypatch.setattr("transom_worker.telemetry.engine_timelines.PHASE_SHARE", 0.0)
+    engine.add(make_request("a", [1, 2, 3], max_tokens=40))
+    while engine.has_work:
+        engine.step()
+        engine.publish()
+    runs = events_of(engine, "a", "decode")
+    assert len(runs) > 1
+    assert sum(step["tokens"] for step in runs) == 39
+    assert runs[-1]["tokens_so_far"] == 40
+
+
+def test_events_hold_neither_text_nor_token_ids(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model))
+    request = make_request("a", list(range(200, 240)), stop=("zebra",), max_tokens=4)
+    [whole] = run(engine, [request])
+    told = json.dumps(events_of(engine, "a"))
+    assert whole.text not in told
+    assert "zebra" not in told
+    assert not any(isinstance(value, (list, tuple, dict)) for step in events_of(engine, "a") for value in step.values())
+
+
+def test_the_response_id_prompt_and_choice_of_a_request_id() -> None:
+    for request_id in ("chatcmpl-0f-0-0", "chatcmpl-0f-12-3", "chatcmpl-0f-0-0+2", "chatcmpl-0f"):
+        assert response_id_of(request_id) == "chatcmpl-0f"
+    assert [prompt_and_choice_of(f"chatcmpl-0f{end}") for end in ("-0-0", "-12-3", "-1-2+2", "")] == [
+        (0, 0),
+        (12, 3),
+        (1, 2),
+        None,
+    ]
+
+
+def test_a_long_timeline_keeps_its_first_and_its_last_events() -> None:
+    timeline = Timeline("a", 0.0)
+    for i in range(10_000):
+        timeline.add("preempted", float(i), tokens=1)
+    assert len(timeline.events) <= MAX_EVENTS
+    assert timeline.events[0].at_s == 0.0
+    assert timeline.events[-1].at_s == 9999.0
+    [summed] = [event for event in timeline.events if event.kind == "summed_up"]
+    assert summed.facts["steps"] + len(timeline.events) - 1 == 10_000
+    assert summed.facts["tokens"] == summed.facts["steps"]
+    assert [event.at_s for event in timeline.events] == sorted(event.at_s for event in timeline.events)
+
+
+def test_the_store_holds_the_last_timelines_in_bounded_memory() -> None:
+    num_timelines = MAX_TIMELINES + 200  # these have more than twice the events that are kept
+    tracemalloc.start()
+    try:
+        store = TimelineStore()
+        stays = Timeline("stays", 0.0)
+        store.begin(stays)
+        for i in range(num_timelines):
+            timeline = Timeline(f"chatcmpl-{i:024x}-0-0", 0.0)
+            store.begin(timeline)
+            for k in range(MAX_EVENTS + 40 if i % 10 == 0 else 20):
+                timeline.add("preempted", 1e9 + i + k / 7, mode="recompute", tokens=i, seconds=k / 3, steps=i + k)
+            store.end(timeline)
+        num_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 20e6
+    assert len(store) <= MAX_TIMELINES
+    assert sum(len(timeline.events) for timeline in store.newest()) <= MAX_ENDED_EVENTS
+    assert store.running() == [stays]
+    assert store.of_response(f"chatcmpl-{num_timelines - 1:024x}")
+    assert not store.of_response(f"chatcmpl-{0:024x}")
+
+
+def test_timelines_of_running_requests_are_bounded_as_well() -> None:
+    store = TimelineStore(max_timelines=10)
+    for i in range(30):
+        store.begin(Timeline(str(i), 0.0))
+    assert [timeline.request_id for timeline in store.running()] == [str(i) for i in range(20, 30)]
+    store.end(Timeline("5", 0.0))
+    assert len(store) == 10
