@@ -146,7 +146,7 @@ class KeptLogits:
         self._forward = forward
         self.logits: list[torch.Tensor] = []
 
-    def prepared(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
+    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
         run = self._forward.prepare(plan, store)
 
         def kept() -> torch.Tensor:
