@@ -94,7 +94,7 @@ def test_no_sequence_waits_for_a_preempting_one(monkeypatch: pytest.MonkeyPatch)
     admission = driver.scheduler.admission
     with monkeypatch.context() as patch:
         patch.setattr(driver.scheduler.cache, "extend", lambda *_, **__: False)
-        assert admission.make_room(admission.running.first, 1, steps_in_flight=1) == 0
+        assert admission.allocate_or_preempt(admission.running.first, 1, steps_in_flight=1) == 0
     assert num_waiters(driver) == 0
     driver.check()
     assert cached(driver) == {"old": 0, "a": 0, "b": 56}

@@ -3,16 +3,24 @@ short.
 
 Terms:
 
-    admit      move a sequence from the queue to the running ones: it starts at its prefix-cache hit and gets its first blocks
-    preempt    release a running sequence's blocks and return it to the queue; it is computed again later ("recompute")
-    waiter     a waiting sequence whose prefix a running sequence computes now (`in_flight_prefixes`)
-    blocked    the first sequence of the queue did not fit when it was last tried
+    sequence         one request inside the scheduler; sequences are served in the *order* of their keys: by arrival or priority
+    step in flight   a step that has been planned and has not answered
+    hit              the cached prefix of a sequence's tokens, which need no computing
+    admit            move a sequence from the queue to the running ones: it starts at its hit and gets its first blocks
+    preempt          release a running sequence's blocks and return it to the queue; it is computed again later ("recompute")
+    producer         a running sequence that computes a prefix which a waiting sequence needs too (`in_flight_prefixes`)
+    waiter           a sequence that waits for a producer's prefix, outside of the queue
+    reserved tokens  tokens of a step that a running sequence leaves to former waiters that stand before it in order
+    blocked          said of the first sequence of the queue if it did not fit when it was last tried
+    checkpoint       a boundary of a prompt at which the cache keeps what a later request needs to continue there
 
 Three rules:
 
 - The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence, which is
-  preempted. Alone it fits (`request_validation.length_limit`), however its blocks lie scattered, since the cache compacts them.
-- A waiting sequence that lacks blocks blocks all sequences behind it; the order of the queue is kept. A waiter does not.
+  preempted. Alone it always fits: requests that could not are refused (`request_validation.length_limit`), and where its blocks
+  would lie scattered, the cache moves blocks together.
+- If the first sequence of the queue lacks blocks, no sequence behind it is admitted, so the order is kept. A waiter is not in the
+  queue, so sequences behind it are admitted.
 - The blocks of a sequence that a step in flight computes are released only when that step has answered.
 
 Example of the last rule, with two steps in flight: step 7 computes sequence B. While step 7 is unanswered, A needs a block and B is
@@ -43,7 +51,7 @@ class AdmissionControl:
         self.cache = cache
         self._work = work
         self.running = OrderedQueue()
-        self.waiting = OrderedQueue()  # without waiters
+        self.waiting = OrderedQueue()  # "the queue" of the module's docstring: without waiters
         self.in_flight_prefixes = InFlightPrefixes(cache.block_size)
         self.listeners: list[SchedulerListener] = []
         self._finished_ids: list[int] = []  # released sequences that no plan has named as finished yet
@@ -59,7 +67,7 @@ class AdmissionControl:
 
     @property
     def num_running_slots_used(self) -> int:
-        """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that no sequence behind it takes its place."""
+        """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that a sequence behind it cannot take it."""
         return len(self.running) + len(self.in_flight_prefixes.waiters)
 
     @property
@@ -77,7 +85,7 @@ class AdmissionControl:
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence of any status; if a step in flight computes it, its blocks are released by `step_answered`."""
+        """End a sequence of any status; if a step in flight computes it, `release_after_step` releases its blocks later."""
         if sequence.status is SequenceStatus.WAITING:
             if not self.in_flight_prefixes.stop_waiting(sequence):
                 self.waiting.remove(sequence)
@@ -90,7 +98,7 @@ class AdmissionControl:
                 self._release_finished(sequence)
         sequence.status = SequenceStatus.FINISHED
 
-    def step_answered(self, sequence: Sequence) -> None:
+    def release_after_step(self, sequence: Sequence) -> None:
         """Release a PREEMPTING or FINISHED sequence, which no step in flight computes any more."""
         self._num_awaiting_release -= 1
         if sequence.status is SequenceStatus.PREEMPTING:
@@ -98,20 +106,22 @@ class AdmissionControl:
         else:
             self._release_finished(sequence)
 
-    def make_room(self, sequence: Sequence, count: int, *, steps_in_flight: int) -> int:
+    def allocate_or_preempt(self, sequence: Sequence, count: int, *, steps_in_flight: int) -> int:
         """Give a running sequence blocks for its next tokens, preempting others if need be.
 
         Returns for how many tokens, at most `count`, it has blocks now; 0 if it must wait or was preempted itself.
         """
         while True:
-            fitting = self._extend(sequence, count)
-            if fitting or self._num_awaiting_release:  # else blocks that a step in flight uses are released first
-                return fitting
+            num_fitting = self._allocate(sequence, count)
+            if (
+                num_fitting or self._num_awaiting_release
+            ):  # rather wait for blocks of a step in flight than preempt another one
+                return num_fitting
             victim = self.running.last
             if victim is sequence and len(self.running) == 1:
                 if not steps_in_flight:
                     raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
-                return 0  # the result of a step in flight will free blocks that slid out of windows
+                return 0  # when the step in flight has answered, blocks that slid out of windows are freed
             if victim.num_in_flight:
                 victim.status = SequenceStatus.PREEMPTING
                 self._requeue(self.in_flight_prefixes.stopped_running(victim))
@@ -122,10 +132,10 @@ class AdmissionControl:
                 return 0
 
     def preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue and release its blocks. What it published stays cached; the other tokens are computed
-        again.
+        """Return a running sequence to the queue and release its blocks. No step in flight may compute it.
 
-        No step in flight may compute it.
+        Its whole hash blocks stay in the prefix cache until they are evicted, so later it computes only the tokens behind them
+        again.
         """
         assert sequence.blocks is not None
         self._work.preempted(sequence, sequence.blocks)
@@ -147,14 +157,15 @@ class AdmissionControl:
         self.cache.evict_all()
 
     def published(self, sequence: Sequence) -> None:
-        """Return to the queue the waiters that needed no more than what this running sequence has published by now."""
+        """Return waiters to the queue whose whole prefix this running sequence has published (put into the prefix cache) by now."""
         self._requeue(self.in_flight_prefixes.published(sequence))
 
     def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
-        """Return how many tokens of a step a running sequence leaves to former waiters that stand before it in the queue.
+        """Return how many tokens of a step a running sequence leaves to former waiters that stand before it in order.
 
-        Had they not waited for a prefix they would be running and served first. At most as many of them can be admitted as there
-        are free running slots.
+        Had they not waited for a prefix, they would be running and be served first. Only as many of them count as can be admitted:
+        the number of free running slots. Example: former waiters with 64 and 80 reserved tokens stand before the sequence, and one
+        slot is free: 64 tokens.
         """
         reserved_tokens = 0
         for waiting in islice(self.waiting, max(0, num_free_slots)):
@@ -166,11 +177,11 @@ class AdmissionControl:
     def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
         """Admit the first waiting sequence, and return it with the number of tokens, at most `budget`, that it starts with.
 
-        0 tokens: the sequence became a waiter, and the next one in the queue may be tried. None: it does not fit now.
+        0 tokens: the sequence became a waiter, and the next one in the queue may be tried. None: it cannot be admitted now.
         """
         sequence = self.waiting.first
         busy = len(self.running) > 0 or self._num_awaiting_release > 0
-        if sequence.num_ready <= 0:  # it was preempted at its length limit: the engine is about to finish it
+        if sequence.num_ready <= 0:  # it was preempted at its length limit, and the engine will finish it
             return None
         if busy and self._is_blocked(sequence):
             return None
@@ -197,17 +208,19 @@ class AdmissionControl:
     # Admission
 
     def _is_blocked(self, sequence: Sequence) -> bool:
-        """Return whether the sequence did not fit, and hardly a block has come free since then.
+        """Return whether the sequence did not fit when it was last tried, and too few blocks have been freed since then.
 
-        A try costs as much time as the hit is long, so it is not repeated for every block that slides out of a window: not before
-        more blocks have come free than there are running sequences, each of which may have taken one.
+        A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a window.
+        It is repeated when more blocks were freed than there are running sequences, each of which may have taken one. Example: with
+        3 running sequences the sequence is tried again after 4 freed blocks.
         """
         return self.blocked is sequence and self.cache.num_releases - self.blocked_at <= len(self.running)
 
     def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Make the sequence a waiter if a running sequence produces what it lacks; return whether it became one.
+        """Make the sequence a waiter if a running sequence computes a prefix that it lacks; return whether it became one.
 
-        The producer places a checkpoint where the two prompts part, so that the windows which the waiter needs are kept.
+        The producer places a checkpoint where the two prompts part, so that the sliding-window blocks which the waiter needs are
+        kept.
         """
         found = self.in_flight_prefixes.producer_for(sequence, hit)
         if found is None:
@@ -220,21 +233,25 @@ class AdmissionControl:
         return True
 
     def _requeue(self, waiters: Iterable[Sequence]) -> None:
-        """Return waiters to their places in the queue. They are tried again however little memory came free."""
+        """Return waiters to the queue, in order. One that was blocked is tried again even if no memory was freed since."""
         for sequence in waiters:
             self.waiting.add(sequence)
             if self.blocked is sequence:
                 self.blocked = None
 
     def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int:
-        """Start a sequence on its hit and move it to the running ones; return its first tokens, 0 if it does not fit."""
-        version = self.cache.index_version
+        """Start a sequence on its hit and move it to the running ones.
+
+        Returns how many tokens it starts with; 0: it does not fit. `busy`: other sequences hold blocks.
+        """
+        index_version = self.cache.index_version
         sequence.reserved_tokens = 0
+        # Reference the hit's blocks, and allocate blocks for the first tokens.
         blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         count = min(sequence.num_ready, budget)
         if not busy:
-            count = self._extend(sequence, count)
+            count = self._allocate(sequence, count)
         # One block for each running sequence must stay available, or they would soon preempt this one.
         elif not self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running)):
             count = 0
@@ -242,8 +259,11 @@ class AdmissionControl:
             self.cache.release(blocks, kind=None)
             sequence.reset_computed()
             return 0
-        self.cache.plan_checkpoints(blocks, self._checkpoints(sequence, hit), is_new=not sequence.was_admitted)
-        tokens = self._count_outcome(sequence, hit, version)
+        # The sequence runs from here on.
+        self.cache.plan_checkpoints(
+            blocks, self._checkpoint_boundaries(sequence, hit), is_new=not sequence.was_admitted
+        )
+        tokens = self._count_outcome(sequence, hit, index_version)
         self._work.admitted(sequence, blocks)
         self.waiting.remove(sequence)
         self.running.add(sequence)
@@ -255,10 +275,12 @@ class AdmissionControl:
             listener.admitted(sequence, tokens=tokens)
         return count
 
-    def _checkpoints(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
+    def _checkpoint_boundaries(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
         """Return where to place checkpoints behind the hit, as (boundary in hash blocks, kind).
 
-        Clients return to the end of the system part, to the ends of the last two turns, and to the end of the prompt.
+        Later requests are expected to continue from the end of the system prompt, from the ends of the last two turns, and from the
+        end of the prompt. Example with hash blocks of 16 tokens: turns that end at tokens 40, 100 and 200 and a prompt of 250
+        tokens give boundaries 2 (system), 6 and 12 (turns) and 15 (prompt).
         """
         block_size = self.cache.block_size
         turns = sequence.request.turn_boundaries
@@ -277,25 +299,29 @@ class AdmissionControl:
             return None
         return self.cache.find(sequence.chain, len(sequence.token_ids))
 
-    def _extend(self, sequence: Sequence, count: int) -> int:
-        """Allocate blocks for `count` more tokens, or for as many as fit when `count` is halved; 0 if not even one token fits."""
+    def _allocate(self, sequence: Sequence, count: int) -> int:
+        """Allocate blocks for `count` more tokens, or for half as many, a quarter ... until they fit; return how many tokens fit.
+
+        The cache moves blocks together (compaction) only so that a single token fits.
+        """
         blocks = sequence.blocks
         assert blocks is not None
         while count and not self.cache.extend(blocks, sequence.scheduled + count, compact=count == 1):
             count //= 2
         return count
 
-    def _count_outcome(self, sequence: Sequence, hit: PrefixHit | None, version: int) -> Mapping[str, int]:
-        """Return tokens by outcome of the hit search, and count those of the prompt at the first admission.
+    def _count_outcome(self, sequence: Sequence, hit: PrefixHit | None, index_version: int) -> Mapping[str, int]:
+        """Return the sequence's tokens by outcome of the hit search: "hit", "repaired", or "missed_<reason>" (`prefix_outcome`).
 
-        At a later admission the result says how many tokens that were computed before a preemption need not be computed again.
+        At the first admission the result has the prompt's tokens, and they are added to the cache's statistics. At a later one it
+        has only the hit and repaired tokens: how much of what the preemption threw away was still cached.
         """
         if sequence.was_admitted:
             if hit is None:
                 return {}
             return {"hit": hit.start, "repaired": hit.num_hash_blocks * self.cache.block_size - hit.start}
         sequence.was_admitted = True
-        sequence.index_version = version
+        sequence.index_version = index_version
         num_prompt = sequence.num_prompt_tokens
         if hit is not None:
             sequence.num_cached_tokens = min(hit.start, num_prompt)
@@ -306,10 +332,11 @@ class AdmissionControl:
     # Release
 
     def _release_finished(self, sequence: Sequence) -> None:
-        """Release a finished sequence. A checkpoint keeps what the client may continue from, if there was any output."""
+        """Release a finished sequence. If it has output, a checkpoint at its end keeps what the next turn continues from."""
         self._release(sequence, CheckpointKind.GENERATION if sequence.has_output else None)
 
     def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
+        """Release a sequence's blocks, place a checkpoint of this kind at its end (None: none), and have the ranks forget it."""
         assert sequence.blocks is not None
         self.cache.release(sequence.blocks, kind=kind)
         self.blocked = None

@@ -2,7 +2,10 @@
 
 Terms:
 
-    hash block       `--block-size` tokens; its *digest* names it and all tokens before it (`kvcache.hashing`)
+    hash block       `--block-size` tokens; its *digest* names it and all tokens before it. A prompt's *chain* is its digests
+    publish          put a computed hash block into the prefix cache, when the step that computed its last token has answered
+    hit              the cached prefix of a sequence's tokens
+    order            sequences are served in the order of their keys: by arrival or priority
     producer         a running sequence that will publish hash blocks which are not in the prefix cache yet
     waiter           a waiting sequence that needs those hash blocks; it holds no KV blocks and keeps its running slot
     reserved tokens  tokens that a waiter will compute itself; sequences behind it leave it so many in a step's budget
@@ -18,8 +21,9 @@ W becomes a waiter of P for 25 hash blocks, not for all 40 of P's. When the step
 hash blocks are published; W returns to the queue, hits 400 tokens and computes the other 50. Meanwhile it has 29 - 25 = 4 hash
 blocks, rounded up to whole blocks, of reserved tokens: 64.
 
-The rule: a sequence waits only for a producer that stands before it in the queue's order and has computed at least as far as the
-sequence could begin itself. The producer is served first in each step, so the sequence would compute the same hash blocks later.
+The rule: a sequence waits only for a producer that stands before it in order, and that has been scheduled at least as far as the
+sequence's own hit reaches. Such a producer is served first in each step, so the sequence itself would publish these hash blocks
+later than the producer.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ MIN_SHARED_TOKENS = 128
 
 
 @dataclass(slots=True)
-class InFlightRange:
-    """The hash blocks `[begin, end)` that one producer has not published yet.
+class UnpublishedRange:
+    """The hash blocks `[begin, end)` of its prompt that one producer has not published yet.
 
     `waiters` maps each sequence that waits for this producer to the number of hash blocks, from the prompt's start, that it needs.
     """
@@ -51,16 +55,16 @@ class InFlightRange:
 class InFlightPrefixes:
     """Knows which running sequence produces which hash block, and which sequences wait for it.
 
-    Where two running sequences compute the same hash block, the producer is the one that has computed further, else the one that
-    is first in order: a wait for it is shorter. Every waiter has a running producer; when that producer stops running for any
-    reason, its waiters return to the queue.
+    Where two running sequences compute the same hash block, the later one to be admitted becomes its producer if it has been
+    scheduled further or is first in order: a wait for it is shorter. Every waiter has a running producer; when that producer stops
+    running for any reason, its waiters return to the queue.
     """
 
     def __init__(self, block_size: int) -> None:
         self.waiters = OrderedQueue()
         self.min_shared_tokens = MIN_SHARED_TOKENS
         self.producer_by_digest: dict[bytes, Sequence] = {}
-        self.ranges: dict[Sequence, InFlightRange] = {}  # by producer
+        self.ranges: dict[Sequence, UnpublishedRange] = {}  # by producer
         self.producers: dict[Sequence, Sequence] = {}  # by waiter
         self._block_size = block_size
 
@@ -68,28 +72,29 @@ class InFlightPrefixes:
         """Make an admitted sequence the producer of the hash blocks that it is going to publish."""
         blocks, chain, producer_by_digest = sequence.blocks, sequence.chain, self.producer_by_digest
         assert blocks is not None
-        pending = InFlightRange(blocks.first_hash_block_to_publish, len(chain))
-        if pending.begin >= pending.end:
+        unpublished = UnpublishedRange(blocks.first_hash_block_to_publish, len(chain))
+        if unpublished.begin >= unpublished.end:
             return
-        self.ranges[sequence] = pending
-        for digest in chain[pending.begin : pending.end]:
+        self.ranges[sequence] = unpublished
+        for digest in chain[unpublished.begin : unpublished.end]:
             other = producer_by_digest.setdefault(digest, sequence)
             if other is not sequence and (other.scheduled < sequence.scheduled or sequence.order_key < other.order_key):
                 producer_by_digest[digest] = sequence
 
     def producer_for(self, sequence: Sequence, hit: PrefixHit) -> tuple[Sequence, int] | None:
-        """Return the producer that a sequence with this hit should wait for, and how many hash blocks the two share.
+        """Return the producer that a sequence with this hit should wait for, and how many leading hash blocks the two share.
 
-        None: no running sequence computes what this one lacks, or waiting would spare fewer than `min_shared_tokens` tokens.
+        None: no running sequence computes what this one lacks, or waiting would save computing fewer than `min_shared_tokens`
+        tokens.
         """
         block_size, chain = self._block_size, sequence.chain
         min_blocks = -(-(hit.start + self.min_shared_tokens) // block_size)
-        # The hash block behind the hit is the next to compute. Where the hit needs a window repair, another sequence may be
-        # repairing the same windows: it is the producer of the last hash block of the hit.
-        wanted = (
+        # The hash block behind the hit is the next to compute. Where the hit needs a window repair (computing the tokens of a
+        # sliding window again), another sequence may be repairing the same windows: it is the producer of the hit's last hash block.
+        lacking = (
             (hit.num_hash_blocks, hit.num_hash_blocks - 1) if hit.needs_repair(block_size) else (hit.num_hash_blocks,)
         )
-        for index in wanted:
+        for index in lacking:
             if max(index + 1, min_blocks) > hit.limit:
                 continue
             producer = self.producer_by_digest.get(chain[index])
@@ -104,33 +109,33 @@ class InFlightPrefixes:
         """Let a sequence wait until the producer has published the first `num_hash_blocks` hash blocks of its prompt."""
         self.ranges[producer].waiters[sequence] = num_hash_blocks
         self.producers[sequence] = producer
-        # Whole blocks, since the step's budget counts window blocks.
+        # Rounded up to whole blocks, since a step's budget also counts the blocks of sliding windows.
         num_known_blocks = -(-len(sequence.token_ids) // self._block_size)
         sequence.reserved_tokens = (num_known_blocks - num_hash_blocks) * self._block_size
         self.waiters.add(sequence)
 
     def published(self, sequence: Sequence) -> Iterable[Sequence]:
-        """Note what a running sequence has published; return the sequences that need not wait for it any more."""
-        pending = self.ranges.get(sequence)
-        if pending is None:
+        """Note what a running sequence has published by now; return the waiters whose hash blocks are all published."""
+        unpublished = self.ranges.get(sequence)
+        if unpublished is None:
             return ()
         assert sequence.blocks is not None
         num_published = sequence.blocks.processed // self._block_size
-        self._forget(sequence, pending, num_published)
-        served = [waiter for waiter, num_needed in pending.waiters.items() if num_needed <= num_published]
-        for waiter in served:
+        self._remove_below(sequence, unpublished, num_published)
+        ready = [waiter for waiter, num_needed in unpublished.waiters.items() if num_needed <= num_published]
+        for waiter in ready:
             self.stop_waiting(waiter)
-        if pending.begin >= pending.end:
+        if unpublished.begin >= unpublished.end:
             del self.ranges[sequence]
-        return served
+        return ready
 
     def stopped_running(self, sequence: Sequence) -> Iterable[Sequence]:
-        """Forget a sequence that runs no longer; return the sequences that waited for it."""
-        pending = self.ranges.get(sequence)
-        if pending is None:
+        """Note that a sequence does not run any more, so it produces nothing; return the sequences that waited for it."""
+        unpublished = self.ranges.get(sequence)
+        if unpublished is None:
             return ()
-        self._forget(sequence, pending, pending.end)
-        waiters = list(pending.waiters)
+        self._remove_below(sequence, unpublished, unpublished.end)
+        waiters = list(unpublished.waiters)
         for waiter in waiters:
             self.stop_waiting(waiter)
         del self.ranges[sequence]
@@ -145,12 +150,12 @@ class InFlightPrefixes:
         self.waiters.remove(sequence)
         return True
 
-    def _forget(self, producer: Sequence, pending: InFlightRange, end: int) -> None:
-        """Remove hash blocks below `end` from what a producer still has to publish."""
-        for digest in producer.chain[pending.begin : end]:
+    def _remove_below(self, producer: Sequence, unpublished: UnpublishedRange, end: int) -> None:
+        """Remove the hash blocks below `end` from a producer's unpublished range."""
+        for digest in producer.chain[unpublished.begin : end]:
             if self.producer_by_digest.get(digest) is producer:
                 del self.producer_by_digest[digest]
-        pending.begin = max(pending.begin, end)
+        unpublished.begin = max(unpublished.begin, end)
 
 
 def _num_shared(chain: list[bytes], other: list[bytes], low: int, high: int) -> int:

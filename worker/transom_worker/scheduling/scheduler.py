@@ -233,7 +233,7 @@ class Scheduler:
                     logprobs = result.logprobs[sample] if result.logprobs else None
                     outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs))
             if sequence.status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
-                self.admission.step_answered(sequence)
+                self.admission.release_after_step(sequence)
             sample += samples
         return outputs
 
@@ -250,7 +250,7 @@ class Scheduler:
                     continue
                 was_done = sequence.status is SequenceStatus.FINISHED
                 if sequence.status is not SequenceStatus.RUNNING:
-                    self.admission.step_answered(sequence)
+                    self.admission.release_after_step(sequence)
                 if not was_done:
                     self.abort(sequence.request.request_id)
                     failed.append(sequence.request.request_id)

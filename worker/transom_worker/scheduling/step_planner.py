@@ -82,7 +82,7 @@ class StepPlanner:
             blocks = sequence.blocks
             assert blocks is not None
             if count and sequence.scheduled + count > blocks.capacity_tokens:
-                count = self._admission.make_room(sequence, count, steps_in_flight=steps_in_flight)
+                count = self._admission.allocate_or_preempt(sequence, count, steps_in_flight=steps_in_flight)
             if not count:
                 continue
             if count > 1 or sequence.num_in_flight:
