@@ -1,4 +1,8 @@
-"""Decides when a workload's requests arrive: one at a time in its order, or at their recorded times."""
+"""Decides when a workload's requests arrive: one at a time in its order, or at their recorded times.
+
+Times are seconds of the simulation's virtual clock. A request whose field `after` names another request, such as the next turn of a
+conversation, does not arrive before that one has been answered.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,10 @@ class SequentialArrivals:
 
 
 class RecordedArrivals:
-    """Requests arrive at their recorded times, each not before the request `after` which it comes has ended."""
+    """Requests arrive at their recorded times, but not before the request that their field `after` names has ended.
+
+    Example: a turn is recorded at second 10, and its predecessor's answer ends at second 12: it arrives at second 12.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self._arrival_s = [request.arrival_s for request in workload.requests]
@@ -44,7 +51,7 @@ class RecordedArrivals:
                 self._successors[request.after].append(index)
 
     def due(self, now_s: float, *, idle: bool) -> Iterator[int]:
-        """Yield the indices of requests whose time has come; `idle` does not matter."""
+        """Yield the indices of requests that arrive at `now_s` or arrived before; `idle` does not matter."""
         while self._ready and self._ready[0][0] <= now_s:
             yield heappop(self._ready)[1]
 

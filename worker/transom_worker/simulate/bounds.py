@@ -1,18 +1,32 @@
-"""Computes upper bounds of prefix-cache hits, one request at a time: what other caches of the same bytes could hit.
+"""Computes how many prompt tokens other caches of equal size would hit for a workload, as bounds to compare the real cache with.
 
     infinite                nothing is ever evicted
-    full_alone_lru          the pool holds the blocks of full-attention groups alone; least recently used is evicted first
-    full_alone_clairvoyant  the same pool, with a policy that knows all requests to come
-    clairvoyant             windows count too, with a policy that knows all requests to come
+    full_alone_lru          the memory has the KV of full-attention layers alone; the least recently used tokens are evicted first
+    full_alone_clairvoyant  the memory has the KV of full-attention layers alone, with the clairvoyant policy
+    clairvoyant             the memory has the KV of all layers, sliding windows included, with the clairvoyant policy
 
-The clairvoyant policy keeps contents only for the next request that reads them. When memory is short it evicts, token by token from
-the far end, what costs most per token that it saves: bytes, times how long they must still be kept. Without windows every token
-costs the same, and this is Belady's rule: what is used furthest in the future is evicted first. With windows each request to come
-is charged one checkpoint, the window blocks that are live where it will return. Example: a prefix of 100 tokens needed in 10
-requests and one of 1,000 tokens needed in 10 requests are charged the same checkpoint, so the short one costs more per token and is
-evicted first. It is an approximation: too high in that nothing else takes memory (pages without waste, no steps in flight) and that
-checkpoints are always where they are needed; too low in that greedy choices are not the best ones where blocks differ in worth. A
-run of tokens (a message, or what one hash id stands for) is the grain of sharing; hits are cut to whole hash blocks.
+Terms:
+
+    clairvoyant  an eviction policy that knows all requests to come (offline, as Belady's rule)
+    run          consecutive tokens that requests share as a whole, such as one message of a chat; a *node* is a run behind a prefix
+    path         the nodes of one request's prompt and answer, in order
+    kept         in the simulated cache; of each node the first `node.kept` tokens are kept
+    checkpoint   the window blocks that the sliding groups (groups of window layers) need where a request continues
+    index        a request's index in the workload; it also serves as the time
+
+The clairvoyant policy keeps a node only for the next request that reads it. When memory is short, it looks at the requests to come.
+It evicts from what is kept for the one with the highest *cost*, and there from the end of the prefix:
+
+    cost = bytes kept for the request / tokens kept for it * requests until it arrives
+
+Without windows every token has the same bytes, so this is Belady's rule: evict what is used furthest in the future. With windows
+each request to come also needs one checkpoint. Example: 100 tokens are kept for one request and 1,000 for another, both 10 requests
+ahead; a token takes 1 KiB and a checkpoint 100 KiB. The costs are (100 + 100) / 100 * 10 = 20 and (1,000 + 100) / 1,000 * 10 = 11,
+so the short prefix is evicted first.
+
+Requests are served one at a time, and hits are cut to whole hash blocks. The clairvoyant figures are approximations. They are too
+high because pages without waste, no steps in flight and checkpoints wherever they are needed are assumed; they are too low because
+evicting the highest cost first is not always the best choice.
 """
 
 from __future__ import annotations
@@ -29,16 +43,21 @@ from transom_worker.simulate.workload import SimulatedRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes that a cache needs: per token of a kept prefix, and per checkpoint for the windows."""
+    """The bytes that a cache has, and the bytes that a kept token and a checkpoint take.
 
-    block_tokens: int
+    Example: `token_bytes` of 24 KiB and checkpoints of 3 MiB; a kept prefix of 1,000 tokens with its checkpoint takes 27 MiB.
+    """
+
+    block_tokens: int  # tokens of a hash block
     pool_bytes: int
-    token_bytes: int  # 0 where every group slides
-    sliding: tuple[tuple[Retention, int], ...] = ()  # (rule, bytes of a block)
+    token_bytes: int  # in the full groups, which keep every token; 0 if there are none
+    sliding: tuple[
+        tuple[Retention, int], ...
+    ] = ()  # (which blocks the group keeps, bytes of a block) of each sliding group
 
     @classmethod
     def of(cls, layout: ArenaLayout, *, block_size: int) -> Footprint:
-        """Return the footprint of a KV pool."""
+        """Return the footprint of a KV cache layout."""
         everything = [group for group in layout.groups if group.spec.keeps_everything]
         sliding = [group for group in layout.groups if not group.spec.keeps_everything]
         return cls(
@@ -53,7 +72,7 @@ class Footprint:
         return Footprint(block_tokens=self.block_tokens, pool_bytes=self.pool_bytes, token_bytes=self.token_bytes)
 
     def checkpoint_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the blocks that are live after so many tokens, in all sliding groups."""
+        """Return the bytes of a checkpoint after `num_tokens` tokens."""
         total = 0
         for retention, block_bytes in self.sliding:
             num_blocks = -(-num_tokens // retention.block_size)
@@ -61,41 +80,41 @@ class Footprint:
             total += (run + min(retention.num_sink_blocks, num_blocks)) * block_bytes
         return total
 
-    def usable(self, num_tokens: int, num_prompt_tokens: int) -> int:
-        """Return how many tokens of a prefix can be hit: whole hash blocks, at least one token short of the prompt."""
+    def hit_tokens(self, num_tokens: int, num_prompt_tokens: int) -> int:
+        """Return how many of a prefix's tokens are hit: whole hash blocks that leave at least one prompt token to compute."""
         return min(num_tokens, num_prompt_tokens - 1) // self.block_tokens * self.block_tokens
 
 
 def hit_bounds(requests: Sequence[SimulatedRequest], footprint: Footprint) -> dict[str, int]:
-    """Return hit tokens by bound."""
+    """Return the hit tokens of all requests by bound; the module's docstring lists the bounds."""
     full_alone = footprint.full_alone()
-    everything = _reachable(content_paths(requests), footprint)
+    infinite = _hits_without_eviction(content_paths(requests), footprint)
     return {
-        "infinite": sum(everything),
-        "full_alone_lru": _least_recent(content_paths(requests), full_alone),
-        "full_alone_clairvoyant": Clairvoyant(content_paths(requests), full_alone, everything).run(),
-        "clairvoyant": Clairvoyant(content_paths(requests), footprint, everything).run(),
+        "infinite": sum(infinite),
+        "full_alone_lru": _least_recently_used_hits(content_paths(requests), full_alone),
+        "full_alone_clairvoyant": Clairvoyant(content_paths(requests), full_alone, infinite).run(),
+        "clairvoyant": Clairvoyant(content_paths(requests), footprint, infinite).run(),
     }
 
 
-def _reachable(paths: Sequence[ContentPath], footprint: Footprint) -> list[int]:
+def _hits_without_eviction(paths: Sequence[ContentPath], footprint: Footprint) -> list[int]:
     """Return the hit tokens of each request if nothing is evicted."""
     hits = []
     for path in paths:
-        hits.append(footprint.usable(path.kept_prefix(), path.num_prompt_tokens))
+        hits.append(footprint.hit_tokens(path.kept_prefix(), path.num_prompt_tokens))
         for node, num_tokens in path.steps:
             node.kept = max(node.kept, num_tokens)
     return hits
 
 
-def _least_recent(paths: Sequence[ContentPath], footprint: Footprint) -> int:
-    """Return the hit tokens if the least recently used contents are evicted first."""
+def _least_recently_used_hits(paths: Sequence[ContentPath], footprint: Footprint) -> int:
+    """Return the hit tokens of all requests if the least recently used nodes are evicted first."""
     capacity_tokens = footprint.pool_bytes // max(1, footprint.token_bytes)
     by_age: OrderedDict[Node, None] = OrderedDict()
     num_kept = num_hit = 0
     for path in paths:
-        num_hit += footprint.usable(path.kept_prefix(), path.num_prompt_tokens)
-        for node, num_tokens in reversed(path.steps):  # a chain's far end goes first
+        num_hit += footprint.hit_tokens(path.kept_prefix(), path.num_prompt_tokens)
+        for node, num_tokens in reversed(path.steps):  # so that the end of a path is evicted before its beginning
             num_kept += max(0, num_tokens - node.kept)
             node.kept = max(node.kept, num_tokens)
             by_age[node] = None
@@ -110,8 +129,8 @@ def _least_recent(paths: Sequence[ContentPath], footprint: Footprint) -> int:
     return num_hit
 
 
-class _Demand:
-    """What is kept for one request to come: nodes of its path, the deepest last, and the checkpoint where it returns."""
+class _KeptForRequest:
+    """What is kept for one request to come: nodes of its path, the deepest last, and the checkpoint where it continues."""
 
     __slots__ = ("checkpoint_bytes", "nodes", "num_tokens")
 
@@ -126,8 +145,8 @@ class _Demand:
         self.nodes.sort(key=_depth)
         self.num_tokens += node.kept
 
-    def cut(self, num_tokens: int) -> int:
-        """Evict at most `num_tokens` tokens of the deepest node; return how many."""
+    def evict(self, num_tokens: int) -> int:
+        """Evict at most `num_tokens` tokens from the end of the deepest node; return how many."""
         node = self.nodes[-1]
         dropped = min(node.kept, num_tokens)
         node.kept -= dropped
@@ -138,63 +157,68 @@ class _Demand:
 
 
 class Clairvoyant:
-    """The clairvoyant policy; the module's docstring describes it."""
+    """A cache with the clairvoyant policy, which the module's docstring describes.
 
-    def __init__(self, paths: Sequence[ContentPath], footprint: Footprint, reachable: Sequence[int]) -> None:
+    `infinite_hits` are the hit tokens of each request if nothing is evicted: there the request continues.
+    """
+
+    def __init__(self, paths: Sequence[ContentPath], footprint: Footprint, infinite_hits: Sequence[int]) -> None:
         self._paths = paths
         self._footprint = footprint
-        self._reachable = reachable
-        self._demands: dict[int, _Demand] = {}  # by the index of the request to come
+        self._infinite_hits = infinite_hits
+        self._kept_for: dict[int, _KeptForRequest] = {}  # by the index of the request to come
         self._kept_bytes = 0
 
     def run(self) -> int:
         """Serve all requests; return their hit tokens."""
-        return sum(self._serve(place, path) for place, path in enumerate(self._paths))
+        return sum(self._serve(index, path) for index, path in enumerate(self._paths))
 
-    def _serve(self, place: int, path: ContentPath) -> int:
-        """Serve one request, keep what later ones read, and return its hit tokens."""
-        hit = self._footprint.usable(path.kept_prefix(), path.num_prompt_tokens)
-        demand = self._demands.pop(
-            place, None
-        )  # all that is kept of this path, since no other request reads it earlier
-        if demand is not None:
-            self._kept_bytes -= self._bytes(demand)
+    def _serve(self, index: int, path: ContentPath) -> int:
+        """Serve the request at this index, keep what later ones read, and return its hit tokens."""
+        hit = self._footprint.hit_tokens(path.kept_prefix(), path.num_prompt_tokens)
+        # What was kept for this request is all that is kept of its path: of each node's readers this one is the next.
+        kept = self._kept_for.pop(index, None)
+        if kept is not None:
+            self._kept_bytes -= self._bytes(kept)
+        # While the request runs, its own blocks take memory.
         used = path.num_tokens * self._footprint.token_bytes + self._footprint.checkpoint_bytes(path.num_tokens)
-        self._make_room(place, self._footprint.pool_bytes - used)
+        self._evict_down_to(self._footprint.pool_bytes - used, now=index)
+        # Then each of its nodes is kept for the next request that reads it.
         for node, num_tokens in path.steps:
-            next_place = node.next_user(place)
-            node.kept = 0 if next_place is None else max(node.kept, num_tokens)
-            if next_place is not None:
-                self._keep_for(next_place, node)
+            next_index = node.next_reader(index)
+            node.kept = 0 if next_index is None else max(node.kept, num_tokens)
+            if next_index is not None:
+                self._keep_for(next_index, node)
         return hit
 
-    def _keep_for(self, place: int, node: Node) -> None:
+    def _keep_for(self, index: int, node: Node) -> None:
         """Keep a node for the request at this index."""
-        demand = self._demands.get(place)
-        if demand is None:
-            demand = _Demand(self._footprint.checkpoint_bytes(self._reachable[place]))
-            self._demands[place] = demand
-            self._kept_bytes += demand.checkpoint_bytes
-        demand.add(node)
+        kept = self._kept_for.get(index)
+        if kept is None:
+            kept = _KeptForRequest(self._footprint.checkpoint_bytes(self._infinite_hits[index]))
+            self._kept_for[index] = kept
+            self._kept_bytes += kept.checkpoint_bytes
+        kept.add(node)
         self._kept_bytes += node.kept * self._footprint.token_bytes
 
-    def _make_room(self, now: int, capacity_bytes: int) -> None:
-        """Evict what costs most per token until the rest fits."""
+    def _evict_down_to(self, capacity_bytes: int, *, now: int) -> None:
+        """Evict from what is kept for the request with the highest cost, until the kept bytes fit."""
         token_bytes = self._footprint.token_bytes
-        while self._kept_bytes > capacity_bytes and self._demands:
-            place, demand = max(self._demands.items(), key=lambda item: self._cost(now, *item))
+        while self._kept_bytes > capacity_bytes and self._kept_for:
+            index, kept = max(self._kept_for.items(), key=lambda item: self._cost(now, *item))
             excess_tokens = -(-(self._kept_bytes - capacity_bytes) // max(1, token_bytes))
-            self._kept_bytes -= demand.cut(excess_tokens) * token_bytes
-            if not demand.nodes:
-                self._kept_bytes -= demand.checkpoint_bytes
-                del self._demands[place]
+            self._kept_bytes -= kept.evict(excess_tokens) * token_bytes
+            if not kept.nodes:
+                self._kept_bytes -= kept.checkpoint_bytes
+                del self._kept_for[index]
 
-    def _cost(self, now: int, place: int, demand: _Demand) -> float:
-        """Return bytes per token, times the requests that they must still be kept for."""
-        return self._bytes(demand) / demand.num_tokens * (place - now)
+    def _cost(self, now: int, index: int, kept: _KeptForRequest) -> float:
+        """Return the cost of what is kept for the request at this index: bytes per token, times the requests until it arrives."""
+        return self._bytes(kept) / kept.num_tokens * (index - now)
 
-    def _bytes(self, demand: _Demand) -> int:
-        return demand.num_tokens * self._footprint.token_bytes + demand.checkpoint_bytes
+    def _bytes(self, kept: _KeptForRequest) -> int:
+        """Return the bytes of the tokens and the checkpoint that are kept for a request."""
+        return kept.num_tokens * self._footprint.token_bytes + kept.checkpoint_bytes
 
 
 def _depth(node: Node) -> int:

@@ -1,4 +1,6 @@
-"""Synthetic workloads: conversations in which each prompt repeats the ones before it, in several orders and shapes.
+"""Synthetic workloads: conversations in which each prompt repeats the conversation so far, in several orders and shapes.
+
+A *session* is one conversation of 8 turns, sent by one client; a turn's request waits for the answer to the turn before.
 
 The sizes are those of published figures of other engines, so that hit rates can be compared.
 """
@@ -35,19 +37,19 @@ def build_workload(name: str, *, seed: int = 0) -> Workload:
 
 
 def round_robin(rng: random.Random) -> list[SimulatedRequest]:
-    """Sessions that take turns: the worst case for least-recently-used eviction."""
+    """Return sessions that send their turns in a fixed cyclic order: the worst case for least-recently-used eviction."""
     return _interleave(_sessions(), list(range(NUM_SESSIONS)) * NUM_TURNS)
 
 
 def shuffled(rng: random.Random) -> list[SimulatedRequest]:
-    """The sessions of `round_robin`; which one comes next is drawn at random."""
+    """Return the sessions of `round_robin`; which one sends its next turn is drawn at random."""
     order = list(range(NUM_SESSIONS)) * NUM_TURNS
     rng.shuffle(order)
     return _interleave(_sessions(), order)
 
 
 def poisson(rng: random.Random) -> list[SimulatedRequest]:
-    """The sessions of `round_robin`, each with exponential pauses between its turns. A turn waits for the answer before it."""
+    """Return the sessions of `round_robin`, with exponentially distributed pauses between the turns of each."""
     arrivals = sorted(
         (arrival_s, session)
         for session in range(NUM_SESSIONS)
@@ -58,7 +60,7 @@ def poisson(rng: random.Random) -> list[SimulatedRequest]:
 
 
 def system_prompt(rng: random.Random) -> list[SimulatedRequest]:
-    """Users that share a system prompt and nothing else."""
+    """Return requests of users that share a system prompt and nothing else."""
     space = TokenSpace()
     system = space.take(4_096)
     users = [_request([system, space.take(2_048)], space.take(SHORT_ANSWER_TOKENS)) for _ in range(20)]
@@ -66,12 +68,12 @@ def system_prompt(rng: random.Random) -> list[SimulatedRequest]:
 
 
 def long_answers(rng: random.Random) -> list[SimulatedRequest]:
-    """One conversation whose answers are longer than any window."""
+    """Return one conversation whose answers are longer than any sliding window."""
     return _one_by_one(_conversation(TokenSpace(), first=1_000, answer=2_000, turn=200, num_turns=8))
 
 
 def edited_message(rng: random.Random) -> list[SimulatedRequest]:
-    """One conversation of messages of 3,000 tokens, sent again and again with an earlier message replaced."""
+    """Return one conversation of messages of 3,000 tokens, sent again and again with an earlier and earlier message replaced."""
     space = TokenSpace()
     messages = [space.take(3_000) for _ in range(5)] + [space.take(1_384)]
     kept = [[*messages[:count], space.take(500)] for count in (5, 4, 3, 2, 1)]
@@ -89,6 +91,7 @@ BUILDERS: dict[str, Callable[[random.Random], list[SimulatedRequest]]] = {
 
 
 def _sessions() -> list[Conversation]:
+    """Return the sessions that `round_robin`, `shuffled` and `poisson` interleave."""
     space = TokenSpace()
     return [
         _conversation(space, first=FIRST_PROMPT_TOKENS, answer=ANSWER_TOKENS, turn=TURN_TOKENS, num_turns=NUM_TURNS)
@@ -97,12 +100,13 @@ def _sessions() -> list[Conversation]:
 
 
 def _conversation(space: TokenSpace, *, first: int, answer: int, turn: int, num_turns: int) -> Conversation:
+    """Return the requests of one conversation: a first prompt of `first` tokens, answers, and user turns of `turn` tokens."""
     requests = []
     messages = [space.take(first)]
     for _ in range(num_turns):
-        said = space.take(answer)
-        requests.append(_request(messages, said))
-        messages += [said, space.take(turn)]
+        answer_run = space.take(answer)
+        requests.append(_request(messages, answer_run))
+        messages += [answer_run, space.take(turn)]
     return requests
 
 
@@ -113,6 +117,7 @@ def _request(messages: Sequence[Run], answer: Run) -> SimulatedRequest:
 
 
 def _one_by_one(requests: Conversation) -> list[SimulatedRequest]:
+    """Return the requests, each of which waits for the answer to the one before."""
     return _interleave([requests], [0] * len(requests))
 
 

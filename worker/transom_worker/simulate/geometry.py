@@ -1,4 +1,8 @@
-"""Reads a model's cache geometry from its folder: the KV cache layout that an engine would have in a given amount of memory."""
+"""Reads a model's cache geometry from its folder: the KV cache layout that an engine would have in a given amount of memory.
+
+The *working set* is what the synthetic sessions (`conversations`) take in full-attention layers at their end. `--memory 2x` means
+twice its bytes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class Geometry:
 
 
 def read_geometry(path: Path, *, memory: str, block_size: int = 16, max_num_batched_tokens: int = 8192) -> Geometry:
-    """Return the geometry for a folder with a `config.json`, or the file.
+    """Return the geometry for a `config.json`; `path` is the file or its folder.
 
     `memory` is a size such as 40GiB, or a multiple such as 2x of the working set of the synthetic sessions.
 

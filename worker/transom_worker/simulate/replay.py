@@ -1,4 +1,8 @@
-"""`Replay`: runs a workload through the real scheduler and KV cache, with a stub executor in place of a model."""
+"""`Replay`: runs a workload through the real scheduler and KV cache, with a stub executor in place of a model.
+
+It does what the engine does in a worker: it adds requests when they arrive, runs the steps that the scheduler plans, and finishes
+requests. Time is that of a virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ OnProgress = Callable[[int], None]  # called with the number of requests that ha
 
 
 class Replay:
-    """Takes the engine's part for one workload: each request ends at its answer's length, or is refused at admission."""
+    """Replays one workload. Each request ends at its recorded answer's length, or the scheduler refuses it when it arrives."""
 
     def __init__(
         self, scheduler: Scheduler, workload: Workload, arrivals: Arrivals, *, cost: StepCost, clock: VirtualClock
@@ -76,6 +80,7 @@ class Replay:
         return True
 
     def _step(self, on_progress: OnProgress) -> None:
+        """Run one step, if any request can compute a token, and end the requests whose answers are complete."""
         plan = self._scheduler.schedule()
         if plan is None:  # every request left was refused, or arrives later
             assert not self._scheduler.has_work
@@ -92,6 +97,7 @@ class Replay:
                 self._end(int(output.request_id), on_progress)
 
     def _end(self, index: int, on_progress: OnProgress) -> None:
+        """Note that a request has ended or was refused."""
         self._arrivals.answered(index, self._clock.now_s)
         self._num_ended += 1
         on_progress(self._num_ended)

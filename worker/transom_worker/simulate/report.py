@@ -1,4 +1,7 @@
-"""`Report`: the figures of one replay."""
+"""`Report`: the figures of one simulation: hit, repaired and missed prompt tokens, evictions, and how long it took.
+
+A token is *repaired* if it was cached for full-attention layers, and was computed again because its sliding windows were evicted.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ class Counts:
     output_tokens: int
     steps: int
     preemptions: int
-    fragmentation: float
+    fragmentation: float  # mean fraction of the leased memory that lies in free blocks
     cache: CacheStats
     seconds: float  # of real time
-    virtual_seconds: float
+    virtual_seconds: float  # on the virtual clock of the simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""`Simulation`: one cache simulation from its settings. `transom bench simulate` prints its report."""
+"""`Simulation`: replays a workload through the scheduler and the KV cache without a model. `transom bench simulate` prints its
+report.
+
+A workload is a recorded trace or synthetic conversations. The simulation tells how many prompt tokens hit the prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,15 @@ from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Workload
 
 TRACE_BATCHED_TOKENS = 8_192
-SYNTHETIC_BATCHED_TOKENS = 2_048  # as in the figures of other engines
+SYNTHETIC_BATCHED_TOKENS = 2_048  # the setting of published figures of other engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """What is replayed (`trace` or `workload`), for which model, in how much memory, and how requests arrive."""
+    """What is replayed (`trace` or `workload`), for which model, in how much memory, and how requests arrive.
+
+    `clairvoyant` also computes the hits of other caches (`bounds`); `cost` says how long a step takes on the virtual clock.
+    """
 
     model: Path
     memory: str

@@ -1,4 +1,8 @@
-"""`StubExecutor`: an executor without a model. Each sampling row yields the next token of its request's known answer."""
+"""`StubExecutor`: an executor without a model: where a step samples a token, it returns the next token of the request's known
+answer.
+
+A *row* is one sequence's part of a step's plan (`scheduling.step.StepPlan`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ class StubExecutor:
 
     def __init__(self) -> None:
         self._answers: dict[str, Run] = {}
-        self._origin: dict[int, int] = {}  # by seq_id: `origin + position` is the id of an answer's token
+        # By seq_id: an answer's token at a position of the sequence has the id `offset + position`, since ids are consecutive.
+        self._id_offset: dict[int, int] = {}
 
     def expect(self, request_id: str, answer: Run) -> None:
         """Set a request's answer."""
@@ -23,11 +28,11 @@ class StubExecutor:
 
     def answer(self, plan: StepPlan) -> StepResult:
         """Return a result with one token per sampling row."""
-        origin = self._origin
+        id_offset = self._id_offset
         for seq_id in plan.finished:
-            origin.pop(seq_id, None)
+            id_offset.pop(seq_id, None)
         for new in plan.new_sequences:
-            origin[new.seq_id] = self._answers[new.request_id].first_token - new.num_prompt_tokens
+            id_offset[new.seq_id] = self._answers[new.request_id].first_token - new.num_prompt_tokens
         rows = zip(plan.seq_ids, plan.start, plan.count, plan.sample, strict=True)
-        sampled = [origin[seq_id] + start + count for seq_id, start, count, samples in rows if samples]
+        sampled = [id_offset[seq_id] + start + count for seq_id, start, count, samples in rows if samples]
         return StepResult(step_id=plan.step_id, sampled_ids=sampled)

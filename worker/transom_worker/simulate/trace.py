@@ -1,8 +1,8 @@
 """Reads recorded traces: JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id per 512 prompt
 tokens.
 
-Equal ids stand for equal tokens behind equal prefixes; the last id of a line is cut to `input_length`. No two requests have the
-same answer.
+Example: {"timestamp": 27482, "input_length": 700, "output_length": 52, "hash_ids": [46, 47]}: id 46 stands for the prompt's first
+512 tokens, id 47 for the other 188. Equal ids stand for equal tokens behind equal prefixes. No two requests have the same answer.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 class _Reader:
+    """Reads the lines of one trace; each hash id becomes a run of token ids of its own.
+
+    Methods that check a field take the line's number for their error messages.
+    """
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._space = TokenSpace()
@@ -53,9 +58,9 @@ class _Reader:
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise self._wrong(number, f"is not JSON ({error})") from None
+            raise self._error(number, f"is not JSON ({error})") from None
         if not isinstance(fields, dict):
-            raise self._wrong(number, f"holds {line.strip()[:40]!r}; give an object with {', '.join(FIELDS)}")
+            raise self._error(number, f"holds {line.strip()[:40]!r}; give an object with {', '.join(FIELDS)}")
         timestamp = self._number(number, fields, "timestamp", least=0)
         num_prompt_tokens = self._whole(number, fields, "input_length", least=1)
         num_answer_tokens = self._whole(number, fields, "output_length", least=1)
@@ -65,7 +70,7 @@ class _Reader:
             arrival_s=timestamp / 1000,
         )
         if self._space.num_taken > MAX_TOKENS:
-            raise self._wrong(
+            raise self._error(
                 number,
                 f"output_length is {num_answer_tokens}, which makes {self._space.num_taken} different tokens so far; "
                 f"at most {MAX_TOKENS} can be told apart, so shorten it or cut the file here",
@@ -75,10 +80,10 @@ class _Reader:
     def _prompt(self, number: int, fields: dict[str, Any], num_tokens: int) -> tuple[Run, ...]:
         ids = self._field(number, fields, "hash_ids")
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise self._wrong(number, f"hash_ids is {str(ids)[:40]}; give a list of whole numbers")
+            raise self._error(number, f"hash_ids is {str(ids)[:40]}; give a list of whole numbers")
         needed = -(-num_tokens // HASH_TOKENS)
         if len(ids) != needed:
-            raise self._wrong(
+            raise self._error(
                 number,
                 f"hash_ids has {len(ids)} ids; an input_length of {num_tokens} tokens takes {needed}, "
                 f"one per {HASH_TOKENS} tokens",
@@ -96,19 +101,19 @@ class _Reader:
     def _whole(self, number: int, fields: dict[str, Any], name: str, *, least: int) -> int:
         value = self._field(number, fields, name)
         if type(value) is not int or value < least:
-            raise self._wrong(number, f"{name} is {value!r}; give a whole number of at least {least}")
+            raise self._error(number, f"{name} is {value!r}; give a whole number of at least {least}")
         return value
 
     def _number(self, number: int, fields: dict[str, Any], name: str, *, least: float) -> float:
         value = self._field(number, fields, name)
         if type(value) not in (int, float) or not least <= value < float("inf"):
-            raise self._wrong(number, f"{name} is {value!r}; give a number of at least {least}")
+            raise self._error(number, f"{name} is {value!r}; give a number of at least {least}")
         return float(value)
 
     def _field(self, number: int, fields: dict[str, Any], name: str) -> Any:
         if name not in fields:
-            raise self._wrong(number, f"has no {name}; it needs {', '.join(FIELDS)}")
+            raise self._error(number, f"has no {name}; it needs {', '.join(FIELDS)}")
         return fields[name]
 
-    def _wrong(self, number: int, what: str) -> ConfigError:
+    def _error(self, number: int, what: str) -> ConfigError:
         return ConfigError(f"{self._path}, line {number}: {what}.")

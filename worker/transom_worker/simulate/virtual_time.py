@@ -1,4 +1,8 @@
-"""A virtual clock that advances by what each step would cost, so that recorded arrivals overlap as they did when recorded."""
+"""`VirtualClock` and `StepCost`: a simulation's clock advances by the time that each step would take on a real GPU.
+
+So requests of a recorded trace overlap about as they did when they were recorded. Example with the default costs: a step of 2,000
+tokens takes 0.008 + 2,000 * 0.00002 = 0.048 s.
+"""
 
 from __future__ import annotations
 

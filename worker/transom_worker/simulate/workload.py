@@ -1,6 +1,8 @@
-"""`Workload`: the requests of a simulation. Their contents are runs of consecutive token ids, so that millions cost little memory.
+"""`Workload`: the requests of a simulation.
 
-Two runs that start at the same token id have equal contents, as far as the shorter one goes.
+Prompts and answers consist of *runs* of consecutive token ids, of which only the first id and the length are stored, so that
+millions of tokens take little memory. Two runs that start at the same token id have equal contents up to the length of the shorter
+one. Example: `Run(512, 100)` has the token ids 512 to 611.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class Run(NamedTuple):
 
 
 class TokenSpace:
-    """Creates runs that share no token id."""
+    """Creates runs that share no token id: each begins where the last one ended."""
 
     def __init__(self) -> None:
         self.num_taken = 0
