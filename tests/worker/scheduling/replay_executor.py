@@ -1,7 +1,17 @@
-"""A rank made of plain Python: replays plans on its own tables and a slab of tags, and checks every key that would be read.
+"""`ReplayExecutor`: a rank made of plain Python for tests of the scheduler: it applies plans and checks every key that a query
+reads.
 
-Each layer's keys are tags of the prefix that they were computed from, or WRONG where a window repair could not compute them:
-what a replay leaves wrong spreads upwards from layer to layer, as it would in a model.
+Terms:
+
+    tag            stands for the key of a position in one layer: a digest of all tokens up to the position
+    WRONG          the tag of a key that a window repair computes from wrong inputs
+    slab           the rank's KV memory: per group a dict from (block id, offset in the block) to the content
+    window repair  a row that computes cached tokens again, so that sliding windows get their keys (`step.StepPlan`)
+    entry          in groups of compressed attention, what stands for `ratio` tokens
+
+A query that reads a tag of another prefix, or no content, fails the test. In a window repair some inputs of a layer are missing:
+the outputs there are wrong, and so are the keys that the layers above compute from them, as in a model. The executor checks that no
+query whose output counts reads a WRONG key.
 """
 
 from __future__ import annotations
@@ -15,15 +25,17 @@ from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
 
-VOCABULARY = 50
+VOCAB_SIZE = 50
 WRONG = b"wrong"
-ENTRIES = (GroupKind.COMPRESSED, GroupKind.INDEXER)
+ENTRY_KINDS = (GroupKind.COMPRESSED, GroupKind.INDEXER)
 
 Content = tuple[int, dict[int, bytes]]  # position, tag by layer
 
 
 @dataclass
 class RankTable:
+    """One sequence's block table in one group: sink blocks, then a run of logical blocks from `first_block` on."""
+
     sink_blocks: list[int] = field(default_factory=list)
     run: list[int] = field(default_factory=list)
     first_block: int = 0
@@ -33,7 +45,7 @@ class RankTable:
         return self.sink_blocks[logical] if logical < num_sink_blocks else self.run[logical - self.first_block]
 
     def replace(self, logical: int, block: int, num_sink_blocks: int) -> None:
-        self.at(logical, num_sink_blocks)  # must be there
+        self.at(logical, num_sink_blocks)  # fails if the logical block is not in the table
         if logical < num_sink_blocks:
             self.sink_blocks[logical] = block
         else:
@@ -42,42 +54,47 @@ class RankTable:
 
 @dataclass
 class RankSequence:
+    """What the rank knows of one sequence; `tables` are by group."""
+
     new: NewSequence
     token_ids: list[int]
     tables: list[RankTable]
 
 
 def sampled_token(request_id: str, position: int) -> int:
-    """What any executor answers for this request at this output position."""
-    return hashlib.sha256(f"{request_id}/{position}".encode()).digest()[0] % VOCABULARY
+    """Return the token that every step samples for this request at this output position."""
+    return hashlib.sha256(f"{request_id}/{position}".encode()).digest()[0] % VOCAB_SIZE
 
 
 class ReplayExecutor:
-    """Slab contents are (position, prefix digest): a key is right only if it was computed from the same prefix."""
+    """Queues the submitted plans; `receive` runs the oldest one and returns its result."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
         self.specs = [group.spec for group in layout.groups]
-        self.writer: dict[int, int] = {}  # page -> the group that wrote last; bytes of others there are gone
+        self.writer: dict[
+            int, int
+        ] = {}  # by page: the group that wrote last; it has overwritten what other groups had there
+        # (layer, group) pairs, the lowest layer first
         self.layers = sorted((layer, group) for group, spec in enumerate(self.specs) for layer in spec.layers)
         self.slab: list[dict[tuple[int, int], Content]] = [{} for _ in layout.groups]
         self.num_computed = 0  # tokens
-        self.num_repaired = 0  # those of them that were there before, but for their windows
+        self.num_repaired = 0  # tokens that window repairs computed again
         self.sequences: dict[int, RankSequence] = {}
         self.plans: deque[StepPlan] = deque()
         self.inputs: dict[str, dict[int, int]] = {}  # request -> position -> input token
-        self._last_row: dict[int, int] = {}  # row of the step before -> sampled id
+        self._last_sampled: dict[int, int] = {}  # row of the step before -> sampled id
         self._last_step = -1
-        self._forgotten: set[int] = set()  # named by plans that never ran
+        self._failed_ids: set[int] = set()  # sequence ids that failed plans finished or began
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
 
     def fail(self) -> None:
-        """All waiting plans come to nothing; sequences that they end are forgotten, those that they begin never were."""
+        """Fail all submitted plans: sequences that they finish are removed, and sequences that they begin are never known."""
         for plan in self.plans:
             self._last_step = plan.step_id
-            self._forgotten.update(plan.finished, (new.seq_id for new in plan.new_sequences))
+            self._failed_ids.update(plan.finished, (new.seq_id for new in plan.new_sequences))
             for seq_id in plan.finished:
                 self.sequences.pop(seq_id, None)
             for new in plan.new_sequences:
@@ -86,25 +103,26 @@ class ReplayExecutor:
 
     def receive(self) -> StepResult:
         plan = self.plans.popleft()
-        self._change(plan)
+        self._apply_sequences_and_tables(plan)
         result = StepResult(step_id=plan.step_id)
         rows: dict[int, int] = {}
         for row, seq_id in enumerate(plan.seq_ids):
             sequence = self.sequences[seq_id]
-            self._input(plan, row, sequence)
+            self._append_input(plan, row, sequence)
             self._forward(plan, row, sequence)
             self._prompt_logprobs(plan, row, sequence, result)
             if plan.sample[row]:
                 end = plan.start[row] + plan.count[row]
                 rows[row] = sampled_token(sequence.new.request_id, end - sequence.new.num_prompt_tokens)
                 result.sampled_ids.append(rows[row])
-        self._last_row, self._last_step = rows, plan.step_id
+        self._last_sampled, self._last_step = rows, plan.step_id
         return result
 
-    def _change(self, plan: StepPlan) -> None:
+    def _apply_sequences_and_tables(self, plan: StepPlan) -> None:
+        """Apply the plan's finished and new sequences, deltas, moves and block copies, in the order that `StepPlan` prescribes."""
         assert plan.step_id == self._last_step + 1
         for seq_id in plan.finished:
-            assert seq_id in self.sequences or seq_id in self._forgotten
+            assert seq_id in self.sequences or seq_id in self._failed_ids
             self.sequences.pop(seq_id, None)
         for new in plan.new_sequences:
             assert new.seq_id not in self.sequences
@@ -129,16 +147,17 @@ class ReplayExecutor:
             self.sequences[seq_id].tables[group].replace(logical, block, self.specs[group].num_sink_blocks)
 
     def _copy(self, plan: StepPlan) -> None:
-        """In order; a target holds what its source held and nothing else."""
+        """Copy blocks in the plan's order; afterwards a target has the contents of its source and nothing else."""
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-            self._claim(group, target)
+            self._overwrite_other_groups(group, target)
             contents = [self.slab[group].get((source, offset)) for offset in range(self.specs[group].block_size)]
             for offset, content in enumerate(contents):
                 self.slab[group].pop((target, offset), None)
                 if content is not None:
                     self.slab[group][target, offset] = content
 
-    def _claim(self, group: int, block: int) -> None:
+    def _overwrite_other_groups(self, group: int, block: int) -> None:
+        """If another group wrote last to the block's page, remove that group's contents of the page."""
         page = block * self.layout.groups[group].stride_bytes // self.layout.page_bytes
         before = self.writer.setdefault(page, group)
         if before != group:
@@ -147,12 +166,13 @@ class ReplayExecutor:
             for key in [key for key in self.slab[before] if key[0] in ids]:
                 del self.slab[before][key]
 
-    def _input(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
+    def _append_input(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
+        """Append the row's new input token, and check that a position always has the same token, also after a preemption."""
         end = plan.start[row] + plan.count[row]
         if plan.input_id[row] != NO_ID:
             sequence.token_ids.append(plan.input_id[row])
         elif plan.input_row[row] != NO_ID:
-            sequence.token_ids.append(self._last_row[plan.input_row[row]])
+            sequence.token_ids.append(self._last_sampled[plan.input_row[row]])
         assert end <= len(sequence.token_ids)
         seen = self.inputs.setdefault(sequence.new.request_id, {})
         for position in range(plan.start[row], end):
@@ -161,44 +181,43 @@ class ReplayExecutor:
     def _forward(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
         start, end = plan.start[row], plan.start[row] + plan.count[row]
         tags = _tags(sequence.token_ids[:end])
-        replays = any(bounds[row] for bounds in plan.attend_from)
-        exact_from = max(bounds[row] for bounds in plan.write_from)  # no query reads outputs below it
-        assert replays or exact_from == start
+        repairs = any(bounds[row] for bounds in plan.attend_from)
+        exact_from = max(bounds[row] for bounds in plan.write_from)  # the repair's end: outputs below it do not count
+        assert repairs or exact_from == start
         self.num_computed += end - start
         self.num_repaired += min(end, exact_from) - start
         wrong: set[int] = set()  # positions whose input to this layer is wrong
         for layer, group in self.layers:
             spec, attend_from = self.specs[group], plan.attend_from[group][row]
-            assert not (replays and spec.keeps_everything) or attend_from == 0
+            assert not (repairs and spec.keeps_everything) or attend_from == 0
             for position in range(max(start, plan.write_from[group][row]), end):
                 for written in _written(spec, position):
                     self._write(layer, group, sequence, written, WRONG if position in wrong else tags[written])
-            queries = range(start, end) if replays else {start, end - 1}
-            if (
-                spec.kind is GroupKind.COMPRESSOR_STATE
-            ):  # read for entries alone, which are there below the replay's end
+            # Outside of repairs the first and the last query are enough: the first reads the earliest keys, the last the latest.
+            queries = range(start, end) if repairs else {start, end - 1}
+            # Compressor state is read to compute entries, and entries below the repair's end are cached.
+            if spec.kind is GroupKind.COMPRESSOR_STATE:
                 queries = [query for query in queries if query >= exact_from]
-            reads = ((query, self._read(layer, group, sequence, query, tags, attend_from)) for query in queries)
+            reads = ((query, self._reads_right(layer, group, sequence, query, tags, attend_from)) for query in queries)
             wrong |= {query for query, right in reads if not right}
-            assert replays or not wrong
+            assert repairs or not wrong
         assert all(query < exact_from for query in wrong)
 
     def _write(self, layer: int, group: int, sequence: RankSequence, position: int, tag: bytes) -> None:
+        """Write a position's key of one layer. The group's first layer removes what the slot had before."""
         slot = self._slot(group, sequence, position)
-        self._claim(group, slot[0])
+        self._overwrite_other_groups(group, slot[0])
         if layer == self.specs[group].layers[0]:
             self.slab[group][slot] = (position, {})
         self.slab[group][slot][1][layer] = tag
 
-    def _read(
+    def _reads_right(
         self, layer: int, group: int, sequence: RankSequence, query: int, tags: list[bytes], attend_from: int
     ) -> bool:
-        """Whether the query reads all keys that it should, and none that a repair left wrong; a key of another prefix is an
-        error.
-        """
+        """Return whether a query reads all keys that it should, and no WRONG one. Fails if it reads a key of another prefix."""
         right = True
         spec = self.specs[group]
-        own = () if spec.kind in ENTRIES else ((query, query + 1),)
+        own = () if spec.kind in ENTRY_KINDS else ((query, query + 1),)
         for begin, stop in (*spec.live(query), *own):
             for position in range(begin, stop):
                 if spec.sinks <= position < attend_from:
@@ -211,6 +230,7 @@ class ReplayExecutor:
         return right
 
     def _slot(self, group: int, sequence: RankSequence, position: int) -> tuple[int, int]:
+        """Return where a position lies in the slab: (block id, offset in the block)."""
         spec = self.specs[group]
         block = sequence.tables[group].at(position // spec.block_size, spec.num_sink_blocks)
         return block, position % spec.block_size
@@ -225,13 +245,14 @@ class ReplayExecutor:
 
 
 def _written(spec: GroupSpec, position: int) -> range:
-    """Positions whose content comes with this one: its own, or those of the entry that it completes."""
-    if spec.kind not in ENTRIES:
+    """Return the positions that are written when this one is computed: itself, or those of the entry that it completes, if any."""
+    if spec.kind not in ENTRY_KINDS:
         return range(position, position + 1)
     return range(position + 1 - spec.ratio if (position + 1) % spec.ratio == 0 else position + 1, position + 1)
 
 
 def _tags(token_ids: list[int]) -> list[bytes]:
+    """Return the right tag of each position."""
     digest = hashlib.sha256()
     tags = []
     for token in token_ids:

@@ -1,7 +1,8 @@
-"""The architecture of a model, read from its `config.json` (or GGUF metadata under equal names). No torch.
+"""Reads a model's architecture from its `config.json` (or from GGUF metadata under equal names). This module imports no torch.
 
-Which tokens each layer's queries read is decided here, once: by the checkpoint, or by `--window`, `--sinks`, `--chunk` and
-`--window-pattern`. KV cache groups, the planner's bytes and attention masks all follow from `LayerAttention`.
+Which tokens each layer's queries read is decided here, once: by the config, or by the options `--window`, `--sinks`, `--chunk` and
+`--window-pattern`. KV cache groups, the planner's bytes and attention masks are all derived from `LayerAttention`. A *family* is
+the config's `model_type`, such as "qwen3".
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class Architecture:
     sink_layers: frozenset[int] = frozenset()  # layers with a learned sink logit per head
     readers_are_wide: bool = False  # layers that read another layer's cache have MLPs twice as wide
     norm_after_rotation: bool = False  # RMS norm of each query and key head after RoPE
-    keys_are_values: bool = False  # in layers without a window values are keys before their norms
-    layer_embedding_size: int = 0  # width of per-layer embeddings; 0: none
-    layer_vocab_size: int = 0
+    keys_are_values: bool = False  # in layers without a window the values are the keys before their norm
+    layer_embedding_size: int = 0  # width of the embeddings that each layer has of its own (Gemma 4); 0: none
+    layer_vocab_size: int = 0  # of these embeddings
     deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
 
     @property
@@ -85,10 +86,10 @@ class Architecture:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a `config.json` describes; of a multimodal model, its text decoder's.
+    """Return the architecture that a `config.json` describes; of a multimodal model, its text decoder's.
 
     Raises:
-        ModelError: an unknown family, or a missing or wrong value; names it.
+        ModelError: the family is unknown, or a value is missing or wrong; the message names it.
     """
     config = with_defaults(_text_decoder(config))
     family = str(config.get("model_type", ""))
@@ -131,7 +132,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text decoder's part of a multimodal config; fields that are null or missing there come from the outer config."""
+    """Return the text decoder's part of a multimodal config; fields that are null or missing there come from the outer config."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return config
@@ -139,17 +140,17 @@ def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
-    """The layers with a learned sink logit per head."""
-    everywhere = family == "gpt_oss"
-    windowed = family == "mimo_v2_flash"
-    return frozenset(i for i, layer in enumerate(layers) if everywhere or (windowed and layer.window is not None))
+    """Return the layers with a learned sink logit per head: all of gpt-oss, those with a window of MiMo."""
+    all_layers = family == "gpt_oss"
+    window_layers = family == "mimo_v2_flash"
+    return frozenset(i for i, layer in enumerate(layers) if all_layers or (window_layers and layer.window is not None))
 
 
 def runnable(architecture: Architecture) -> Architecture:
-    """The architecture itself, if there is code that computes it.
+    """Return the architecture unchanged, if there is code that computes it.
 
     Raises:
-        ModelError: the model can only be planned; says what is supported.
+        ModelError: the model can only be planned; the message says what is supported.
     """
     if architecture.family not in RUNNABLE_FAMILIES:
         supported = ", ".join(map(repr, RUNNABLE_FAMILIES))
@@ -171,7 +172,7 @@ def runnable(architecture: Architecture) -> Architecture:
 
 
 def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
-    """The longest sequence: the setting, or the model's number of positions.
+    """Return the longest sequence in tokens: the setting, or the model's number of positions if it is None.
 
     Raises:
         ConfigError: the setting exceeds the model's positions.
@@ -185,7 +186,9 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
 def with_windows(
     architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
 ) -> Architecture:
-    """The model with other attention in the layers that `pattern` marks (repeated): S sliding windows, C chunks, F unchanged.
+    """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks.
+
+    S: a sliding window and sinks, C: chunks, F: unchanged. Example: "SSF" changes layers 0, 1, 3, 4, 6 ...
 
     Raises:
         ConfigError: the model has layers that share a cache, for which their windows would have to agree.

@@ -1,7 +1,8 @@
-"""The attention of every layer, from a `config.json` of any family that can be planned. No torch.
+"""Reads the attention of every layer from a `config.json` of any family that can be planned. This module imports no torch.
 
-A config lists its `layer_types`, or the family has a rule for them. Sizes are the config's, or a layer's own where
-`per_layer_config` gives them.
+A *family* is the config's `model_type`. A config lists its `layer_types`, or its family has a rule for them. Example: Gemma 2 has
+no list, and its rule is a sliding window in layers 0, 2, 4 ... and full attention in the others. Sizes are the config's, except
+where single layers have their own, such as in `per_layer_config`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _DEFAULT_RATES = {COMPRESSED_SPARSE: 4, COMPRESSED_HEAVILY: 128}
 
 
 def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
-    """The layers of a decoder's config, the lowest first.
+    """Return the attention of each layer, the lowest layer first.
 
     Raises:
-        ModelError: an unknown family or layer type.
-        KeyError, TypeError, ValueError: a missing or wrong value.
+        ModelError: the family or a layer type is unknown.
+        KeyError, TypeError, ValueError: a value is missing or wrong.
     """
     family = str(config.get("model_type", ""))
     if family not in _LAYER_TYPES:
@@ -62,7 +63,7 @@ def _check_sizes(layers: Sequence[LayerAttention]) -> None:
 
 
 def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int) -> tuple[LayerAttention, ...]:
-    """Make the last `num_shared` layers read the cache of the last layer of their type before them."""
+    """Return the layers; each of the last `num_shared` reads the KV cache of the last layer of its type before these."""
     first = len(layers) - num_shared
     last_of_type = {kind: index for index, kind in enumerate(types[: max(0, first)])}
     if missing := set(types[max(0, first) :]) - set(last_of_type):
@@ -74,7 +75,7 @@ def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int
 
 
 def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
-    """Sizes that differ by layer, by layer index. Gemma 4's published configs give them for all full layers at once."""
+    """Return the sizes that differ from the config's, by layer index. Gemma 4's configs give them for all full layers at once."""
     if "per_layer_config" in config:
         return {int(index): sizes for index, sizes in config["per_layer_config"].items()}
     if config.get("model_type") == "mimo_v2_flash":
@@ -86,12 +87,12 @@ def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
 
 
 def _plain_layer(config: Config, family: str) -> LayerAttention:
-    """A layer with the config's sizes and full attention."""
+    """Return a layer with the config's sizes and full attention."""
     heads = int(config["num_attention_heads"])
     if family in _LATENT_FAMILIES:
         rope = int(config["qk_rope_head_dim"])
         width = int(config["head_dim" if family == "deepseek_v4" else "kv_lora_rank"])
-        if family != "deepseek_v4":  # there the rotary part is inside the head
+        if family != "deepseek_v4":  # DeepSeek V4's head size includes the elements with RoPE
             width += rope
         return LayerAttention(num_heads=heads, num_kv_heads=1, head_size=width, latent=True, rope_size=rope)
     return LayerAttention(
@@ -103,6 +104,7 @@ def _plain_layer(config: Config, family: str) -> LayerAttention:
 
 
 def _with_own_sizes(layer: LayerAttention, sizes: Config) -> LayerAttention:
+    """Return the layer with KV heads and head size from `sizes`, where it has them."""
     return replace(
         layer,
         num_kv_heads=int(sizes.get("num_key_value_heads") or layer.num_kv_heads),
@@ -111,7 +113,7 @@ def _with_own_sizes(layer: LayerAttention, sizes: Config) -> LayerAttention:
 
 
 def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention:
-    """The layer with the window, chunk or compression of its type."""
+    """Return the layer with the window, chunk or compression of its type."""
     match kind:
         case "full_attention":
             return layer
@@ -125,19 +127,24 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
 
 
 def _window(config: Config) -> int:
-    """Tokens that a query sees, itself included. MiMo's published configs do not count the query."""
+    """Return the tokens that a query reads, itself included. MiMo's published configs do not count the query."""
     before = config.get("sliding_window_size") if config.get("model_type") == "mimo_v2_flash" else None
     return int(config["sliding_window"]) if before is None else int(before) + 1
 
 
 def _compression(kind: str, config: Config) -> Compression:
-    """The compression of a layer type: sparse entries overlap by one group and an indexer selects them; heavily compressed
-    entries are all read.
+    """Return the compression of a layer type.
+
+    A sparse entry also covers the tokens of the entry before it, and an indexer selects the entries that a query reads. Heavily
+    compressed entries do not overlap, and queries read all of them.
     """
     ratio = int((_DEFAULT_RATES | (config.get("compress_rates") or {}))[kind])
     if kind == COMPRESSED_HEAVILY:
         return Compression(ratio=ratio)
     return Compression(ratio=ratio, overlap=1, index_size=int(config["index_head_dim"]))
+
+
+# The families' rules: the layer type of the layer with this index.
 
 
 def _always_full(_config: Config, _index: int) -> str:
@@ -148,7 +155,7 @@ def _sliding_if_set(config: Config, _index: int) -> str:
     return SLIDING if config.get("sliding_window") else FULL
 
 
-def _sliding_above(config: Config, index: int) -> str:
+def _sliding_from_max_window_layers(config: Config, index: int) -> str:
     uses = config.get("use_sliding_window") and config.get("sliding_window")
     return SLIDING if uses and index >= int(config.get("max_window_layers", 28)) else FULL
 
@@ -161,7 +168,9 @@ def _every_other(_config: Config, index: int) -> str:
     return FULL if index % 2 else SLIDING
 
 
-def _full_every(default: int) -> Callable[[Config, int], str]:
+def _full_every_nth(default: int) -> Callable[[Config, int], str]:
+    """Return a rule: every n-th layer is full, where the config's pattern gives n, else `default`."""
+
     def rule(config: Config, index: int) -> str:
         pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or default
         return SLIDING if (index + 1) % int(pattern) else FULL
@@ -170,7 +179,7 @@ def _full_every(default: int) -> Callable[[Config, int], str]:
 
 
 def _full_every_sixth_and_last(config: Config, index: int) -> str:
-    return FULL if index == int(config["num_hidden_layers"]) - 1 else _full_every(6)(config, index)
+    return FULL if index == int(config["num_hidden_layers"]) - 1 else _full_every_nth(6)(config, index)
 
 
 def _full_first_and_every_sixth(_config: Config, index: int) -> str:
@@ -189,7 +198,7 @@ def _sliding_where_not_rotary(config: Config, index: int) -> str:
 
 
 def _by_ratio(config: Config, index: int) -> str:
-    """The layer type by DeepSeek's own `compress_ratios`: tokens per entry, 0 for a window alone."""
+    """Return the layer type by DeepSeek's own `compress_ratios`: tokens per entry, 0 for a window alone."""
     return {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED_HEAVILY}[int(config["compress_ratios"][index])]
 
 
@@ -200,16 +209,16 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "mistral": _sliding_if_set,
     "ministral": _sliding_if_set,
     "mixtral": _sliding_if_set,
-    "qwen2": _sliding_above,
-    "qwen2_moe": _sliding_above,
-    "qwen3": _sliding_above,
+    "qwen2": _sliding_from_max_window_layers,
+    "qwen2_moe": _sliding_from_max_window_layers,
+    "qwen3": _sliding_from_max_window_layers,
     "qwen3_moe": _sliding_if_used,
     "gemma": _always_full,
     "gemma2": _every_other,
-    "gemma3_text": _full_every(6),
+    "gemma3_text": _full_every_nth(6),
     "gemma4_text": _full_every_sixth_and_last,
-    "olmo3": _full_every(4),
-    "cohere2": _full_every(4),
+    "olmo3": _full_every_nth(4),
+    "cohere2": _full_every_nth(4),
     "gpt_oss": _every_other,
     "llama4_text": _chunked_where_rotary,
     "mimo_v2_flash": _full_first_and_every_sixth,

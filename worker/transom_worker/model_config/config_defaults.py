@@ -1,6 +1,7 @@
-"""Default values of config.json fields that published configs leave out.
+"""Supplies values of `config.json` fields that published configs leave out. This module imports no torch.
 
-transformers' configuration class of the family supplies them there. No torch.
+The values are the defaults of the configuration class that transformers has for the family (`model_type`). Example: a Gemma 2
+config without `sliding_window` gets 4096.
 """
 
 from __future__ import annotations
@@ -51,5 +52,5 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config, with the defaults of its family for fields that it lacks."""
+    """Return the config, with the defaults of its family for fields that it lacks."""
     return {**_DEFAULTS.get(str(config.get("model_type", "")), {}), **config}

@@ -1,4 +1,7 @@
-"""The sizes that only DeepSeek V4 has, from its `config.json`; missing fields get the published models' values. No torch."""
+"""Reads the sizes that only DeepSeek V4 has from its `config.json`; missing fields get the published models' values.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, Literal
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
 _SCORES: dict[str, Score] = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
-_HASH_LAYERS = 3
+_DEFAULT_HASH_LAYERS = 3  # first layers whose experts are looked up by token id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,20 +22,20 @@ class DeepseekV4Shape:
     query_rank: int  # of the low-rank query projection
     output_groups: int  # groups of heads; each is projected to `output_rank`
     output_rank: int
-    num_index_heads: int
-    index_top_k: int  # entries that a query reads in a layer with an indexer
+    num_index_heads: int  # query heads of an indexer, which selects the compressed entries that a query reads
+    index_top_k: int  # entries that it selects
     num_residual_streams: int  # of hyper-connections
-    sinkhorn_rounds: int
+    sinkhorn_rounds: int  # by which hyper-connections normalise the matrix that mixes the streams
     hyper_connection_eps: float
-    expert_score: Score
+    expert_score: Score  # function of the router's logits
     hashed: tuple[bool, ...]  # by layer: whether experts are looked up by token id
 
 
 def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
-    """The sizes that a config gives.
+    """Return the sizes that a config gives.
 
     Raises:
-        TypeError, ValueError: a wrong value.
+        TypeError, ValueError: a value is wrong.
     """
 
     def number(name: str, default: int) -> int:
@@ -56,12 +59,14 @@ def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
 
 
 def _hashed_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Whether each layer looks its experts up by token id."""
+    """Return, by layer, whether it looks its experts up by token id."""
     num_layers = int(config["num_hidden_layers"])
     types = config.get("mlp_layer_types")
     if types is None:
         num_hashed = config.get("num_hash_layers")
-        return tuple(index < (_HASH_LAYERS if num_hashed is None else int(num_hashed)) for index in range(num_layers))
+        return tuple(
+            index < (_DEFAULT_HASH_LAYERS if num_hashed is None else int(num_hashed)) for index in range(num_layers)
+        )
     unknown = set(types) - {"hash_moe", "moe"}
     if unknown or len(types) < num_layers:
         raise ValueError(f"mlp_layer_types must be 'hash_moe' or 'moe' for each of {num_layers} layers, not {types}")

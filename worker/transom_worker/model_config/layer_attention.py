@@ -1,6 +1,6 @@
-"""What one layer's attention reads and what its KV cache keeps. No torch.
+"""`LayerAttention`: what one layer's attention reads and what its KV cache keeps. This module imports no torch.
 
-KV cache groups, the planner's bytes and attention masks all follow from `LayerAttention`.
+KV cache groups, the planner's bytes and attention masks are all derived from it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class Compression:
     """DeepSeek V4's compressed entries beside a layer's window: one entry for every `ratio` tokens.
 
-    An entry is pooled from `1 + overlap` groups of `ratio` tokens. `index_size` is the width of the indexer's keys, by which
-    queries select entries; 0: a query reads every entry.
+    An entry is pooled from its own `ratio` tokens and from those of the `overlap` entries before it. Example: with a ratio of 4 and
+    an overlap of 1, entry 2 is made of tokens 4 to 11. `index_size` is the width of the indexer's keys, by which queries select
+    entries; 0: a query reads every entry.
     """
 
     ratio: int

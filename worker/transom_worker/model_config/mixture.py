@@ -1,4 +1,7 @@
-"""The MoE (mixture of experts) sizes of a model: which layers have experts, how many, and how they are routed. No torch."""
+"""Reads the sizes of a mixture of experts (MoE): which layers have experts, how many, and how tokens are routed to them.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Mixture:
     normalise: bool = True  # the routing weights of a token add up to `scale`
     scale: float = 1.0  # factor of routing weights
     gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
-    clamp: float | None = None  # clamps gates to at most this, and ups to both sides
+    clamp: float | None = None  # c: the gate projection is clamped to at most c, the up projection to [-c, c]
 
 
 # Defaults of transformers' configuration classes, which configs may leave out.
@@ -40,10 +43,10 @@ _DEFAULTS: dict[str, Config] = {
 
 
 def read_mixture(config: Config, num_layers: int) -> Mixture | None:
-    """The experts that a config describes; None if the family has none.
+    """Return the experts that a config describes; None if the model has none.
 
     Raises:
-        KeyError, TypeError, ValueError: a missing or wrong value.
+        KeyError, TypeError, ValueError: a value is missing or wrong.
     """
     family = str(config.get("model_type", ""))
     if family not in _DEFAULTS or (family == "gemma4_text" and not config.get("enable_moe_block")):

@@ -1,6 +1,7 @@
-"""Describes what each tensor-parallel rank holds, for `transom plan` and the start-up log. No torch.
+"""Describes what each tensor-parallel rank holds, for `transom plan` and the start-up log. This module imports no torch.
 
-`sharding.py` computes the parts; this module collects them into dataclasses, JSON values and lines of text.
+Example of a line: "rank 0 of 2: query heads 0-5 of 9, KV heads 0-1 of 3; inner columns ...; vocabulary ...". `sharding.py` computes
+the parts; this module collects them into dataclasses, JSON values and lines of text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ class LayerHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank holds of everything that is divided; `columns` by the name of the layer kind."""
+    """What one rank holds of everything that is divided among ranks.
+
+    `heads` has one entry per kind of layer, `columns` the columns of feed-forward layers by name, `vocabulary` rows of the
+    embedding.
+    """
 
     rank: int
     heads: tuple[LayerHeads, ...]
@@ -36,14 +41,14 @@ class RankShare:
     vocabulary: Span
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values; spans are [start, end]."""
+        """Return the share as JSON values; spans are [start, end)."""
         heads = [{name: _listed(value) for name, value in asdict(part).items()} for part in self.heads]
         columns = {what: list(span) for what, span in self.columns.items()}
         return {"rank": self.rank, "heads": heads, "columns": columns, "vocabulary": list(self.vocabulary)}
 
 
 def rank_shares(architecture: Architecture, size: int) -> tuple[RankShare, ...]:
-    """The parts of all ranks, for a number of ranks that `check_size` allows."""
+    """Return the shares of all ranks; `size` is a number of ranks that `check_size` allows."""
     return tuple(
         RankShare(
             rank=rank,
@@ -56,7 +61,7 @@ def rank_shares(architecture: Architecture, size: int) -> tuple[RankShare, ...]:
 
 
 def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
-    """The parts of the model that several ranks hold in equal copies, KV heads included if there are more ranks than KV heads."""
+    """Return the parts that several ranks hold in equal copies, in words: also KV heads, if there are more ranks than KV heads."""
     parts = ["norms"]
     layers = architecture.layers
     for num_kv in sorted({layer.num_kv_heads for layer in layers if not layer.latent and layer.num_kv_heads < size}):
@@ -77,7 +82,7 @@ def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
 
 
 def rank_lines(shares: Sequence[RankShare]) -> list[str]:
-    """One line of text per rank."""
+    """Return one line of text per rank."""
     return [_line(share, shares[-1]) for share in shares]
 
 
@@ -103,7 +108,7 @@ def _range(span: Span) -> str:
 
 
 def _heads(architecture: Architecture, rank: int, size: int) -> tuple[LayerHeads, ...]:
-    """A rank's heads by kind of layer, in the order in which the kinds first occur."""
+    """Return a rank's heads by kind of layer, in the order in which the kinds first occur."""
     count: dict[tuple[int, int, bool, Span, Span], int] = {}
     for index, layer in enumerate(architecture.layers):
         share = head_share(architecture, index, rank, size)

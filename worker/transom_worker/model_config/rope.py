@@ -1,4 +1,4 @@
-"""The rotary position embedding (RoPE) of each layer, from a `config.json`. No torch.
+"""Reads the rotary position embedding (RoPE) of each layer from a `config.json`. This module imports no torch.
 
 Configs have three forms: `rope_theta` with `rope_scaling` for all layers, `rope_parameters` for all layers, or `rope_parameters` by
 layer type. Gemma 3's first configs have `rope_local_base_freq` for the layers with a window. Layers without RoPE are NoPE layers.
@@ -33,8 +33,9 @@ _SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # in these families rope_scal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """The RoPE of a layer. `size` elements of a head rotate; `factor` and the other fields are used as the `kind` of scaling
-    says.
+    """The RoPE of a layer: `size` of a head's `head_size` elements rotate, by angles of base `theta`.
+
+    `kind` is transformers' `rope_type`; it decides which of the fields from `factor` on are used, with their meaning there.
     """
 
     kind: str = "default"
@@ -53,17 +54,17 @@ class Rope:
 
 
 def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope | None, ...]:
-    """The RoPE of each layer; None for NoPE layers.
+    """Return the RoPE of each layer; None for NoPE layers.
 
     Raises:
-        KeyError, TypeError, ValueError: a missing or wrong value.
+        KeyError, TypeError, ValueError: a value is missing or wrong.
     """
     rotates = _rotates(config, layers)
     return tuple(_rope(config, layer) if rotates[index] else None for index, layer in enumerate(layers))
 
 
 def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
-    """Whether each layer has RoPE."""
+    """Return, by layer, whether it has RoPE."""
     match config.get("model_type"):
         case "llama4_text" | "smollm3":
             flags = config.get("no_rope_layers")  # 1: the layer has RoPE, despite the field's name
@@ -98,7 +99,7 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
 
 
 def _parameters(config: Config, layer: LayerAttention) -> Config:
-    """The RoPE parameters of this layer, `rope_theta` included."""
+    """Return the RoPE parameters of this layer, `rope_theta` included."""
     family = str(config.get("model_type", ""))
     if family == "deepseek_v4":
         return _deepseek_v4_parameters(config, compresses=layer.compression is not None)
@@ -119,7 +120,7 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
 
 
 def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
-    """Parameters of DeepSeek V4: layers with compression have their own base, and YaRN without a factor of cosine and sine."""
+    """Return DeepSeek V4's parameters: layers with compression have a base of their own, and YaRN without its attention factor."""
     found = config.get("rope_parameters") or {}
     if "main" in found and "compress" in found:
         parameters: Config = found["compress" if compresses else "main"]
@@ -131,7 +132,7 @@ def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
 
 
 def _attention_factor(parameters: Config, factor: float) -> float:
-    """YaRN's factor of cosine and sine: the checkpoint's if it gives one, else the paper's."""
+    """Return YaRN's factor of cosine and sine: the config's if it gives one, else the paper's."""
     given, scale, all_dim = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
         return float(given)
@@ -141,5 +142,5 @@ def _attention_factor(parameters: Config, factor: float) -> float:
 
 
 def _mscale(factor: float, scale: float) -> float:
-    """YaRN's 0.1 * scale * ln(factor) + 1."""
+    """Return YaRN's 0.1 * scale * ln(factor) + 1; 1 if positions are not stretched."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -1,6 +1,6 @@
-"""Factors and soft caps that model families apply to embeddings, attention scores, values and logits. No torch.
+"""Reads the factors and soft caps that model families apply to embeddings, attention scores, values and logits.
 
-A soft cap replaces a score `s` by `cap * tanh(s / cap)`.
+A soft cap replaces a score `s` by `cap * tanh(s / cap)`. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ NO_SCALES = Scales()
 
 
 def read_scales(config: Mapping[str, Any]) -> Scales:
-    """The scales of the config's family.
+    """Return the scales of the config's family.
 
     Raises:
-        KeyError, TypeError, ValueError: a missing or wrong value.
+        KeyError, TypeError, ValueError: a value is missing or wrong.
     """
     match config.get("model_type"):
         case "gemma":
-            return Scales(embedding=_root(config))
+            return Scales(embedding=_root_of_hidden_size(config))
         case "gemma2" | "gemma3_text":
             return Scales(
-                embedding=_root(config),
+                embedding=_root_of_hidden_size(config),
                 query=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
                 attention_cap=_cap(config, "attn_logit_softcapping"),
                 logit_cap=_cap(config, "final_logit_softcapping"),
             )
         case "gemma4_text":
-            return Scales(embedding=_root(config), query=1.0, logit_cap=_cap(config, "final_logit_softcapping"))
+            return Scales(
+                embedding=_root_of_hidden_size(config), query=1.0, logit_cap=_cap(config, "final_logit_softcapping")
+            )
         case "llama4_text":
             return Scales(query_by_position=_llama4_scale(config))
         case "mimo_v2_flash":
@@ -67,9 +69,10 @@ def _llama4_scale(config: Mapping[str, Any]) -> PositionScale | None:
     return PositionScale(factor=float(config.get("attn_scale", 0.1)), interval=int(config.get("floor_scale", 8192)))
 
 
-def _root(config: Mapping[str, Any]) -> float:
+def _root_of_hidden_size(config: Mapping[str, Any]) -> float:
     return float(int(config["hidden_size"]) ** 0.5)
 
 
 def _cap(config: Mapping[str, Any], name: str) -> float | None:
+    """Return the soft cap in this field; None if the config has none."""
     return None if config.get(name) is None else float(config[name])

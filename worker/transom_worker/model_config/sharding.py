@@ -1,8 +1,9 @@
-"""Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. Integers only, no torch.
+"""Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. Integers only; this module imports no torch.
 
-*Units* stay whole: a KV head with the query heads that read it, an output group of DeepSeek V4, a column of an inner layer, a row
-of the vocabulary. The parts of the ranks are contiguous and cover everything once (KV heads more than once where there are more
-ranks than KV heads). Where units do not divide evenly, the first ranks hold one more.
+A *unit* is what is never divided between ranks: a KV head with the query heads that read it, an output group of DeepSeek V4 (heads
+that are projected together), a column of a feed-forward layer, a row of the vocabulary. The parts of the ranks are contiguous and
+cover everything once, except that with more ranks than KV heads several ranks hold a KV head and divide its query heads. Where
+units do not divide evenly, the first ranks hold one more.
 
 Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks the KV heads 0, 1 and 2 are
 held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
@@ -17,9 +18,9 @@ from transom_worker.errors import ConfigError
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.layer_attention import LayerAttention
 
-FRIENDLY_WIDTH = 32  # columns: a multiple of any device's vector width and of an MXFP4 group
-# friendly widths per rank at least, so that uneven parts differ by an eighth at most; with fewer, the unit is one column
-LEAST_UNITS = 8
+ALIGNED_WIDTH = 32  # columns: a multiple of any device's vector width and of an MXFP4 group
+# Columns are divided in aligned widths only if each rank gets at least so many, so that uneven parts differ by an eighth at most.
+MIN_ALIGNED_WIDTHS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +43,24 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The largest number of ranks that can share a model, and the unit that limits it."""
+    """The largest number of ranks that can share a model, and the units that limit it."""
 
     size: int
-    what: str
+    what: str  # such as "query heads"
 
 
 def cut(total: int, rank: int, size: int) -> slice:
-    """A rank's part of `total` columns or rows, in multiples of `FRIENDLY_WIDTH` where every rank gets several of them."""
-    unit = FRIENDLY_WIDTH if total >= LEAST_UNITS * FRIENDLY_WIDTH * size else 1
+    """Return a rank's part of `total` columns or rows, in multiples of `ALIGNED_WIDTH` where every rank gets enough of them.
+
+    Example: 1,000 columns on 3 ranks are 32 aligned widths, the last of 8 columns: 352, 352 and 296 columns.
+    """
+    unit = ALIGNED_WIDTH if total >= MIN_ALIGNED_WIDTHS * ALIGNED_WIDTH * size else 1
     share = _share(-(-total // unit), rank, size)
     return slice(share.start * unit, min(share.stop * unit, total))
 
 
 def head_share(architecture: Architecture, index: int, rank: int, size: int) -> HeadShare:
-    """A rank's heads of layer `index`.
+    """Return a rank's heads of layer `index`.
 
     KV heads are divided among ranks; where there are more ranks than KV heads, ranks are divided among KV heads. The query heads of
     a KV head go with it. Which KV heads a rank holds depends on their number alone, so a layer that reads another layer's cache
@@ -79,7 +83,7 @@ def head_share(architecture: Architecture, index: int, rank: int, size: int) -> 
 
 
 def kv_holders(num_kv_heads: int, head: int, size: int) -> range:
-    """The ranks that hold a KV head."""
+    """Return the ranks that hold a KV head."""
     if size > num_kv_heads:
         return list(_holders(num_kv_heads, size))[head]
     holds = (rank for rank in range(size) if _share(num_kv_heads, rank, size).stop > head)
@@ -87,7 +91,7 @@ def kv_holders(num_kv_heads: int, head: int, size: int) -> range:
 
 
 def largest_size(architecture: Architecture) -> Limit:
-    """The largest number of ranks: each must get a whole unit of everything that is divided."""
+    """Return the largest number of ranks: each must get a whole unit of everything that is divided."""
     fewest = min(architecture.layers, key=lambda layer: _query_units(architecture, layer))
     what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
     limits = [
@@ -99,10 +103,10 @@ def largest_size(architecture: Architecture) -> Limit:
 
 
 def check_size(architecture: Architecture, size: int) -> None:
-    """Whether so many ranks can share the model.
+    """Check that `size` ranks can share the model.
 
     Raises:
-        ConfigError: they cannot; names the most that can.
+        ConfigError: they cannot; the message says how many can.
     """
     limit = largest_size(architecture)
     if size > limit.size:
@@ -113,7 +117,7 @@ def check_size(architecture: Architecture, size: int) -> None:
 
 
 def inner_sizes(architecture: Architecture) -> dict[str, int]:
-    """The inner widths of the feed-forward parts, by name."""
+    """Return the inner widths of the feed-forward layers, by name."""
     mixture = architecture.mixture
     if mixture is None:
         return {"inner columns": architecture.intermediate_size}
@@ -124,17 +128,20 @@ def inner_sizes(architecture: Architecture) -> dict[str, int]:
 
 
 def _query_units(architecture: Architecture, layer: LayerAttention) -> int:
-    """The number of units that a layer's query heads form."""
+    """Return the number of units that a layer's query heads form."""
     return _latent_units(architecture, layer) if layer.latent else layer.num_heads
 
 
 def _latent_units(architecture: Architecture, layer: LayerAttention) -> int:
-    """The units of a layer whose heads all read one latent row: DeepSeek V4's output groups, else heads."""
+    """Return the number of units of a layer whose heads all read one latent row: DeepSeek V4's output groups, else its heads."""
     return layer.num_heads if architecture.deepseek_v4 is None else architecture.deepseek_v4.output_groups
 
 
 def _holders(num_kv_heads: int, size: int) -> Iterator[range]:
-    """The ranks of each KV head; the last heads get one more, so that the first ranks have more query heads."""
+    """Yield the ranks of each KV head, if there are more ranks than KV heads.
+
+    The last heads get one more rank, so that the first ranks have more query heads.
+    """
     base, extra = divmod(size, num_kv_heads)
     start = 0
     for head in range(num_kv_heads):
@@ -144,6 +151,7 @@ def _holders(num_kv_heads: int, size: int) -> Iterator[range]:
 
 
 def _whole_units(num_heads: int, units: int, rank: int, size: int) -> slice:
+    """Return a rank's query heads, if `num_heads` heads form `units` units."""
     share, heads = _share(units, rank, size), num_heads // units
     return slice(share.start * heads, share.stop * heads)
 
@@ -153,6 +161,7 @@ def _all(count: int) -> slice:
 
 
 def _share(units: int, rank: int, size: int) -> slice:
+    """Return a rank's contiguous part of the units; the first ranks hold one more where they do not divide evenly."""
     base, extra = divmod(units, size)
     start = rank * base + min(rank, extra)
     return slice(start, start + base + (rank < extra))
