@@ -9,9 +9,9 @@ from transom_worker.scheduling.sequence import Sequence
 
 
 class SchedulerListener(Protocol):
-    """Callbacks of the scheduler, made on the engine's thread in the middle of its decisions.
+    """Callbacks that the scheduler makes on the engine's thread while it plans a step.
 
-    An implementation may not wait, raise, or change the sequence.
+    An implementation must not block, raise, or change the sequence (one request inside the scheduler).
     """
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
@@ -20,8 +20,9 @@ class SchedulerListener(Protocol):
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption.
 
-        `tokens` counts its known tokens by outcome of the hit search (`hit`, `repaired`, `missed_<reason>`); at the first
-        admission it counts the prompt's tokens alone. The request is computed from position `sequence.scheduled` on.
+        `tokens` counts tokens by outcome of the search in the prefix cache: `hit`, `repaired` (cached, and computed again for
+        sliding windows) or `missed_<reason>`. At the first admission these are the prompt's tokens; at a later one only hit and
+        repaired tokens are counted. The request is computed from position `sequence.scheduled` on.
         """
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:

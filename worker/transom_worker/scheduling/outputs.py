@@ -10,7 +10,8 @@ from transom_worker.contract import TokenLogprobs
 class SequenceOutput(NamedTuple):
     """One new token of one request.
 
-    `position` is the token's index in the output, resumed tokens counted. `prompt_logprobs` is set once, with the first token: one
+    `position` is the token's index in the output; output that the request arrived with (a stream that migrated from a lost worker)
+    counts. `prompt_logprobs` is set once, with the first token: one
     entry per prompt token, of which the first is None. `at_limit`: the request has reached its length limit, and the engine must
     finish it.
     """

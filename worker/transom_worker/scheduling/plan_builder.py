@@ -1,7 +1,14 @@
 """`PlanBuilder`: fills one `StepPlan` row by row, and advances the counters of the sequences that the plan computes.
 
-`step.StepPlan` documents the fields. A row is one sequence's part of the step. Besides rows a plan carries *deltas* (how block
-tables grew and shrank since the ranks were last told) and *moves* (blocks that compaction copied to another place).
+Terms, as `step.StepPlan` uses them:
+
+    row            one sequence's part of the step: it computes the tokens `[start, start + count)`
+    pending token  a token that a step in flight (planned, not answered) samples; its id is not known yet
+    block table    the block ids of a sequence in one KV cache group; the ranks keep copies of the tables
+    delta          how a block table grew and shrank since the ranks were last told
+    move           a block that compaction (moving blocks together to clear pages) gave another id
+    window repair  a row that computes cached tokens again, so that sliding windows get their blocks
+    sliding group  a KV cache group with a window, chunk or compressor state; the others keep every token
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ class PlanBuilder:
         self._repairing_rows: list[tuple[int, SequenceBlocks]] = []  # rows that begin inside a window repair
 
     def introduce(self, sequence: Sequence) -> None:
-        """Describe an admitted sequence, with all its known tokens, to the ranks."""
+        """Add an admitted sequence, with all its known tokens, to the plan's new sequences."""
         request = sequence.request
         sequence.num_tokens_on_ranks = len(sequence.token_ids)
         self.plan.new_sequences.append(
@@ -49,7 +56,7 @@ class PlanBuilder:
         pending = sequence.num_pending
         samples = end == len(sequence.token_ids) + pending
         logits_from = end
-        # The row's last input token, if the ranks do not know it.
+        # The row's last input token, if the ranks do not know it: its id, or the row of the step before that samples it.
         input_id = input_row = NO_ID
         if end > sequence.num_tokens_on_ranks:
             if pending:
@@ -98,10 +105,10 @@ class PlanBuilder:
         return plan
 
     def _bound_repair(self, row: int, blocks: SequenceBlocks) -> None:
-        """Set what a row inside a window repair reads and writes.
+        """Set what a row inside a window repair reads and writes, by group.
 
-        Below the repair's end, groups that keep everything read the cache and write nothing. Sliding groups have their sink blocks,
-        and otherwise no blocks below the repair's start.
+        Below the repair's end, groups that keep everything read the cache and write nothing. Sliding groups have only their sink
+        blocks (first blocks, which hold attention sinks) in the cache, and no other blocks below the repair's start.
         """
         start = self.plan.start[row]
         for group, retention in enumerate(self._retentions):
@@ -112,8 +119,9 @@ class PlanBuilder:
             self.plan.write_from[group][row] = max(start, cached)
 
     def _add_moves(self) -> None:
-        """Add the moves of this plan's sequences: compaction may run after a row was added. Other sequences' moves go with their
-        next row.
+        """Add the moves of this plan's sequences, since compaction may run after a row was added.
+
+        The moves of other sequences are added to the plan that has their next row.
         """
         for sequence in self.rows:
             assert sequence.blocks is not None
@@ -132,6 +140,7 @@ class PlanBuilder:
         self._add_moves_of(seq_id, blocks)
 
     def _add_moves_of(self, seq_id: int, blocks: SequenceBlocks) -> None:
+        """Add the moves of one sequence's blocks since the ranks were last told."""
         plan = self.plan
         for group, table in enumerate(blocks.tables):
             for logical, block in table.take_moves():

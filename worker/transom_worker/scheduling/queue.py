@@ -20,7 +20,7 @@ PRIORITY_AGING_S = 30.0
 
 
 def virtual_arrival_s(request: Request, config: SchedulerConfig) -> float:
-    """Return the time at which a request counts as having arrived, for the configured policy."""
+    """Return the time at which a request counts as having arrived: the first part of its order key."""
     if config.policy == "priority":
         return request.arrival_s + request.priority * PRIORITY_AGING_S
     # A stream that migrated from a lost worker stands before all requests that have no output yet.
@@ -52,11 +52,11 @@ class OrderedQueue:
         return self._sequences[-1]
 
     def num_before(self, sequence: Sequence) -> int:
-        """Return how many sequences of the queue stand before this one, which need not be in the queue."""
+        """Return how many sequences of the queue come before this one in order; this one need not be in the queue."""
         return bisect_left(self._sequences, sequence.order_key, key=_key)
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence at its place."""
+        """Insert a sequence, in order."""
         insort(self._sequences, sequence, key=_key)
 
     def remove(self, sequence: Sequence) -> None:

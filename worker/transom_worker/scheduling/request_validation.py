@@ -1,7 +1,8 @@
-"""Validates requests at admission, and refuses those that a worker cannot serve, with the numbers in the message.
+"""Validates requests when they arrive at a worker, and refuses those that it cannot serve, with the numbers in the message.
 
 `check_request` needs the model's vocabulary, so the engine calls it; the scheduler calls `check_new` and `length_limit`. Each
-condition is checked in one of them alone.
+condition is checked in only one of them. *Resumed output* is output that a request arrives with, since its stream began on a worker
+that was lost.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def check_request(request: Request, *, vocab_size: int) -> None:
 
     Raises:
         RequestError: a token id is outside the vocabulary.
-        WorkerLost: the request has another contract version, as in mid-upgrade; a worker of the router's version can take it.
+        WorkerLost: the request has another contract version, as during an upgrade; the router sends it to another worker.
     """
     if request.version != CONTRACT_VERSION:
         raise WorkerLost(

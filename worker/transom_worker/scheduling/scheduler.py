@@ -2,10 +2,12 @@
 
 Terms:
 
-    step      one forward pass of all ranks
-    plan      what one step computes (`step.StepPlan`); its *rows* are the sequences that it computes
-    in flight a plan without a result; up to `steps_in_flight` plans are in flight at once
-    sequence  one request inside the scheduler (`sequence.Sequence`)
+    step       one forward pass of all ranks (the processes that compute)
+    plan       what one step computes (`step.StepPlan`); its *rows* are the sequences that it computes
+    in flight  said of a plan without a result; the setting `steps_in_flight` is how many plans may be in flight at once
+    sequence   one request inside the scheduler (`sequence.Sequence`)
+    publish    make a computed KV block findable in the prefix cache
+    copies     block copies of compaction, which moves blocks together; a plan carries them to the ranks
 
 One step from the caller's side:
 
@@ -111,7 +113,7 @@ class Scheduler:
 
     @property
     def preempted_tokens(self) -> dict[str, int]:
-        """Tokens that preemptions threw away, by mode."""
+        """Computed tokens that preemptions discarded since start, by mode."""
         return {"recompute": self.work.preempted_tokens}
 
     @property
@@ -190,7 +192,7 @@ class Scheduler:
         return True
 
     def finish(self, request_id: str) -> None:
-        """End a request at a stop that the engine saw; a token in flight is discarded. An unknown id is ignored."""
+        """End a request that the engine found complete; a token in flight is discarded. An unknown id is ignored."""
         self.abort(request_id)
 
     # Steps
@@ -217,7 +219,7 @@ class Scheduler:
         for row, (sequence, start, count, samples) in enumerate(rows):
             processed = start + count
             sequence.num_in_flight -= 1
-            if sequence.status is SequenceStatus.FINISHED:  # it may have computed a token whose id was discarded
+            if sequence.status is SequenceStatus.FINISHED:  # its last token may have been discarded
                 processed = min(processed, len(sequence.token_ids))
             blocks = sequence.blocks
             assert blocks is not None
@@ -238,7 +240,7 @@ class Scheduler:
         return outputs
 
     def fail_in_flight(self) -> list[str]:
-        """A step failed: forget all plans in flight and end their requests; return the ids of these requests."""
+        """Forget all plans in flight, since a step failed, and end their requests; return the ids of these requests."""
         failed = []
         moved = any(step.plan.copy_group for step in self.steps_in_flight)
         while self.steps_in_flight:
@@ -259,7 +261,7 @@ class Scheduler:
         return failed
 
     def reset(self) -> None:
-        """The ranks were restarted: end every request, forget every plan and evict every block. New ranks know no sequence ids."""
+        """End every request, forget every plan and evict every block, since the ranks were restarted and know no sequences."""
         self.fail_in_flight()
         for request_id in list(self.by_request):
             self.abort(request_id)

@@ -21,8 +21,11 @@ How far a sequence is computed, as intervals over its token positions:
     |  computed,    |   in flight,     |   ready for a plan,  |
     |  answered     |   unanswered     |   not scheduled      |
 
-`processed` lies in `SequenceBlocks`. A token that a step in flight will sample counts as known: the next plan may compute it before
-its id has arrived ("pending").
+`processed` is a field of `SequenceBlocks`. A token that a step in flight will sample is *pending*; it counts as known, since the
+next plan may compute it before its id has arrived. Example: prompt of 100 tokens, all in flight in one step that samples the 101st:
+processed 0, scheduled 100, known 101, of which 1 is pending.
+
+*Resumed output* is output that a request arrives with, since its stream began on a worker that was lost.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ class Sequence:
     order_key: OrderKey
     num_prompt_tokens: int  # without resumed output
     max_tokens_total: int  # prompt and output; at this length nothing more is computed
-    root: bytes  # parent of the hash chain's first digest
+    root: bytes  # the value that the chain's first digest is computed from (`kvcache.hashing`)
     token_ids: list[int]  # prompt, then output as received
-    chain: list[bytes] = field(default_factory=list)  # digest of each whole hash block of `token_ids`
+    chain: list[bytes] = field(default_factory=list)  # digests of `token_ids`, one per `--block-size` tokens
     status: SequenceStatus = SequenceStatus.WAITING
     seq_id: int = -1  # the ranks' name of it; a fresh one at each admission
     blocks: SequenceBlocks | None = None
@@ -72,10 +75,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     has_output: bool = False
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
-    recompute_until: int = 0  # a preemption threw away what was computed below this position
-    reserved_tokens: int = (
-        0  # tokens that sequences behind it leave it, because it waited for a prefix (`in_flight_prefixes`)
-    )
+    recompute_until: int = 0  # a preemption discarded what was computed below this position
+    reserved_tokens: int = 0  # tokens of a step that later sequences leave it, because it waited for a prefix
     decode_from: int = 0  # from this position on only tokens that were sampled here are computed
 
     @property

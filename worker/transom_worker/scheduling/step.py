@@ -1,6 +1,7 @@
-"""The contract between scheduler and ranks: a `StepPlan` goes to every rank, a `StepResult` comes back from the first one.
+"""The messages between scheduler and ranks: a `StepPlan` goes to every rank, a `StepResult` comes back from the first one.
 
-All arrays are flat lists of plain ints; this module knows no tensors. Legend:
+A *rank* is one process of a tensor-parallel worker; a *KV cache group* is model layers that keep the same tokens for the same time,
+such as a sliding window. All arrays are flat lists of plain ints; this module knows no tensors. Legend:
 
     B  scheduled sequences (batch rows)     G  KV cache groups
     D  block-table deltas                   C  block copies

@@ -1,14 +1,20 @@
-"""`StepBudget`: what one step may still compute, in tokens and in window blocks.
+"""`StepBudget`: what one step may still compute, in tokens and in blocks of sliding windows.
+
+Terms:
+
+    chunk         the tokens of one sequence in a step, when a long prompt is computed over several steps
+    in flight     computed by a step that has not answered; blocks that such tokens read are not freed
+    extra blocks  the window blocks that a sequence holds, while a chunk is in flight, beyond those that it may hold at any time
 
 Models whose layers all keep every token need the token budget (`max_num_batched_tokens`) alone. A sliding window of `W` tokens
 needs more: while a step with `t` tokens of a sequence is in flight, nothing slides out, so the sequence holds `W - 1 + t` tokens.
-These are at most `ceil(W / block) + 1` blocks, which it may hold at any time, and `ceil((t - 2) / block)` *extra blocks*.
+These are at most `ceil(W / block) + 1` blocks, which it may hold at any time, and `ceil((t - 2) / block)` extra blocks.
 
 Example: W = 128, blocks of 16 tokens, a chunk of 50 tokens: 9 blocks, and 3 extra ones until the step has answered.
 
-A step may take `ceil(max_num_batched_tokens / block)` extra blocks, however many sequences share them; a chunk shrinks where it
-would take more. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt does not evict
-checkpoints for the length of a step.
+A step may take `ceil(max_num_batched_tokens / block)` extra blocks, however many sequences share them; a chunk is made shorter
+where it would take more. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt does
+not evict cached prefixes only for the duration of a step.
 """
 
 from __future__ import annotations
@@ -49,8 +55,9 @@ class StepBudget:
         )
 
     def fit(self, sequence: Sequence, count: int) -> int:
-        """Return how many of a running sequence's next `count` tokens the step has room for."""
+        """Return how many of a running sequence's next `count` tokens the budget allows."""
         in_flight = _in_flight(sequence)
+        # Tokens of earlier steps in flight share blocks with the new ones, so all of them are counted together.
         most = (self._num_extra_blocks + self._extra(in_flight)) * self._block_size + 2 - in_flight
         return max(0, min(count, self.num_tokens, self._max_chunk, self._num_extra_blocks * self._block_size + 2, most))
 
@@ -58,7 +65,7 @@ class StepBudget:
         """Subtract `count` tokens of a sequence, and the extra blocks that they take."""
         self.num_tokens -= count
         in_flight = _in_flight(sequence)
-        # At least the extra blocks that remain when the step before has answered.
+        # At least the extra blocks of the new tokens alone, which remain when the step before has answered.
         self._num_extra_blocks -= max(self._extra(in_flight + count) - self._extra(in_flight), self._extra(count))
 
     def _extra(self, num_tokens: int) -> int:

@@ -1,8 +1,9 @@
 """`StepPlanner`: decides which sequences compute how many tokens in a step (continuous batching with chunked prefill).
 
 Running sequences come first, in order; then waiting sequences are admitted while tokens and running slots are left. A prompt that
-is longer than the step's budget is computed in chunks over several steps. Example with `max_num_batched_tokens` of 64: two running
-sequences decode one token each, and a new prompt of 100 tokens gets the other 62; the next step computes its last 38.
+is longer than the step's budget is computed in chunks over several steps. A waiting sequence whose prefix a running sequence
+computes now may become a *waiter*: it waits for that prefix (`in_flight_prefixes`). Example with `max_num_batched_tokens` of 64:
+two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62; the next step computes its last 38.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class StepPlanner:
             ready = sequence.num_ready
             if sequence.status is not SequenceStatus.RUNNING or ready <= 0:
                 continue
-            # A long prompt leaves a token for each sequence behind it, so that their outputs go on without a pause.
+            # A chunk leaves a token for each running sequence behind it, so that a long prompt does not pause their outputs.
             count = (
                 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._reserved_before(sequence)))
             )
@@ -93,6 +94,7 @@ class StepPlanner:
         return self._work.num_preemptions > before
 
     def _reserved_before(self, sequence: Sequence) -> int:
+        """Return how many tokens a running sequence leaves to former waiters that come before it in order."""
         num_free_slots = self._config.max_num_seqs - self._admission.num_running_slots_used
         return self._admission.reserved_before(sequence, num_free_slots=num_free_slots)
 

@@ -1,4 +1,7 @@
-"""Counts the tokens that steps compute, by reason, and the tokens that preemptions throw away. Counted as plans are made.
+"""Counts the tokens that steps compute, by reason, and the computed tokens that preemptions discard. Plans are counted when made.
+
+A *window repair* computes cached tokens again, so that sliding windows get their KV. `recompute_until` is the position up to which
+a sequence was computed before it was preempted.
 
 The reason of a computed token depends on its position alone, in this order:
 
@@ -21,7 +24,7 @@ from transom_worker.scheduling.sequence import Sequence
 class WorkCounts:
     """Tokens, rows and preemptions since start. Not thread-safe; the engine may hand a `copy` to any thread.
 
-    A computed token is a *repair* below the end of a window repair; else *recompute* where a preemption threw it away; else
+    A computed token is a *repair* below the end of a window repair; else *recompute* where a preemption discarded it; else
     *prefill* where it was known when the request arrived; else *decode*. A row of a plan counts as a prefill row unless all its
     tokens are decode.
     """
@@ -65,7 +68,7 @@ class WorkCounts:
         self.prefill_tokens += prefill_end - recompute_end
 
     def preempted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """Count a preemption and the tokens that it throws away."""
+        """Count a preemption and the computed tokens that it discards."""
         self.num_preemptions += 1
         self.preempted_tokens += blocks.processed - sequence.num_found_at_admission
         sequence.recompute_until = max(sequence.recompute_until, blocks.processed, blocks.repair_until)
