@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tests.cpu_threads import NUM_THREADS
+from tests.hooked_executor import HookedExecutor
+from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor import Executor
+from transom_worker.execution.executor_factory import create_executor
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
+from transom_worker.telemetry.engine_timelines import Clock
 
 
 @dataclass
@@ -34,10 +42,24 @@ class Whole:
             self.num_cached_tokens = event.usage.num_cached_tokens
 
 
-def make_engine(model: str, **settings: object) -> Engine:
-    """An engine over a small pool."""
+def make_engine(
+    model: str,
+    *,
+    executor: Callable[[EngineConfig], Executor] = create_executor,
+    clock: Clock = time.time,
+    **settings: object,
+) -> Engine:
+    """An engine over a small pool; `executor` makes its executor."""
     values = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS, **settings}
-    return build_engine(Settings.parse(model=model, **values).engine_config())
+    config = Settings.parse(model=model, **values).engine_config()
+    return build_engine(config, executor=executor(config), clock=clock)
+
+
+def make_hooked_engine(model: str, **settings: Any) -> tuple[Engine, HookedExecutor]:
+    """An engine over a small pool, and its executor, with which a test can interfere with the engine's steps."""
+    engine = make_engine(model, executor=HookedExecutor, **settings)
+    assert isinstance(engine.executor, HookedExecutor)
+    return engine, engine.executor
 
 
 def make_request(request_id: str, prompt: list[int], *, resumed: list[int] | None = None, **params: object) -> Request:
@@ -50,6 +72,18 @@ def make_request(request_id: str, prompt: list[int], *, resumed: list[int] | Non
         seed=1234,
         resumed_output_ids=tuple(resumed or ()),
     )
+
+
+class Unusable(tuple[int, ...]):
+    """Token ids that nothing can look at."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise TypeError("not a number")
+
+
+def unusable_request(request_id: str) -> Request:
+    """A request whose admission raises a TypeError, as a bug would."""
+    return replace(make_request(request_id, []), prompt_token_ids=Unusable((5,)))
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Whole]:

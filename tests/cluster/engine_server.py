@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import uvicorn
 
+from tests.hooked_executor import HookedExecutor
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
@@ -21,6 +23,8 @@ from transom_worker.config import ServerConfig
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
+from transom_worker.startup import build_engine
+from transom_worker.telemetry.engine_timelines import Clock
 from transom_worker.text.tokenizer import Tokenizer
 
 START_S = 120
@@ -48,6 +52,7 @@ class EngineServer:
     port: int
     router: Router
     replica: WorkerReplica
+    executor: HookedExecutor
 
     @property
     def url(self) -> str:
@@ -62,7 +67,7 @@ class EngineServer:
         counts = {
             "waiting at the router": len(self.router.queue),
             "in flight at the router": sum(self.router.state().in_flight_by_worker.values()),
-            "known to the worker": len(self.replica._routers),
+            "known to the worker": self.replica.num_requests,
             "known to the engine": len(self.replica.engine.requests),
             "active blocks": self.num_active_blocks,
         }
@@ -80,11 +85,18 @@ class EngineServer:
 
 @contextlib.contextmanager
 def engine_server(
-    model: Path, *, server: Mapping[str, Any] | None = None, tracing: RouterTracing | None = None, **settings: Any
+    model: Path,
+    *,
+    server: Mapping[str, Any] | None = None,
+    tracing: RouterTracing | None = None,
+    clock: Clock = time.time,
+    **settings: Any,
 ) -> Iterator[EngineServer]:
-    """A server of `model`; `server` are fields of its ServerConfig."""
-    parsed = Settings.parse(model=str(model), **settings)
-    replica = WorkerReplica(parsed.engine_config(), "tiny")
+    """A server of `model`; `server` are fields of its ServerConfig, and `clock` is the engine's."""
+    engine_config = Settings.parse(model=str(model), **settings).engine_config()
+    executor = HookedExecutor(engine_config)
+    engine = build_engine(engine_config, model_name="tiny", executor=executor, clock=clock)
+    replica = WorkerReplica(engine_config, "tiny", engine=engine)
     tokenizer = Tokenizer.load(resolve_model(str(model)))
     config = ServerConfig(served_model_name="tiny", **(server or {}))
     ready = threading.Event()
@@ -117,9 +129,9 @@ def engine_server(
     assert ready.wait(START_S)
     router, running = made
     try:
-        yield EngineServer(listener.getsockname()[1], router, replica)
+        yield EngineServer(listener.getsockname()[1], router, replica, executor)
     finally:
         running.should_exit = True
         thread.join(START_S)
         assert not thread.is_alive()
-        replica._thread.shutdown()
+        replica.shutdown()

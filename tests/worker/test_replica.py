@@ -6,22 +6,36 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.hooked_executor import HookedExecutor
 from transom_worker.contract import OutputEvent, Request, SamplingParams, WorkerMessage
-from transom_worker.engine import engine_thread
+from transom_worker.engine.engine_thread import LOAD_PERIOD_S
 from transom_worker.replica import WorkerReplica
-from transom_worker.scheduling.step import StepResult
 from transom_worker.settings import Settings
+from transom_worker.startup import build_engine
 
 
 @pytest.fixture(scope="module")
 def replica(tiny_model: Path) -> WorkerReplica:
     settings = Settings.parse(model=str(tiny_model), kv_cache_memory_bytes="4MiB", max_num_seqs=4, max_waiting=8)
-    return WorkerReplica(settings.engine_config(), "tiny")
+    config = settings.engine_config()
+    return WorkerReplica(
+        config, "tiny", engine=build_engine(config, model_name="tiny", executor=HookedExecutor(config))
+    )
+
+
+@pytest.fixture
+def executor(replica: WorkerReplica) -> Iterator[HookedExecutor]:
+    """The replica's executor, with which a test can interfere with the steps."""
+    executor = replica.engine.executor
+    assert isinstance(executor, HookedExecutor)
+    yield executor
+    executor.before_step = lambda: None
 
 
 def request(request_id: str, *, num_prompt: int = 20, **params: object) -> Request:
@@ -47,21 +61,21 @@ def active_blocks(replica: WorkerReplica) -> float:
 
 
 @contextlib.contextmanager
-def held(replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch, *, after_steps: int) -> Iterator[None]:
-    """The engine stands still after some steps, so that whatever runs then runs until the end."""
-    release, steps, receive = threading.Event(), itertools.count(), replica.engine.executor.receive
+def held(executor: HookedExecutor, *, after_steps: int, step_s: float = 0.0) -> Iterator[None]:
+    """The engine stops after some steps until the end, so that requests that run then do not finish. A step takes `step_s`."""
+    release, steps = threading.Event(), itertools.count()
 
-    def hold() -> StepResult:
+    def hold() -> None:
+        time.sleep(step_s)
         if next(steps) == after_steps:
             assert release.wait(120)
-        return receive()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(replica.engine.executor, "receive", hold)
-        try:
-            yield
-        finally:
-            release.set()
+    executor.before_step = hold
+    try:
+        yield
+    finally:
+        executor.before_step = lambda: None
+        release.set()
 
 
 async def test_events_of_each_router_come_on_its_own_stream(replica: WorkerReplica) -> None:
@@ -95,21 +109,17 @@ async def test_one_message_carries_a_whole_step(replica: WorkerReplica) -> None:
     await stream.aclose()
 
 
-async def test_a_long_step_does_not_block_the_event_loop(
-    replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_step_does_not_block_the_event_loop(replica: WorkerReplica, executor: HookedExecutor) -> None:
     """While a step is stuck, everything else that the replica is asked is answered."""
     entered, release = threading.Event(), threading.Event()
-    receive = replica.engine.executor.receive
 
-    def slow() -> StepResult:
+    def slow() -> None:
         entered.set()
         assert release.wait(60)
-        return receive()
 
     stream = replica.open_stream("r")
     await anext(stream)
-    monkeypatch.setattr(replica.engine.executor, "receive", slow)
+    executor.before_step = slow
     assert await replica.submit("r", [request("slow", max_tokens=2)]) == [None]
     assert await asyncio.to_thread(entered.wait, 60)
     assert (await replica.info()).vocab_size == 2048
@@ -132,13 +142,10 @@ async def test_admission_is_all_or_nothing(replica: WorkerReplica) -> None:
     await stream.aclose()
 
 
-async def test_the_autoscaler_sees_what_waits_and_what_runs(
-    replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_thread, "LOAD_PERIOD_S", 0.0)
+async def test_the_autoscaler_sees_what_waits_and_what_runs(replica: WorkerReplica, executor: HookedExecutor) -> None:
     stream = replica.open_stream("r")
     await anext(stream)
-    with held(replica, monkeypatch, after_steps=10):
+    with held(executor, after_steps=10, step_s=LOAD_PERIOD_S / 2):
         assert await replica.submit("r", [request(f"s{i}", max_tokens=400) for i in range(6)]) == [None] * 6
         stats: dict[str, float] = {}
         while stats.get("num_running", 0) < 4:
@@ -183,13 +190,13 @@ async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerRep
     assert active_blocks(replica) == 0
 
 
-async def test_an_id_in_use_is_refused_and_the_running_one_goes_on(
-    replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
+async def test_an_id_in_use_is_refused_and_its_running_request_continues(
+    replica: WorkerReplica, executor: HookedExecutor
 ) -> None:
     streams = {router: replica.open_stream(router) for router in ("a", "b")}
     for stream in streams.values():
         await anext(stream)
-    with held(replica, monkeypatch, after_steps=0):
+    with held(executor, after_steps=0):
         assert await replica.submit("a", [request("same", max_tokens=50)]) == [None]
         for router in ("a", "b"):
             fine, error = await replica.submit(router, [request("fine"), request("same")])
@@ -202,7 +209,7 @@ async def test_an_id_in_use_is_refused_and_the_running_one_goes_on(
     assert [event.position for event in events] == list(range(50))
     for stream in streams.values():
         await stream.aclose()
-    assert replica._routers == {}
+    assert replica.num_requests == 0
 
 
 async def test_a_cancelled_submission_leaves_nothing_behind(replica: WorkerReplica) -> None:
@@ -213,7 +220,7 @@ async def test_a_cancelled_submission_leaves_nothing_behind(replica: WorkerRepli
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    assert replica._routers == {}
+    assert replica.num_requests == 0
     assert await replica.submit("r", [request("last", max_tokens=1)]) == [None]
     await collect(stream, {"last"})
     await stream.aclose()
@@ -234,14 +241,14 @@ async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
 
 
 async def test_a_failing_step_ends_every_request_and_fails_the_health_check(
-    replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
+    replica: WorkerReplica, executor: HookedExecutor
 ) -> None:
     def fail() -> None:
         raise RuntimeError("the device fell over")
 
     stream = replica.open_stream("r")
     await anext(stream)
-    monkeypatch.setattr(replica.engine.executor, "receive", fail)
+    executor.before_step = fail
     assert await replica.submit("r", [request("doomed")]) == [None]
     (event,) = (await collect(stream, {"doomed"}))["doomed"]
     assert event.error is not None

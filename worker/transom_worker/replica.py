@@ -21,6 +21,7 @@ from transom_worker.blockmap.block_map import BlockMap, OnEngine
 from transom_worker.blockmap.encoder import WorkerIdentity
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
 from transom_worker.logs import show_logs
@@ -32,10 +33,13 @@ logger = logging.getLogger("transom.worker")
 class WorkerReplica:
     """One worker. `transom_cluster.router.worker_client` calls its methods; all but the constructor run on Serve's event loop."""
 
-    def __init__(self, config: EngineConfig, model_name: str = "", worker: str = "0") -> None:
+    def __init__(
+        self, config: EngineConfig, model_name: str = "", worker: str = "0", *, engine: Engine | None = None
+    ) -> None:
+        """Build the engine that `config` describes, unless it is there already, and start its thread."""
         show_logs(config.log_format, f"worker/{worker}")
         begin_s = time.perf_counter()
-        self.engine = build_engine(config, model_name=model_name, worker=worker)
+        self.engine = engine or build_engine(config, model_name=model_name, worker=worker)
         gc.collect()
         gc.freeze()  # the objects of loading stay for good; a collection over them would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s
@@ -45,13 +49,18 @@ class WorkerReplica:
         self._queues: dict[str, asyncio.Queue[WorkerMessage | None]] = {}
         self._routers: dict[str, str] = {}  # router id by request id
         self._thread = EngineThread(self.engine, self._deliver)
-        self._blocks = BlockMap(
+        self.block_map = BlockMap(
             WorkerIdentity(worker, model_name or config.model.model),
             self.engine.scheduler,
             self.engine.block_map_log,
             OnEngine(self._thread.call),
         )
         logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that routers have at this worker."""
+        return len(self._routers)
 
     async def open_stream(self, router_id: str) -> AsyncIterator[WorkerMessage]:
         """Stream the events of this router's requests, one message per engine step, with the changes of prefix index and load.
@@ -150,22 +159,26 @@ class WorkerReplica:
 
     async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
         """Stream frames of the live block map; the first one has all blocks. docs/block_map.md has the format."""
-        async with contextlib.aclosing(self._blocks.watch(period_s)) as frames:
+        async with contextlib.aclosing(self.block_map.watch(period_s)) as frames:
             async for frame in frames:
                 yield frame
 
     async def describe_block(self, group: int, block: int) -> dict[str, Any]:
         """Describe one block as it is now, as JSON values; only `error` is set where there is no such block."""
-        return await self._blocks.describe(group, block)
+        return await self.block_map.describe(group, block)
 
     def check_health(self) -> None:
         """Raises when the step loop has ended, so that Serve replaces this replica."""
         if self._thread.dead is not None:
             raise self._thread.dead
 
+    def shutdown(self) -> None:
+        """End the engine's thread and the engine; requests that still run get an error event. Idempotent."""
+        self._thread.shutdown()
+
     def __del__(self) -> None:
         if hasattr(self, "_thread"):
-            self._thread.shutdown()
+            self.shutdown()
 
     def _send_index(self, queue: asyncio.Queue[WorkerMessage | None]) -> None:
         loop = asyncio.get_running_loop()

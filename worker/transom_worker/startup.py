@@ -7,9 +7,11 @@ import time
 
 from transom_worker.config import EngineConfig
 from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor import Executor
 from transom_worker.execution.executor_factory import create_executor
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.startup_report import startup_report
+from transom_worker.telemetry.engine_timelines import Clock
 from transom_worker.telemetry.metrics import EngineMetrics
 from transom_worker.telemetry.timeline_exporter import timeline_exporter
 from transom_worker.telemetry.tracing import Tracing
@@ -18,8 +20,17 @@ from transom_worker.text.tokenizer import Tokenizer
 logger = logging.getLogger("transom.worker")
 
 
-def build_engine(config: EngineConfig, *, model_name: str | None = None, worker: str = "0") -> Engine:
+def build_engine(
+    config: EngineConfig,
+    *,
+    model_name: str | None = None,
+    worker: str = "0",
+    executor: Executor | None = None,
+    clock: Clock = time.time,
+) -> Engine:
     """Load a model and start its engine, for a replica, for offline use and for benchmarks.
+
+    `config` names the executor, unless there is an `executor` already. `clock` is the engine's.
 
     Raises:
         ConfigError, ModelError: a setting or the checkpoint is wrong; no rank is left running.
@@ -28,9 +39,9 @@ def build_engine(config: EngineConfig, *, model_name: str | None = None, worker:
     begin_s = time.perf_counter()
     files = resolve_model(config.model.model)
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
-    tokenizer, executor = Tokenizer.load(files), create_executor(config)
+    tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
     try:
-        engine = Engine(config, executor, tokenizer, metrics, worker)
+        engine = Engine(config, executor, tokenizer, metrics, worker, clock=clock)
         engine.report = startup_report(engine.info, model=model_name or files.name)
         engine.timelines.exporter = timeline_exporter(config, worker, tracing)
     except BaseException:

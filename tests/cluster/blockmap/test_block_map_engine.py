@@ -15,7 +15,6 @@ import pytest
 from tests.block_map_decoder import ACTIVE, HELD, LOOSE, Map
 from tests.cluster.conftest import until
 from tests.cluster.engine_server import EngineServer, engine_server
-from transom_worker.scheduling.step import StepResult
 
 WAIT_S = 120
 
@@ -53,16 +52,12 @@ async def ask(server: EngineServer, prompt: str, max_tokens: int) -> None:
 
 
 @pytest.fixture
-def ran(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def ran(server: EngineServer) -> Iterator[threading.Event]:
     """Steps take longer than it takes to look at them, until this is set."""
-    event, receive = threading.Event(), server.replica.engine.executor.receive
-
-    def slow() -> StepResult:
-        event.wait(0.1)
-        return receive()
-
-    monkeypatch.setattr(server.replica.engine.executor, "receive", slow)
-    return event
+    event = threading.Event()
+    server.executor.before_step = lambda: event.wait(0.1)
+    yield event
+    server.executor.before_step = lambda: None
 
 
 async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
@@ -94,9 +89,11 @@ async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
 async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) -> None:
     async with frames_of(server) as frames:
         await anext(frames)
-        await until(lambda: server.replica._blocks.num_watchers == 1)  # the test before has left, which takes a moment
-    catalog = server.replica.engine.scheduler.cache.registry
-    await until(lambda: not server.replica._blocks.num_watchers and catalog._touched is None)
+        await until(
+            lambda: server.replica.block_map.num_watchers == 1
+        )  # the test before has left, which takes a moment
+    registry = server.replica.engine.scheduler.cache.registry
+    await until(lambda: not server.replica.block_map.num_watchers and not registry.watches_changes)
     await ask(server, "Without a watcher.", 4)
     async with frames_of(server) as frames:  # the next begins where the cache is now
         seen = Map()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 
 import httpx
@@ -253,33 +254,26 @@ async def test_a_body_that_does_not_come_is_408():
         assert "body did not arrive" in call.text
 
 
-class EngineTime:
-    """The `time` of an engine for which hours pass after so many steps, however fast the machine is."""
-
-    perf_counter = staticmethod(time.perf_counter)
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-
-    def time(self) -> float:
-        return time.time() + (0 if self.num_steps < NUM_STEPS_IN_TIME else 7200)
-
-
 @pytest.fixture
-def late_server(tiny_model, monkeypatch):
-    """A request's deadline passes while its answer, of which some is there, is far from its end."""
-    now = EngineTime()
-    monkeypatch.setattr("transom_worker.engine.engine.time", now)
+def late_server(tiny_model):
+    """A request's deadline passes while its answer, of which some is there, is far from its end.
+
+    For the engine hours pass after so many steps, however fast the machine is.
+    """
+    steps = itertools.count(1)
+    late_by_s = 0.0
+
+    def clock():
+        return time.time() + late_by_s
+
+    def count_step():
+        nonlocal late_by_s
+        if next(steps) == NUM_STEPS_IN_TIME:
+            late_by_s = 7200.0
+
     config = {"limits": LimitsConfig(request_timeout_s=3600.0)}
-    with engine_server(tiny_model, server=config, kv_cache_memory_bytes="4MiB") as running:
-        executor = running.replica.engine.executor
-        receive = executor.receive
-
-        def counted():
-            now.num_steps += 1
-            return receive()
-
-        executor.receive = counted
+    with engine_server(tiny_model, server=config, clock=clock, kv_cache_memory_bytes="4MiB") as running:
+        running.executor.before_step = count_step
         yield running
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import num_in_flight, until
+from tests.hooked_executor import HookedExecutor
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
 from transom_worker.config import FailoverConfig, ServerConfig
@@ -27,6 +28,7 @@ from transom_worker.contract import (
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
+from transom_worker.startup import build_engine
 from transom_worker.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 40
@@ -112,7 +114,7 @@ def replicas(tiny_model: Path) -> Iterator[list[WorkerReplica]]:
     made = [WorkerReplica(Settings.parse(**values).engine_config(), "tiny", f"w{i}") for i in range(2)]
     yield made
     for replica in made:
-        replica._thread.shutdown()
+        replica.shutdown()
 
 
 @contextlib.asynccontextmanager
@@ -210,26 +212,28 @@ async def test_texts_are_those_of_an_undisturbed_run(
         assert sum(group.active_blocks for group in replica.engine.scheduler.stats().groups) == 0
 
 
-async def test_a_failing_step_moves_its_requests(
-    tiny_model: Path, undisturbed: tuple[list[Request], list[Whole]], monkeypatch: pytest.MonkeyPatch
+async def test_the_requests_of_a_failing_step_migrate(
+    tiny_model: Path, undisturbed: tuple[list[Request], list[Whole]]
 ) -> None:
-    """The engine ends; its worker says that others can go on."""
+    """The engine ends; its worker says that its requests can continue at others."""
     requests, expected = undisturbed
     values = {"model": str(tiny_model), "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 8, "dtype": "float32"}
-    failing, sound = (WorkerReplica(Settings.parse(**values).engine_config(), "tiny", f"f{i}") for i in range(2))
-    receive, num_steps = failing.engine.executor.receive, 0
+    config = Settings.parse(**values).engine_config()
+    executor = HookedExecutor(config)
+    failing = WorkerReplica(config, "tiny", "f0", engine=build_engine(config, worker="f0", executor=executor))
+    sound = WorkerReplica(config, "tiny", "f1")
+    num_steps = 0
 
-    def fail() -> Any:
+    def fail() -> None:
         nonlocal num_steps
         num_steps += 1
         if num_steps > 10:
             raise RuntimeError("the device fell over")
-        return receive()
 
-    monkeypatch.setattr(failing.engine.executor, "receive", fail)
+    executor.before_step = fail
     async with routed(tiny_model, Mortal(failing), Mortal(sound)) as router:
         got = await answers_of(router, requests)
     assert num_steps > 10
     assert [one.text for one in got] == [whole.text for whole in expected]
     for replica in (failing, sound):
-        replica._thread.shutdown()
+        replica.shutdown()

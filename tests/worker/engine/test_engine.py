@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
+from transom_worker.config import ModelConfig
 from transom_worker.contract import OutputEvent
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.running_request import RunningRequest
@@ -22,6 +22,8 @@ from transom_worker.errors import (
     RequestTooLarge,
     WorkerLost,
 )
+from transom_worker.execution.local_executor import LocalExecutor
+from transom_worker.execution.model_loading import load_model
 from transom_worker.scheduling.outputs import SequenceOutput
 
 
@@ -114,19 +116,22 @@ def test_abort_frees_blocks_before_the_next_step(engine: Engine) -> None:
     assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
 
 
-def test_a_failing_step_ends_every_request_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_ends_every_request_with_an_error(tiny_model: Path) -> None:
+    engine, executor = make_hooked_engine(str(tiny_model), max_num_seqs=2)
+
     def fail() -> None:
         raise MemoryError("no memory left on device")
 
     for i in range(3):
         engine.add(make_request(f"r{i}", [5, 6, 7]))
-    monkeypatch.setattr(engine.executor, "receive", fail)
+    executor.before_step = fail
     events = engine.step()
     assert {event.request_id for event in events} == {"r0", "r1", "r2"}
     assert all(event.error and "no memory left" in event.error.message for event in events)
     assert not engine.has_work
     with pytest.raises(EngineDead, match="no memory left"):
         engine.add(make_request("late", [5]))
+    engine.shutdown()
 
 
 def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
@@ -154,7 +159,13 @@ def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
 def test_an_interrupt_drops_the_requests_in_flight_alone(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, steps_in_flight: int
 ) -> None:
-    engine = make_engine(str(tiny_model), max_num_seqs=2, steps_in_flight=steps_in_flight)
+    loaded = load_model(ModelConfig(model=str(tiny_model)))
+    engine = make_engine(
+        str(tiny_model),
+        executor=lambda config: LocalExecutor(config, loaded),
+        max_num_seqs=2,
+        steps_in_flight=steps_in_flight,
+    )
     (alone,) = run(engine, [make_request("alone", list(range(5, 45)))])
     for i in range(3):
         engine.add(make_request(f"r{i}", list(range(5, 45))))
@@ -164,7 +175,7 @@ def test_an_interrupt_drops_the_requests_in_flight_alone(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor._runner._model, "forward", interrupt)  # type: ignore[attr-defined]
+        patch.setattr(loaded.model, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     answer = Whole()
@@ -177,16 +188,18 @@ def test_an_interrupt_drops_the_requests_in_flight_alone(
     engine.shutdown()
 
 
-def test_a_deadline_is_its_own_requests_alone(engine: Engine) -> None:
+def test_a_deadline_is_its_own_requests_alone(tiny_model: Path) -> None:
     """An id that is used again after its first request has ended does not inherit that one's deadline."""
-    soon_s = time.time() + 0.2
-    engine.add(replace(make_request("again", [5], max_tokens=1), deadline_s=soon_s))
+    now_s = 1000.0
+    engine = make_engine(str(tiny_model), clock=lambda: now_s)
+    engine.add(replace(make_request("again", [5], max_tokens=1), deadline_s=now_s + 60))
     while engine.has_work:
         engine.step()
     engine.add(make_request("again", [5], max_tokens=5))
-    time.sleep(max(0.0, soon_s - time.time()))
+    now_s += 3600
     events = [event for _ in range(5) for event in engine.step()]
     assert [event.error for event in events] == [None] * 5
+    engine.shutdown()
 
 
 def test_index_updates_have_what_can_be_found(engine: Engine) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine_driver import make_engine, make_request, run
 from transom_worker import LLM, SamplingParams, startup
+from transom_worker.config import EngineConfig
 from transom_worker.contract import WorkerMessage
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
@@ -33,8 +34,17 @@ class Fragile(LocalExecutor):
     refusal: Exception = RankLost("no memory")
     on_loss: Callable[[], None] = staticmethod(lambda: None)
     is_lost = False
+    always_loses = False
+    num_shutdowns = 0
+    before_restart: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.interrupted = threading.Event()
 
     def receive(self) -> StepResult:
+        if self.always_loses:
+            raise RankLost("Rank 1 of 2: out of memory")
         if self.lose_after is not None:
             if self.lose_after == 0:
                 self.lose_after = None
@@ -53,8 +63,16 @@ class Fragile(LocalExecutor):
     def on_lost(self, callback: Callable[[], None]) -> None:
         self.on_loss = callback  # type: ignore[method-assign]
 
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+        super().shutdown()
+
     def restart(self) -> ExecutorInfo:
         self.restarts += 1
+        self.before_restart()
         self.is_lost = False
         if not self.comes_back:
             raise self.refusal
@@ -62,14 +80,14 @@ class Fragile(LocalExecutor):
         return self.start()
 
 
-@pytest.fixture(autouse=True)
-def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fragile_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "create_executor", Fragile)
 
 
 @pytest.fixture(params=[1, 2])
 def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = make_engine(str(tiny_model), steps_in_flight=request.param, max_num_seqs=2)
+    engine = make_engine(str(tiny_model), executor=Fragile, steps_in_flight=request.param, max_num_seqs=2)
     yield engine
     engine.shutdown()
 
@@ -157,17 +175,16 @@ def test_an_idle_worker_restarts_at_once(engine: Engine) -> None:
     assert executor.restarts == 1
 
 
-def test_shutdown_does_not_wait_for_a_restart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_wait_for_a_restart(engine: Engine) -> None:
     executor = executor_of(engine)
-    restarting, interrupted = threading.Event(), threading.Event()
+    restarting = threading.Event()
 
-    def hang() -> ExecutorInfo:
+    def hang() -> None:
         restarting.set()
-        assert interrupted.wait(WAIT_S)
+        assert executor.interrupted.wait(WAIT_S)
         raise RankLost("The start of the ranks was interrupted.")
 
-    monkeypatch.setattr(executor, "restart", hang)
-    monkeypatch.setattr(executor, "interrupt", interrupted.set)
+    executor.before_restart = hang  # type: ignore[method-assign]
     thread = EngineThread(engine, lambda _: None)
     executor.is_lost = True
     executor.on_loss()
@@ -180,18 +197,22 @@ def test_shutdown_does_not_wait_for_a_restart(engine: Engine, monkeypatch: pytes
 def test_an_engine_that_cannot_be_made_leaves_no_ranks(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    ended: list[Fragile] = []
+    made: list[Fragile] = []
+
+    def make(config: EngineConfig) -> Fragile:
+        made.append(Fragile(config))
+        return made[0]
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(Fragile, "shutdown", lambda executor: ended.append(executor))
     monkeypatch.setattr(f"transom_worker.{fails}", fail)
     with pytest.raises(ValueError, match="a bug"):
-        make_engine(str(tiny_model))
-    assert len(ended) == 1
+        make_engine(str(tiny_model), executor=make)
+    assert made[0].num_shutdowns == 1
 
 
+@pytest.mark.usefixtures("fragile_ranks")
 def test_offline_outputs_continue_after_a_restart(tiny_model: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, logprobs=1, ignore_eos=True)
     prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(3)]
@@ -204,14 +225,10 @@ def test_offline_outputs_continue_after_a_restart(tiny_model: Path) -> None:
         assert executor_of(llm.engine).restarts == 1
 
 
-def test_an_offline_prompt_that_ends_every_rank_becomes_an_error(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lose(_: object) -> StepResult:
-        raise RankLost("Rank 1 of 2: out of memory")
-
+@pytest.mark.usefixtures("fragile_ranks")
+def test_an_offline_prompt_that_ends_every_rank_becomes_an_error(tiny_model: Path) -> None:
     with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1) as llm:
-        monkeypatch.setattr(Fragile, "receive", lose)
+        executor_of(llm.engine).always_loses = True
         with pytest.raises(WorkerLost, match="out of memory"):
             llm.generate({"prompt_token_ids": PROMPT}, use_tqdm=False)
         assert executor_of(llm.engine).restarts == 2

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 
-from tests.engine_driver import make_engine, make_request
+from tests.engine_driver import make_hooked_engine, make_request, unusable_request
+from tests.hooked_executor import HookedExecutor
 from transom_worker.contract import OutputEvent, WorkerMessage
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
@@ -19,8 +21,9 @@ WAIT_S = 120
 
 
 class Harness:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, executor: HookedExecutor) -> None:
         self.engine = engine
+        self.executor = executor
         self.delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
         self.thread = EngineThread(engine, self.delivered.put)
 
@@ -33,17 +36,14 @@ class Harness:
 
 @pytest.fixture
 def harness(tiny_model: Path) -> Iterator[Harness]:
-    harness = Harness(make_engine(str(tiny_model)))
+    harness = Harness(*make_hooked_engine(str(tiny_model)))
     yield harness
     harness.thread.shutdown()
 
 
-async def test_a_caller_that_is_cancelled_does_not_end_the_thread(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_that_is_cancelled_does_not_end_the_thread(harness: Harness) -> None:
     busy = threading.Event()
-    monkeypatch.setattr(harness.engine, "abort", lambda _: busy.wait(WAIT_S))
-    harness.thread.abort(["anything"])  # the thread stands still, and the next command waits in the inbox
+    harness.thread.call(lambda: busy.wait(WAIT_S))  # the thread waits, and the next command stays in the inbox
     waiting = asyncio.wrap_future(harness.thread.submit([make_request("left", [5, 6])]))
     waiting.cancel()
     await asyncio.sleep(0)
@@ -54,16 +54,8 @@ async def test_a_caller_that_is_cancelled_does_not_end_the_thread(
     assert harness.thread.dead is None
 
 
-def test_a_request_that_breaks_admission_is_refused_alone(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = harness.engine.add
-
-    def broken(request: object) -> None:
-        if request.request_id == "odd":  # type: ignore[attr-defined]
-            raise TypeError("not a number")
-        add(request)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(harness.engine, "add", broken)
-    (error,) = harness.thread.submit([make_request("odd", [5])]).result(WAIT_S)
+def test_a_request_that_breaks_admission_is_refused_alone(harness: Harness) -> None:
+    (error,) = harness.thread.submit([unusable_request("odd")]).result(WAIT_S)
     assert error is not None
     assert (error.kind, error.message) == ("StepFailed", "not a number")
     assert harness.thread.submit([make_request("fine", [5], max_tokens=1)]).result(WAIT_S) == [None]
@@ -91,10 +83,8 @@ def test_a_thread_that_fails_ends_every_request_with_an_error(
     assert error.kind == "EngineDead"
 
 
-def test_shutdown_ends_running_and_later_requests_with_an_error(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness.engine, "step", list)  # makes no event, so that the request still runs then
+def test_shutdown_ends_running_and_later_requests_with_an_error(harness: Harness) -> None:
+    harness.executor.before_step = lambda: time.sleep(0.01)  # so that the request still runs then
     assert harness.thread.submit([make_request("running", [5, 6], max_tokens=1500)]).result(WAIT_S) == [None]
     harness.thread.shutdown()
     event = harness.last_event("running")

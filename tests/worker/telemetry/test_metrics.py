@@ -6,16 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine_driver import make_engine, make_request, run
+from tests.engine_driver import make_engine, make_request, run, unusable_request
 from transom_worker.contract import WorkerLoad
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
-from transom_worker.errors import EngineDead
 from transom_worker.kvcache.histogram import Histogram
 from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 from transom_worker.scheduling.work_counts import WorkCounts
@@ -119,15 +117,15 @@ def test_the_page_shows_how_long_the_oldest_queued_request_waits(engine: Engine)
     assert total(engine, "transom_queue_oldest_seconds") == 0
 
 
-def test_refused_requests_are_counted_by_reason(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_requests_are_counted_by_reason(tiny_model: Path) -> None:
     engine = make_engine(str(tiny_model), max_num_seqs=1, max_waiting=0)
     thread = EngineThread(engine, lambda _: None)
     try:
         thread.submit([make_request("long", [5] * 10_000)]).result(GIVE_UP_S)
         thread.submit([make_request(f"r{i}", [5, 6], max_tokens=1000) for i in range(3)]).result(GIVE_UP_S)
-        for error in (EngineDead("It has ended."), TypeError("A bug.")):
-            monkeypatch.setattr(engine, "add", Mock(side_effect=error))
-            thread.submit([make_request("late", [5])]).result(GIVE_UP_S)
+        thread.submit([unusable_request("unusable")]).result(GIVE_UP_S)
+        thread.call(lambda: engine.fail(ValueError("a bug"))).result(GIVE_UP_S)
+        thread.submit([make_request("late", [5])]).result(GIVE_UP_S)
     finally:
         thread.shutdown()
     refused = {labels["reason"]: count for labels, count in page(engine)["transom_requests_refused_total"]}

@@ -111,7 +111,7 @@ def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
 
 
 def test_an_unreachable_collector_changes_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "FLUSH_S", 0.01)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.01")  # seconds until the exporter gives up
     engine = make_engine(str(tiny_model), otlp_traces_endpoint=ENDPOINT)
     [whole] = run(engine, [with_parent("a", parent_of(), max_tokens=4)])
     assert len(whole.token_ids) == 4

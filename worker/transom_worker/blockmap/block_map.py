@@ -51,11 +51,23 @@ class OnEngine:
 class BlockMap:
     """The block map of one worker. One event loop calls all methods."""
 
-    def __init__(self, identity: WorkerIdentity, scheduler: Scheduler, log: BlockMapLog, on_engine: OnEngine) -> None:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        scheduler: Scheduler,
+        log: BlockMapLog,
+        on_engine: OnEngine,
+        *,
+        least_period_s: float = LEAST_PERIOD_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """Watchers get frames no more often than every `least_period_s`, and while nothing changes every `heartbeat_s`."""
         self._identity = identity
         self._scheduler = scheduler
         self._log = log
         self._on_engine = on_engine
+        self._least_period_s = least_period_s
+        self._heartbeat_s = heartbeat_s
         self._watchers: set[Watcher] = set()
         self._came = asyncio.Event()  # a watcher came or went
         self._maker: asyncio.Task[None] | None = None
@@ -71,8 +83,8 @@ class BlockMap:
         Raises:
             Overloaded: there are too many watchers already.  RequestError: the period is too short.
         """
-        if not period_s >= LEAST_PERIOD_S:
-            raise RequestError(f"period_s is {period_s}; it must be at least {LEAST_PERIOD_S}.", param="period_s")
+        if not period_s >= self._least_period_s:
+            raise RequestError(f"period_s is {period_s}; it must be at least {self._least_period_s}.", param="period_s")
         if len(self._watchers) >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} others watch the blocks of this worker already; close one of them first.")
         watcher = Watcher(period_s)
@@ -110,7 +122,7 @@ class BlockMap:
     async def _round(self) -> None:
         snapshots = SnapshotTaker(self._scheduler, self._log.events)
         try:
-            frames = FrameMaker(self._log, snapshots, self._on_engine)
+            frames = FrameMaker(self._log, snapshots, self._on_engine, heartbeat_s=self._heartbeat_s)
             layout, history = self._scheduler.cache.layout, self._log.history
             frames.encoder = await asyncio.to_thread(Encoder, self._identity, layout, history)
             await frames.begin(len(layout.groups))
@@ -132,12 +144,13 @@ class BlockMap:
 class FrameMaker:
     """Makes the frames of one round: changes for the watchers that have a whole frame already, whole frames for the others."""
 
-    def __init__(self, log: BlockMapLog, snapshots: SnapshotTaker, on_engine: OnEngine) -> None:
+    def __init__(self, log: BlockMapLog, snapshots: SnapshotTaker, on_engine: OnEngine, *, heartbeat_s: float) -> None:
         self.encoder: Encoder
         self.due_s = 0.0  # when the next snapshot may be taken
         self._log = log
         self._snapshots = snapshots
         self._on_engine = on_engine
+        self._heartbeat_s = heartbeat_s
         self._num_seen = -1  # the log's `num_changes` at the last snapshot
         self._sent_s = 0.0  # time of the last frame
 
@@ -166,7 +179,7 @@ class FrameMaker:
         if self._log.num_changes != self._num_seen:
             self._num_seen, snapshot = await self._on_engine(self._take)
             return await asyncio.to_thread(self.encoder.update, snapshot)
-        if not self.encoder.is_settled or now_s - self._sent_s >= HEARTBEAT_S:
+        if not self.encoder.is_settled or now_s - self._sent_s >= self._heartbeat_s:
             return await asyncio.to_thread(self.encoder.again, time.time())
         return None
 

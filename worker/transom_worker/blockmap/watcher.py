@@ -30,11 +30,6 @@ class Watcher:
         """Whether the watcher needs a whole frame before it can use changes, and is ready to take it."""
         return self._needs_whole and self._is_waiting
 
-    @property
-    def num_pending(self) -> int:
-        """Frames in the queue."""
-        return len(self._pending)
-
     def offer(self, frame: Frame, *, whole: bool) -> None:
         """Queue a frame. A frame of changes is dropped while a whole frame is needed; a full queue is emptied."""
         if self._needs_whole and not whole:

@@ -29,7 +29,7 @@ from transom_worker.scheduling.request_validation import check_request, fit_mode
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes
-from transom_worker.telemetry.engine_timelines import EngineTimelines
+from transom_worker.telemetry.engine_timelines import Clock, EngineTimelines
 from transom_worker.telemetry.metrics import EngineMetrics
 from transom_worker.text.tokenizer import Tokenizer
 
@@ -49,13 +49,23 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer, metrics: EngineMetrics, worker: str = "0"
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        metrics: EngineMetrics,
+        worker: str = "0",
+        *,
+        clock: Clock = time.time,
     ) -> None:
-        """Starts the executor; where that or anything after it raises, `build_engine` shuts it down."""
+        """Starts the executor; where that or anything after it raises, `build_engine` shuts it down.
+
+        `clock` tells the time of deadlines and of the requests' events, in seconds since the epoch.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.timelines = EngineTimelines(worker)
+        self.timelines = EngineTimelines(worker, clock)
         self.block_map_log = BlockMapLog()
         self.events = EngineEvents(self.block_map_log, self.timelines, metrics)
         self.executor = executor
@@ -80,6 +90,7 @@ class Engine:
         self.is_restarting = False
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._pipeline = StepPipeline(self.scheduler, executor, steps_in_flight=config.scheduler.steps_in_flight)
+        self._clock = clock
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._ready: list[OutputEvent] = []  # events for the next step's return
         self._rates = StepRates()
@@ -113,7 +124,11 @@ class Engine:
             raise WorkerLost(RESTARTING)
         check_request(request, vocab_size=self.info.vocab_size)
         running = RunningRequest(
-            request, self.tokenizer, eos_token_ids=self._eos_token_ids, max_model_len=self.info.max_model_len
+            request,
+            self.tokenizer,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self.info.max_model_len,
+            now_s=self._clock(),
         )
         if running.finish_reason is not None:
             self._ready.append(running.end_event())
@@ -172,7 +187,7 @@ class Engine:
         done = self._pipeline.receive()
         self.forward_s += done.timings.forward_s
         self._rates.stepped(done.num_tokens, done.num_seqs, done.received_s - begin_s)
-        now_s = time.time()
+        now_s = self._clock()
         for output in done.outputs:
             if output.request_id in self.requests:
                 events.append(self._advance(output, now_s))
@@ -199,7 +214,7 @@ class Engine:
 
     def _expire(self, events: list[OutputEvent]) -> None:
         """End the requests whose deadline has passed with an error."""
-        now_s = time.time()
+        now_s = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             running = self.requests.get(request_id)
@@ -270,7 +285,7 @@ class Engine:
         for new in plan.new_sequences:
             times = self.requests[new.request_id].times
             if not times.scheduled_s:
-                times.scheduled_s = time.time()
+                times.scheduled_s = self._clock()
                 self.events.first_scheduled(times, num_prompt_tokens=new.num_prompt_tokens)
 
     def _report_end(self, running: RunningRequest, finish_reason: str) -> None:

@@ -7,8 +7,6 @@ stopped, with an equal held-back end and equal stop conditions.
 
 from __future__ import annotations
 
-import time
-
 from transom_worker.contract import ErrorInfo, FinishReason, OutputEvent, Request, Usage
 from transom_worker.engine.stop_strings import StopStrings
 from transom_worker.scheduling.outputs import SequenceOutput
@@ -25,7 +23,7 @@ class RunningRequest:
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: frozenset[int], max_model_len: int
+        self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: frozenset[int], max_model_len: int, now_s: float
     ) -> None:
         """Replays `resumed_output_ids`; `finish_reason` is set afterwards where these end the request already."""
         params = request.params
@@ -43,9 +41,7 @@ class RunningRequest:
         self._index_version = 0
         # The time before a migration is not this worker's: the client has its first token already.
         arrival_s = 0.0 if request.resumed_output_ids else request.arrival_s
-        self.times = RequestTimes(
-            arrival_s or time.time(), request_id=request.request_id, trace_parent=request.trace_parent
-        )
+        self.times = RequestTimes(arrival_s or now_s, request_id=request.request_id, trace_parent=request.trace_parent)
         for token_id in request.resumed_output_ids:
             if self.finish_reason is None:
                 self._num_chars += len(self._text_of(token_id))

@@ -118,6 +118,11 @@ class BlockRegistry:
         if self._touched is not None:
             self._touched[group].update(blocks)
 
+    @property
+    def watches_changes(self) -> bool:
+        """Whether the registry records which blocks change."""
+        return self._touched is not None
+
     def watch_changes(self, is_on: bool) -> None:
         """Begin to record which blocks change in any way, or stop recording it."""
         self._touched = tuple(set() for _ in self._layout.groups) if is_on else None

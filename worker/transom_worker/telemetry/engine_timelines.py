@@ -14,7 +14,7 @@ The methods are called on the engine's thread; `events_of` may be called on any 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTi
 from transom_worker.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
 from transom_worker.telemetry.request_times import RequestTimes
 from transom_worker.telemetry.worker_state import WorkerState
+
+Clock = Callable[[], float]
+"""Tells the time, in seconds since the epoch."""
 
 LEAST_PHASE_S = 1.0
 PHASE_SHARE = 0.25
@@ -93,9 +96,10 @@ class EngineTimelines(EngineEventSink):
     """The timelines of one engine's requests. The `exporter`, where there is one, receives each timeline when its request has
     ended."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, clock: Clock = time.time) -> None:
         self.exporter: EndedTimelineConsumer | None = None
         self._worker = worker
+        self._clock = clock
         self._store = TimelineStore()
         self._running: dict[str, EngineTimeline] = {}
         self._prefilling: dict[int, EngineTimeline] = {}  # by sequence id: in the phase prefill or recompute
@@ -111,7 +115,7 @@ class EngineTimelines(EngineEventSink):
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
         """A request has entered the scheduler's queue, behind `num_ahead` others."""
-        now_s = time.time()
+        now_s = self._clock()
         timeline = EngineTimeline(sequence, now_s)
         facts: dict[str, Any] = {"ahead": num_ahead, "prompt_tokens": timeline.num_prompt_tokens}
         if sequence.request.resumed_output_ids:
@@ -126,7 +130,7 @@ class EngineTimelines(EngineEventSink):
         timeline = self._running.get(sequence.request.request_id)
         if timeline is None:
             return
-        now_s, is_first = time.time(), not timeline.admitted_s
+        now_s, is_first = self._clock(), not timeline.admitted_s
         if is_first:
             timeline.admitted_s, timeline.tokens = now_s, tokens
         to_compute = len(sequence.token_ids) - sequence.scheduled
@@ -140,7 +144,7 @@ class EngineTimelines(EngineEventSink):
         timeline = self._running.get(sequence.request.request_id)
         if timeline is None:
             return
-        now_s = time.time()
+        now_s = self._clock()
         self._end_phase(timeline, now_s)
         timeline.num_preemptions += 1
         timeline.add("preempted", now_s, mode=mode, tokens_lost=sequence.scheduled)
@@ -170,7 +174,7 @@ class EngineTimelines(EngineEventSink):
             if sequence is None or prefill is None or sequence.seq_id != seq_id:
                 del self._prefilling[seq_id]
             elif len(sequence.token_ids) > prefill.num_known:
-                now_s = time.time()
+                now_s = self._clock()
                 self._end_phase(timeline, now_s)
                 del self._prefilling[seq_id]
                 num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
@@ -183,7 +187,7 @@ class EngineTimelines(EngineEventSink):
         timeline = self._running.pop(times.request_id, None)
         if timeline is None:
             return
-        now_s = time.time()
+        now_s = self._clock()
         self._end_phase(timeline, now_s)
         if timeline.sequence is not None:
             self._prefilling.pop(timeline.sequence.seq_id, None)
@@ -196,14 +200,14 @@ class EngineTimelines(EngineEventSink):
 
     def ranks_lost(self) -> None:
         """The engine has lost a rank: every request ends here."""
-        now_s = time.time()
+        now_s = self._clock()
         for timeline in self._running.values():
             self._end_phase(timeline, now_s)
             timeline.add("rank_lost", now_s)
 
     def published(self, state: WorkerState) -> None:
         """A fraction of a second has passed: phases that are long by now end, and continue as another event (see `PHASE_SHARE`)."""
-        now_s = time.time()
+        now_s = self._clock()
         for timeline in self._running.values():
             phase = timeline.phase
             if phase is None:
@@ -223,7 +227,7 @@ class EngineTimelines(EngineEventSink):
     def events_of(self, request_id: str) -> list[dict[str, Any]]:
         """Every event of all choices and attempts of a response at this worker, as JSON values; a phase that runs counts until
         now."""
-        now_s = time.time()
+        now_s = self._clock()
         found = []
         for timeline in self._store.of_response(response_id_of(request_id)):
             assert isinstance(timeline, EngineTimeline)
