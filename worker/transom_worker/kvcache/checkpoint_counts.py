@@ -1,4 +1,8 @@
-"""`CheckpointCounts`: counts the checkpoints of each kind that were placed, hit and evicted."""
+"""`CheckpointCounts`: counts the checkpoints of each kind that were placed, hit and evicted.
+
+A node of the prefix tree (`tree`) pins its segment, the blocks of its prefix in full-attention layers. It is a *checkpoint* while
+it also pins its windows, the blocks that sliding-window layers need to continue there. Kinds are "system", "turn", "prompt" ...
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from transom_worker.kvcache.tree import Node
 
 
 class CheckpointCounts:
-    """Counts since start, by kind. A node of the prefix tree is a checkpoint while it has its windows (`tree`)."""
+    """Counts since start, by kind."""
 
     def __init__(self) -> None:
         self._placed: Counter[str] = Counter()
@@ -36,9 +40,9 @@ class CheckpointCounts:
 
     def stats(self) -> CheckpointStats:
         """Return a copy of the counts."""
-        gone = self._evicted + self._windows_evicted
+        ended = self._evicted + self._windows_evicted
         return CheckpointStats(
-            current={kind: count - gone[kind] for kind, count in self._placed.items()},
+            current={kind: count - ended[kind] for kind, count in self._placed.items()},
             placed=dict(self._placed),
             evicted=dict(self._evicted),
             windows_evicted=dict(self._windows_evicted),

@@ -32,19 +32,18 @@ from transom_worker.kvcache.tree import CheckpointKind, Node, PinBlocks, PrefixT
 from transom_worker.kvcache.window_repair import repair_start
 
 NEAR_BLOCKS = 64  # a request whose chain parts at most so many hash blocks before a checkpoint has returned to it
-CONVERSATION_KINDS = frozenset(
-    (CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION)
-)  # of one conversation
-SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))  # of several conversations
+# Checkpoints of one conversation, and checkpoints that several conversations share.
+CONVERSATION_KINDS = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
+SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
 REMEMBERED_OFFSETS = 64  # recent returns from which the tail is learned
-MIN_OFFSETS = 8  # returns before there is a tail
-OFFSET_QUANTILE = 0.9  # of the returns are to find their windows
+MIN_OFFSETS = 8  # the tail is empty before so many returns
+OFFSET_QUANTILE = 0.9  # the tail is long enough for this fraction of the returns
 
 
 class Checkpoints:
     """The prefix tree with its eviction policy.
 
-    `present(group, digest)` tells whether the prefix index has a block; `pin` and `unpin` do so with blocks of a group by digest.
+    `present(group, digest)` tells whether the prefix index has a block; `pin` and `unpin` take a group and digests of its blocks.
     `repair` tells whether window repairs are allowed.
     """
 
@@ -87,8 +86,9 @@ class Checkpoints:
         return sorted(self._return_offsets)[int(OFFSET_QUANTILE * (len(self._return_offsets) - 1))]
 
     def pinning_nodes(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
-        """Return the nodes that pin a block, each with the part that does: "chain" (its segment) or "window". Looks at all
-        nodes.
+        """Return the nodes that pin a block, each with the part that pins it: "chain" (its segment) or "window".
+
+        Searches all nodes.
         """
         found = []
         owner = self.tree.owner.get(digest)
@@ -103,8 +103,9 @@ class Checkpoints:
         return found
 
     def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:
-        """Lock and return the deepest node at or below a hit of `num_hash_blocks` hash blocks; None if the tree has none of
-        them.
+        """Lock and return the deepest node of a hit of `num_hash_blocks` hash blocks; None if the tree has none of these.
+
+        Where the hit ends inside a segment, the segment is split there.
         """
         reach = self.tree.reach(chain, num_hash_blocks)
         if not reach:
@@ -115,9 +116,10 @@ class Checkpoints:
         return node
 
     def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> int:
-        """Learn which checkpoint a newly admitted request returns to; return how often its conversation has come back.
+        """Learn which checkpoint a newly admitted request returns to; return how many returns its conversation has had.
 
-        `limit` is the last boundary that the request may reuse, `base_node` the node that it locks.
+        `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request of a
+        conversation returns to the end of the second: 2 returns.
         """
         self._policy.admitted()
         limit = min(limit, len(chain))
@@ -176,8 +178,8 @@ class Checkpoints:
     def evict_one(self) -> bool:
         """Evict the leaf, or the windows of a node with children, that the policy ranks lowest; return False if nothing is left.
 
-        Candidates are a sample of the nodes, then all nodes. Evicting means unpinning: the blocks stay findable until they are
-        reused.
+        A sample of the nodes is compared, or all nodes if nothing of the sample can be evicted. Only pins are removed: the blocks
+        stay findable until they are allocated to another sequence.
         """
         victim = self._lowest_ranked(self.candidates.sample()) or self._lowest_ranked(self.candidates.all())
         if (
@@ -217,6 +219,7 @@ class Checkpoints:
             self._add_candidate(node.parent)
 
     def _add_candidate(self, node: Node) -> None:
+        """Add a node to the nodes that may be evicted; the first time, count it as placed if it is a checkpoint."""
         if node.candidate_index is None and node.windows is not None:
             self.counts.placed(node)
         self.candidates.add(node)
@@ -227,10 +230,9 @@ class Checkpoints:
             self.candidates.discard(node)
 
     def _windows(self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind) -> tuple[list[bytes], ...] | None:
-        """Return the digests of the blocks that each sliding group needs at a boundary, and of the tail's; None if a needed one is
-        gone.
+        """Return, for each sliding group, the digests of the blocks that it needs at a boundary; None if one of them is not cached.
 
-        A prompt's end also keeps the blocks that the boundaries of the tail need, as far as they are there.
+        At a prompt's end the result also has the blocks that the boundaries of the tail need, as far as they are cached.
         """
         tail = self.tail_blocks if kind is CheckpointKind.PROMPT else 0
         windows = []
@@ -247,7 +249,7 @@ class Checkpoints:
         return tuple(windows)
 
     def _count_return(self, kind: CheckpointKind, num_returns: int, offset: int) -> int:
-        """Return how often a conversation has come back, this time included, and note the offset; 0 if this is no return.
+        """Return how many returns a conversation has had, this one included, and remember the offset; 0 if this is no return.
 
         `kind` and `num_returns` are those of the checkpoint, `offset` the hash blocks between where the request parts and the
         checkpoint.

@@ -1,5 +1,5 @@
-"""`Compaction`: clears pages by moving their active blocks into other pages of the same group. The last resort before an allocation
-fails.
+"""`Compaction`: clears pages by moving their active blocks into other pages of the same group, if an allocation would fail
+otherwise.
 
 Terms:
 
@@ -11,9 +11,9 @@ Terms:
 Example, pages of 4 blocks (# active, . not): group A has pages [#...] [##..], group B needs a page, none is usable. Moving A's
 block of the first page into the second makes the first page usable: [....] [###.].
 
-Clearing a page costs its group the page's other blocks as slack, and gains one usable page. So pages are chosen only while that
-brings the allocation closer, those with fewest active blocks first. The ranks copy the moved blocks' contents before the next
-forward pass.
+Clearing a page takes slack from its group: the moved blocks fill it, and the page's own blocks that were not active do not count
+any more. In return one more page is usable. So pages are chosen only while that leaves the allocation with fewer missing pages,
+those with fewest active blocks first. The ranks copy the moved blocks' contents before the next forward pass.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Compaction:
         return copies
 
     def _move(self, group: int, source: int, cleared: set[int]) -> None:
+        """Move an active block into the busy page with fewest free blocks that is not one of the `cleared` pages."""
         pool = self._pools[group]
         page = pool.page_with_fewest_free(cleared)
         assert page is not None
@@ -93,7 +94,7 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
     """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
     slack = [pool.slack for pool in pools]
     usable = arena.num_free + sum(len(pool.idle_pages) for pool in pools)
-    emptiest_first = [_by_active(pool, slack[group]) for group, pool in enumerate(pools)]
+    emptiest_first = [_emptiest_first(pool, slack[group]) for group, pool in enumerate(pools)]
     chosen: list[tuple[int, int]] = []
 
     def missing() -> int:
@@ -128,7 +129,7 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
     return chosen
 
 
-def _by_active(pool: GroupPool, slack: int) -> list[int]:
-    """Return busy pages, those with fewest active blocks first; at most `slack`, since each has a block to move into slack."""
+def _emptiest_first(pool: GroupPool, slack: int) -> list[int]:
+    """Return busy pages, those with fewest active blocks first; at most `slack`, since each page has a block to move into slack."""
     busy = [page for page, active in pool.num_active_in.items() if active]
     return nsmallest(min(len(busy), slack), busy, key=pool.num_active_in.__getitem__)

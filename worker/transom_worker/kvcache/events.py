@@ -1,4 +1,8 @@
-"""The messages by which a router keeps a mirror of a worker's prefix index, so that both search it with equal results."""
+"""The messages by which a router keeps a mirror of a worker's prefix index, so that both search it with equal results.
+
+The prefix index maps the digest of each cached block (a hash of its tokens and all tokens before them) to the block, per KV cache
+group. Its *version* is the number of changes since the worker's start.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """KV cache groups: model layers that keep the same tokens for the same time share a group, and `live(n)` says which tokens.
 
-`live(n)` are the token ranges whose KV must be present so that token `n` can be computed, after tokens 0 to n - 1. Which blocks can
-be freed, what a prefix-cache hit needs, and what admission and the planner count all follow from it. A new kind of attention is a
-new `live`. Example: a window of W = 128 tokens, which counts the token that is computed: live(1000) = [873, 1000). The ranges'
-lower bounds never decrease as `n` grows.
+`live(n)` are the token ranges whose KV must be present so that token `n` can be computed, after tokens 0 to n - 1. It decides which
+blocks can be freed, what a prefix-cache hit needs, and what admission and the planner count. A new kind of attention needs only a
+new case in `live`. Example: a window of W = 128 tokens, which counts the token that is computed: live(1000) = [873, 1000). The
+ranges' lower bounds never decrease as `n` grows.
 
     full, latent         [0, n)                                                 latent: one compressed row per token (MLA)
     window               [n - W + 1, n)
@@ -64,7 +64,7 @@ class GroupSpec:
         )
 
     def live(self, n: int) -> tuple[Range, ...]:
-        """Return the token ranges, none of them empty, that must be present to compute token `n`."""
+        """Return the token ranges whose KV must be present to compute token `n`; empty ranges are left out."""
         match self.kind:
             case GroupKind.FULL | GroupKind.LATENT:
                 ranges = [(0, n)]

@@ -1,12 +1,20 @@
-"""`ArenaLayout`: where every KV block lies: tensors inside a block, blocks inside a page, pages inside a rank's slab of memory.
+"""`ArenaLayout`: the byte positions of all KV blocks: tensors inside a block, blocks inside a page, pages inside a rank's slab.
 
-Each rank has one slab of bytes, divided into pages; a page is leased to one KV cache group at a time. Block `b` of group `g` starts
+Terms:
+
+    rank      one process of a tensor-parallel worker
+    slab      the KV memory of one rank; it is divided into *pages*
+    group     model layers that keep the same tokens for the same time
+    stride    the distance in bytes between the starts of a group's blocks
+    dump      a block behind the last page to which padded or masked rows write, and which no query reads
+
+A page is leased to one group at a time. Block `b` of group `g` starts
 at byte `b * stride_g`. A page has the first ids whose blocks lie wholly inside it, the same number in every page, so that counts of
 pages and of blocks translate exactly. Example: pages of 1,000 bytes, blocks of 300 bytes. Page 1 (bytes 1,000 to 2,000) can
 have blocks 4 and 5 alone, so each page has 2 blocks: page 0 has 0 and 1, and the ids 2 and 3 belong to no page.
 
-Page numbers and block ids are the same on every rank; what lies inside a block is a rank's own. Behind the last page lies one dump
-block per group, to which padded or masked rows write.
+Page numbers and block ids are the same on every rank; the contents of a block differ, since each rank has its own KV heads. Behind
+the last page lies one dump block per group.
 """
 
 from __future__ import annotations

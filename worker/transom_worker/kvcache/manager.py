@@ -111,8 +111,8 @@ class KvCache:
     def begin(self, chain: list[bytes], root: bytes, *, hit: PrefixHit | None = None) -> SequenceBlocks:
         """Start a sequence on the cached blocks of a hit (None: without any), and reference them.
 
-        Where the hit needs a window repair, sliding groups get their sink blocks alone; they compute the others from `hit.start`
-        on.
+        Where the hit needs a window repair (computing cached tokens again for sliding windows), sliding groups get only their sink
+        blocks; the sequence computes their other blocks from `hit.start` on.
         """
         blocks = SequenceBlocks.at(hit, chain, root, self.retentions, block_size=self.block_size)
         for group, table in enumerate(blocks.tables):
@@ -161,7 +161,7 @@ class KvCache:
             self.compaction.clear(cleared)
             pages = self.allocator.pages_needed(needs)
             assert pages is not None
-        # Each group may take the pages that it needs, and pages to spare, which keep block ids consecutive.
+        # Each group may take the pages that it needs, and the pages that no group needs: so block ids stay consecutive.
         spare = self.allocator.usable_pages - sum(pages)
         for group, table in enumerate(blocks.tables):
             if needs[group]:
@@ -258,6 +258,7 @@ class KvCache:
         )
 
     def _evict_cached(self, reason: str) -> None:
+        """Evict all checkpoints, then all cached blocks that no sequence references."""
         while self.checkpoints.evict_one():
             pass
         for pool in self.pools:

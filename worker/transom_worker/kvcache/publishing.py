@@ -7,7 +7,7 @@ Terms:
     publish         enter a computed block into the prefix index under its digest
     boundary        the position behind the first n hash blocks of a chain
     checkpoint      a boundary at which the cache keeps all blocks that a request needs to continue there (`checkpoints`)
-    twin            a block with the same content, hence the same digest; the index has one of them
+    twin            another block with equal content, hence an equal digest; the index has only one of the two
     full groups     KV cache groups that keep every token; sliding groups keep a window, chunk or compressor state
     window repair   computing tokens `[repair_from, repair_until)` again, so that sliding groups get their blocks
 

@@ -94,21 +94,21 @@ class BlockTable:
         count = min(first - self.first_block, len(self.run))
         if count <= 0:
             return []
-        fallen = self.run[:count]
+        dropped = self.run[:count]
         del self.run[:count]
         self.first_block += count
         self._dropped += count
-        return fallen
+        return dropped
 
     def replace(self, logical: int, block: int) -> None:
         """Note that compaction moved the block at a logical index of the table to another block id."""
-        untold = self.end_block - len(self._appended)
+        first_unknown = self.end_block - len(self._appended)  # the ranks do not know the blocks from here on
         if logical < self.num_sink_blocks:
             self.sink_blocks[logical] = self._moved[logical] = block
             return
         self.run[logical - self.first_block] = block
-        if logical >= untold:
-            self._appended[logical - untold] = block
+        if logical >= first_unknown:
+            self._appended[logical - first_unknown] = block
         else:
             self._moved[logical] = block
 
@@ -142,13 +142,15 @@ class SequenceBlocks:
     num_published: int = 0  # leading hash blocks that were published
     capacity_tokens: int = 0  # positions below it have blocks in every group
     next_event_at: int = 0  # at this number of processed tokens something can be published or freed
-    repair_from: int = 0  # tokens
-    repair_until: int = 0
+    repair_from: int = 0  # first token of the window repair
+    repair_until: int = 0  # one past its last token
     repair_done: bool = False  # the repair's end was processed and its blocks are published
     hit: PrefixHit | None = None  # the hit that the sequence started from
     planned_checkpoints: list[tuple[int, CheckpointKind]] = field(default_factory=list)  # ahead; hash blocks, ascending
     base_node: Node | None = None  # the deepest node of the prefix tree on the sequence's chain; the sequence locks it
-    num_returns: int = 0  # how often the conversation has come back, as far as the cache has seen it
+    num_returns: int = (
+        0  # earlier requests of the conversation that continued from a checkpoint, as far as the cache knows
+    )
     tables_changed: bool = False  # a table changed since the last `take_deltas`
 
     @classmethod

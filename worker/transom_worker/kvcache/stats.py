@@ -1,4 +1,9 @@
-"""The statistics of the KV cache, which the engine turns into metrics."""
+"""The statistics of the KV cache, which the engine turns into metrics.
+
+A *page* is a part of the KV memory that is leased to one group (layers that keep the same tokens) at a time. A *checkpoint* is a
+cached prefix that the cache keeps on purpose: it pins the blocks of its segment in full-attention layers, and its windows, the
+blocks that sliding-window layers need to continue there.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,7 @@ class CacheStats:
     outcome_requests: dict[str, int] = field(default_factory=dict)
     num_repairs: int = 0
     repair_tokens: int = 0
-    waste: float = 0.0  # largest share of a page that no block covers, by geometry alone
+    waste: float = 0.0  # the largest fraction, among the groups, of a page's bytes that no block can cover
     checkpoints: CheckpointStats = field(default_factory=CheckpointStats)
     num_compacted_blocks: int = 0  # moved to let an allocation succeed, since start
 

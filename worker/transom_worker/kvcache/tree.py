@@ -68,7 +68,7 @@ class Node:
         self.segment: list[bytes] = []  # digests of hash blocks [parent.boundary, boundary)
         self.windows: tuple[list[bytes], ...] | None = None
         self.locks = 0  # running sequences that started here or passed here last; a locked node is not evicted
-        self.num_returns = 0  # how often the node's conversation has come back
+        self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
         self.candidate_index: int | None = None  # its place in `eviction.Candidates`, if it is there
         self.policy_state: object = None  # what the eviction policy remembers of the node
 
