@@ -152,5 +152,5 @@ def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
         return choose(q, weights, keys, slots, *rest, **how)
 
     monkeypatch.setattr(compressor, "select_entries", watched)
-    runners[0]._profile(runners[0]._layout)
+    runners[0]._forward_probe(runners[0]._layout)
     assert seen == {(40, (3, 256 // 4))}
