@@ -21,6 +21,13 @@ def test_links_lead_to_files(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_the_glossary_names_modules_that_exist() -> None:
+    rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
+    modules = [path for row in rows for path in re.findall(r"`([\w/]+(?:\.py|/))`", row.rsplit(" | ", 1)[1])]
+    assert len(modules) > 100
+    assert [path for path in modules if not (ROOT / path).exists()] == []
+
+
 def test_pictures_are_small() -> None:
     pictures = sorted((ROOT / "docs/images").glob("*.png"))
     assert [picture.name for picture in pictures if picture.stat().st_size > MAX_PICTURE_BYTES] == []
