@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIR, EVICTED = range(7)
+UNLEASED, FREE, ACTIVE, EVICTABLE, PINNED, REPAIR, EVICTED = range(7)
 UNKNOWN = 0xFFFFFFFF
 TOTALS = ("hit_tokens", "repaired_tokens", "missed_tokens", "evicted_blocks", "preemptions", "repairs")
-BANDS = {"active": (ACTIVE, REPAIR), "held": (HELD,), "loose": (LOOSE,), "empty": (EMPTY, EVICTED)}
+BANDS = {"active": (ACTIVE, REPAIR), "held": (PINNED,), "loose": (EVICTABLE,), "empty": (FREE, EVICTED)}
 
 
 def encode(header: dict[str, Any], pages: list[int], blocks: list[int]) -> bytes:
@@ -52,12 +52,12 @@ class FakeWorker:
         return range(ceil(page * self.page_bytes / stride), (page + 1) * self.page_bytes // stride)
 
     def lease(self, group: int, *pages: int) -> None:
-        """Lease pages to a group; their blocks are empty."""
+        """Lease pages to a group; their blocks are free."""
         for page in pages:
             self.owners[page] = group + 1
             self._changed_pages.add(page)
             for block in self.blocks_of(group, page):
-                self.put(group, block, EMPTY)
+                self.put(group, block, FREE)
 
     def give_back(self, page: int) -> None:
         """Free a page; its blocks are gone."""
@@ -118,7 +118,9 @@ class FakeWorker:
         )
 
     def _record(self, group: int, block: int) -> tuple[int, ...]:
-        state, references, logical, hash_prefix, age = self.records.get((group, block), (GONE, 0, UNKNOWN, 0, UNKNOWN))
+        state, references, logical, hash_prefix, age = self.records.get(
+            (group, block), (UNLEASED, 0, UNKNOWN, 0, UNKNOWN)
+        )
         return (group | state << 8 | references << 16, block, logical, hash_prefix, age)
 
     def counts(self) -> list[dict[str, int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from tests.browser.block_frames import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, FakeWorker
+from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, FakeWorker
 
-STATES = [EMPTY, ACTIVE, ACTIVE, ACTIVE, LOOSE, LOOSE, HELD]
+STATES = [FREE, ACTIVE, ACTIVE, ACTIVE, EVICTABLE, EVICTABLE, PINNED]
 
 
 class BusyWorker:
@@ -41,7 +41,7 @@ class BusyWorker:
     def diff(self, share: float = 0.01, after_s: float = 0.25) -> bytes:
         """A frame in which that share of the blocks changed."""
         for group, block in self._flashing:
-            self._turn(group, block, EMPTY)
+            self._turn(group, block, FREE)
         moved = self.rng.sample(list(self.fake.records), int(share * self.num_blocks))
         for group, block in moved:
             self._turn(group, block, self.rng.choice([*STATES, REPAIR, EVICTED]))
@@ -55,5 +55,5 @@ class BusyWorker:
 
     def _turn(self, group: int, block: int, state: int) -> None:
         references = self.rng.choice([1, 1, 1, 2]) if state in (ACTIVE, REPAIR) else 0
-        age = self.rng.choice([5, 100, 900, 5000]) if state in (LOOSE, HELD) else 0
+        age = self.rng.choice([5, 100, 900, 5000]) if state in (EVICTABLE, PINNED) else 0
         self.fake.put(group, block, state, references=references, logical=block % 500, hash_prefix=block + 1, age=age)

@@ -1,4 +1,4 @@
-"""How far colours are apart, for people who lack one kind of cone as well."""
+"""How different colours look with normal vision and without one kind of cone."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class MapPage:
             self.num_sent += 1
             self.wait_for_frames(self.num_sent)
 
-    def hold_clock(self) -> None:
+    def freeze_clock(self) -> None:
         """From now on, and before `open`, the page's clock stands but for `pass_time`; its timers run on."""
         self.time_s = 1_700_000_000.0
         self.page.clock.set_fixed_time(self.time_s)
@@ -94,7 +94,7 @@ class MapPage:
         return {pixel for row in self.cell(group, block, worker) for pixel in row}
 
     def all_pixels(self) -> str:
-        """Something that is equal for equal pictures of the map."""
+        """Something that is equal for equal snapshots of the map."""
         self.settle()
         found: str = self.page.evaluate(ALL_PIXELS)
         return found

@@ -1,10 +1,10 @@
-"""Every block is a cell in its place, and what happens to blocks can be seen."""
+"""Every block is a cell in its place, whose look shows its state."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, FakeWorker
+from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, FakeWorker
 from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
@@ -26,17 +26,17 @@ def brightness(colour: str) -> int:
 
 
 def test_each_state_has_its_own_look(block_map: MapPage, worker: FakeWorker) -> None:
-    for block, state in enumerate((EMPTY, ACTIVE, LOOSE, HELD, REPAIR, EVICTED)):
+    for block, state in enumerate((FREE, ACTIVE, EVICTABLE, PINNED, REPAIR, EVICTED)):
         worker.put(0, block, state, references=int(state in (ACTIVE, REPAIR)))
     block_map.open()
     block_map.send(worker.frame(whole=True))
-    empty, active, loose, held, repair, evicted = (block_map.colours(0, block) for block in range(6))
+    free, active, evictable, pinned, repair, evicted = (block_map.colours(0, block) for block in range(6))
     assert active == {BLUE}
     assert repair == {BLUE, WHITE}
     assert evicted == {TEXT, WHITE}
-    assert len(empty) == len(loose) == 1
-    assert held == loose | {BLUE}, "a frame around the colour of cached blocks"
-    assert brightness(BLUE) < brightness(*loose) < brightness(*empty) < brightness(WHITE)
+    assert len(free) == len(evictable) == 1
+    assert pinned == evictable | {BLUE}, "a frame around the colour of cached blocks"
+    assert brightness(BLUE) < brightness(*evictable) < brightness(*free) < brightness(WHITE)
 
 
 def test_hue_is_the_group_and_area_is_bytes(block_map: MapPage, worker: FakeWorker) -> None:
@@ -99,7 +99,7 @@ def test_a_window_slides(block_map: MapPage, worker: FakeWorker) -> None:
     looks = []
     for step in range(3):
         for i, block in enumerate(blocks[:6]):
-            state = LOOSE if i < step else ACTIVE if i < step + 3 else EMPTY
+            state = EVICTABLE if i < step else ACTIVE if i < step + 3 else FREE
             worker.put(1, block, state, references=int(state == ACTIVE), logical=i)
         worker.sequence(1, "cmpl-slides", [[], [[step, blocks[step], 3]]])
         block_map.send(worker.frame(whole=step == 0))
@@ -109,11 +109,11 @@ def test_a_window_slides(block_map: MapPage, worker: FakeWorker) -> None:
         [False, True, True, True, False, False],
         [False, False, True, True, True, False],
     ]
-    assert block_map.colours(1, blocks[0]) != block_map.colours(1, blocks[5]), "cached is not empty"
+    assert block_map.colours(1, blocks[0]) != block_map.colours(1, blocks[5]), "cached is not free"
 
 
 def test_an_eviction_flashes_for_one_frame(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 5, LOOSE, hash_prefix=7)
+    worker.put(0, 5, EVICTABLE, hash_prefix=7)
     block_map.open()
     block_map.send(worker.frame(whole=True))
     worker.put(0, 5, EVICTED)
@@ -123,13 +123,13 @@ def test_an_eviction_flashes_for_one_frame(block_map: MapPage, worker: FakeWorke
     assert block_map.colours(0, 5) == {TEXT, WHITE}
     assert "1 block of full" in block_map.text("#events li")
     assert block_map.text("#counters tbody tr:nth-child(4)").split()[-2:] == ["1", "1"]
-    worker.put(0, 5, EMPTY)
+    worker.put(0, 5, FREE)
     block_map.send(worker.frame())
     assert block_map.colours(0, 5) == block_map.colours(0, 6)
 
 
 def test_an_evicted_block_that_is_in_use_again_keeps_its_hue(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 5, LOOSE, hash_prefix=7)
+    worker.put(0, 5, EVICTABLE, hash_prefix=7)
     block_map.open()
     block_map.send(worker.frame(whole=True))
     worker.put(0, 5, EVICTED, references=1)
@@ -138,7 +138,7 @@ def test_an_evicted_block_that_is_in_use_again_keeps_its_hue(block_map: MapPage,
 
 
 def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWorker) -> None:
-    states = [ACTIVE, ACTIVE, REPAIR, EVICTED, EVICTED, EVICTED, LOOSE, HELD, HELD]
+    states = [ACTIVE, ACTIVE, REPAIR, EVICTED, EVICTED, EVICTED, EVICTABLE, PINNED, PINNED]
     references = [1, 2, 1, 1, 2, 0, 0, 0, 0]
     for block, (state, num) in enumerate(zip(states, references, strict=True)):
         worker.put(0, block, state, references=num)
@@ -154,7 +154,7 @@ def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWo
 
 
 def test_an_eviction_flashes_in_a_page_that_was_given_back(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 49, HELD, hash_prefix=7)
+    worker.put(0, 49, PINNED, hash_prefix=7)
     block_map.open()
     block_map.send(worker.frame(whole=True))
     worker.give_back(3)
@@ -169,7 +169,7 @@ def test_an_eviction_flashes_in_a_page_that_was_given_back(block_map: MapPage, w
 
 
 def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 48, LOOSE)
+    worker.put(0, 48, EVICTABLE)
     block_map.open()
     block_map.send(worker.frame(whole=True))
     worker.give_back(3)
@@ -179,20 +179,20 @@ def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 48, EVICTED)
     block_map.send(worker.frame())
     assert block_map.colours(1, first) == {VERMILLION, WHITE}, "in use: its own hue with a cross"
-    crossed, empty = block_map.cell(1, first + 1), block_map.cell(1, first + 2)
-    assert crossed[0] == empty[0], "its own look"
-    assert {pixel for row in crossed for pixel in row} == {TEXT, *empty[0]}, "with a cross"
-    assert len({pixel for row in empty for pixel in row}) == 1, "where nothing was evicted there is no mark"
+    crossed, free = block_map.cell(1, first + 1), block_map.cell(1, first + 2)
+    assert crossed[0] == free[0], "its own look"
+    assert {pixel for row in crossed for pixel in row} == {TEXT, *free[0]}, "with a cross"
+    assert len({pixel for row in free for pixel in row}) == 1, "where nothing was evicted there is no mark"
     del worker.records[0, 48]
     worker._changed.add((0, 48))
     block_map.send(worker.frame())
     assert block_map.colours(1, first) == {VERMILLION}
-    assert block_map.colours(1, first + 1) == set(empty[0])
+    assert block_map.colours(1, first + 1) == set(free[0])
 
 
 def test_cached_blocks_fade_with_age(block_map: MapPage, worker: FakeWorker) -> None:
     for block, age in enumerate((0, 100, 300, 1000, 4000, 9000)):
-        worker.put(0, block, LOOSE, age=age)
+        worker.put(0, block, EVICTABLE, age=age)
     block_map.open()
     block_map.send(worker.frame(whole=True))
     looks = [brightness(*block_map.colours(0, block)) for block in range(6)]

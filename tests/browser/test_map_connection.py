@@ -1,4 +1,4 @@
-"""Streams that want a key, break off, skip a frame; and the demo, which needs none."""
+"""Streams that need a key, break, or skip a frame; and the demo, which needs no stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, EMPTY, FakeWorker
+from tests.browser.block_frames import ACTIVE, FREE, FakeWorker
 from tests.browser.map_page import MapPage
 from tests.browser.map_server import event
 
@@ -56,7 +56,7 @@ def test_a_stream_that_breaks_is_opened_again(block_map: MapPage, worker: FakeWo
     block_map.server.drop()
     block_map.page.wait_for_selector("#status[data-kind=lost]")
     assert "The server closed the stream. Trying again in 0.5 s." in block_map.text("#status-message")
-    worker.put(0, 0, EMPTY)
+    worker.put(0, 0, FREE)
     block_map.wait_for_frames(2)
     assert BLUE not in block_map.colours(0, 0)
     assert block_map.text("#status").endswith("Connected")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, LOOSE, FakeWorker
+from tests.browser.block_frames import ACTIVE, EVICTABLE, FakeWorker
 from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
@@ -23,7 +23,7 @@ def worker() -> FakeWorker:
         fake.put(0, block, ACTIVE, references=1, logical=block % 2)
     for block in (window, window + 1):
         fake.put(1, block, ACTIVE, references=1, logical=1)
-    fake.put(0, 8, LOOSE)
+    fake.put(0, 8, EVICTABLE)
     fake.sequence(1, "cmpl-Alpha", [[[0, 0, 2]], [[1, window, 1]]])
     fake.sequence(2, "cmpl-beta", [[[0, 2, 2]], [[1, window + 1, 1]]])
     return fake
@@ -96,7 +96,7 @@ def test_everything_by_keyboard(block_map: MapPage, worker: FakeWorker) -> None:
     press = block_map.page.keyboard.press
     block_map.open()
     block_map.send(worker.frame(whole=True))
-    worker.put(0, 9, LOOSE)
+    worker.put(0, 9, EVICTABLE)
     block_map.send(worker.frame())
     press("Space")
     assert block_map.text("#moment").startswith("Paused")
@@ -132,7 +132,7 @@ def test_the_cursor_moves_from_block_to_block(block_map: MapPage, worker: FakeWo
         ("ArrowRight", "full block 1: active, cmpl-Alpha"),
         ("ArrowRight", "full block 2: active, cmpl-beta"),
         ("ArrowLeft", "full block 1: active, cmpl-Alpha"),
-        ("PageDown", "full block 16: empty"),
+        ("PageDown", "full block 16: free"),
         ("End", "window(128) block 64: active, cmpl-Alpha"),
         ("Home", "full block 0: active, cmpl-Alpha"),
     ]:

@@ -1,4 +1,4 @@
-"""The trace that is recorded with the real encoder shows what the page is for."""
+"""The page decodes the recorded trace, which the server's encoder made, and the trace has every state and event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.browser
 SHARED, REPAIR, EVICTED = 7, 5, 6
 LOOK = """async () => {
   const { decodeFrame, splitTrace } = await import("/blocks/assets/frames.js");
-  const { Worker } = await import("/blocks/assets/worker.js");
+  const { Worker } = await import("/blocks/assets/workers.js");
   const most = new Array(8).fill(0), worker = new Worker("demo"), kinds = new Set();
   let numWrong = 0;
   for (const bytes of splitTrace(await (await fetch("/blocks/demo.bin")).arrayBuffer())) {

@@ -1,4 +1,4 @@
-"""What workers that are gone leave behind: their past, for as long as the page keeps any."""
+"""The page keeps the past of departed workers for as long as any history."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def shown(block_map: MapPage) -> list[str]:
 
 @pytest.fixture
 def crashed(block_map: MapPage) -> tuple[FakeWorker, FakeWorker, list[str]]:
-    """Of two workers the first is gone; also the pictures of two moments before that, five seconds apart."""
-    block_map.hold_clock()
+    """Two workers, of which the first has departed, and the snapshots of the map at two moments before, five seconds apart."""
+    block_map.freeze_clock()
     block_map.open()
     first, second = busy("w0"), busy("w1")
     present(block_map, "w0", "w1")
     block_map.send(first.frame(whole=True))
     block_map.pass_time(1)
     block_map.send(second.frame(whole=True))
-    pictures = [block_map.all_pixels()]
+    snapshots = [block_map.all_pixels()]
     block_map.pass_time(5)
     first.put(0, 3, ACTIVE, references=1)
     block_map.send(first.frame())
-    pictures.append(block_map.all_pixels())
+    snapshots.append(block_map.all_pixels())
     block_map.pass_time(5)
     present(block_map, "w1")
-    return first, second, pictures
+    return first, second, snapshots
 
 
 def test_who_left_is_dimmed_for_ten_seconds(
@@ -82,16 +82,16 @@ def test_who_left_is_dimmed_for_ten_seconds(
 def test_one_can_step_back_to_before_the_crash(
     block_map: MapPage, crashed: tuple[FakeWorker, FakeWorker, list[str]]
 ) -> None:
-    _, second, pictures = crashed
+    _, second, snapshots = crashed
     block_map.pass_time(20)
     block_map.send(second.frame())
     live = block_map.all_pixels()
     block_map.page.click("#toggle")
     assert shown(block_map) == ["w1"], "it was gone for long at that moment"
     assert block_map.all_pixels() == live
-    for picture in reversed(pictures):
+    for snapshot in reversed(snapshots):
         block_map.page.click("#back")
-        assert block_map.all_pixels() == picture
+        assert block_map.all_pixels() == snapshot
         assert shown(block_map) == ["w0", "w1"]
         assert GONE.search(headings(block_map)[0])
     block_map.page.click("#back")
@@ -101,7 +101,7 @@ def test_one_can_step_back_to_before_the_crash(
 
 
 def test_the_last_worker_leaves_its_past(block_map: MapPage) -> None:
-    block_map.hold_clock()
+    block_map.freeze_clock()
     block_map.open()
     fake = busy("w0")
     present(block_map, "w0")
@@ -130,7 +130,7 @@ def test_a_past_is_kept_for_five_minutes(block_map: MapPage, crashed: tuple[Fake
 
 
 def test_eight_are_kept_at_most_and_the_oldest_goes_first(block_map: MapPage) -> None:
-    block_map.hold_clock()
+    block_map.freeze_clock()
     block_map.open()
     names = [f"w{i}" for i in range(11)]
     present(block_map, *names, "idle")
@@ -172,7 +172,7 @@ def test_the_strip_keeps_what_was_and_no_more(
 
 
 def test_a_filter_for_who_left_is_taken_back_but_can_be_set_again(block_map: MapPage) -> None:
-    block_map.hold_clock()
+    block_map.freeze_clock()
     block_map.open()
     first, second = busy("w0"), busy("w1")
     present(block_map, "w0", "w1")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, LOOSE, FakeWorker
+from tests.browser.block_frames import ACTIVE, EVICTABLE, FakeWorker
 from tests.browser.busy_worker import BusyWorker
 from tests.browser.colour_vision import contrast, distance
 from tests.browser.map_page import MapPage
@@ -76,7 +76,7 @@ def test_server_sent_events_come_in_any_pieces(modules: MapPage, size: int) -> N
       found.push(...parser.push(argument.stream.slice(i, i + argument.size)));
     }
     return found;"""
-    assert run(modules, "sse:SseParser", body, {"stream": stream, "size": size}) == [
+    assert run(modules, "frame_sources:SseParser", body, {"stream": stream, "size": size}) == [
         {"event": "frame", "data": "AAAA"},
         {"event": "message", "data": "first\nsecond"},
         {"event": "workers", "data": "[]"},
@@ -100,7 +100,7 @@ def test_history_stays_within_its_memory_and_minutes(modules: MapPage) -> None:
     const standsAlone = entries[0].whole || entries[0].key !== null;
     const sum = entries.reduce((total, entry) => total + entry.numBytes, 0) === numBytes;
     return { most, count: entries.length, oldest: entries[0].at_s, same, sum, standsAlone };"""
-    names = "worker:Worker frames:decodeFrame,fromBase64"
+    names = "workers:Worker frames:decodeFrame,fromBase64"
     roomy = run(modules, names, body, {"frames": frames, "maxBytes": 1e9, "maxAge_s": 60})
     assert roomy["same"]
     assert roomy["sum"]
@@ -126,7 +126,7 @@ def test_any_moment_of_the_history_is_what_the_live_state_was(modules: MapPage) 
     });
     const same = then.map((was, i) => was === print(worker.history.stateAt(i)));
     return [same, worker.history.entries.filter(e => e.key).length];"""
-    same, num_keys = run(modules, "worker:Worker frames:decodeFrame,fromBase64", body, frames)
+    same, num_keys = run(modules, "workers:Worker frames:decodeFrame,fromBase64", body, frames)
     assert same == [True] * 21
     assert num_keys > 0, "key states were tried as well"
 
@@ -162,14 +162,14 @@ def test_the_middle_of_every_cell_belongs_to_its_block(modules: MapPage) -> None
       }
     }
     return wrong;"""
-    names = "geometry:Geometry frames:decodeFrame,fromBase64 layout:layoutPages,blockRect,pageAt,blockAt"
+    names = "geometry:Geometry,layoutPages,blockRect,pageAt,blockAt frames:decodeFrame,fromBase64"
     assert run(modules, names, body, text(fake.frame(whole=True))) == []
 
 
 def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPage) -> None:
     fake = FakeWorker(num_pages=4)
     fake.lease(0, 0)
-    fake.put(0, 1, LOOSE)
+    fake.put(0, 1, EVICTABLE)
     first = text(fake.frame(whole=True))
     fake.owners[0] = 2
     fake._changed_pages.add(0)
@@ -178,7 +178,7 @@ def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPag
     argument.forEach((text, i) => { const bytes = fromBase64(text); worker.takeFrame(decodeFrame(bytes), bytes, i); });
     const { states, geometry } = worker.live, [, second] = geometry.offsets;
     return [0, second].map((from, g) => states.subarray(from, from + geometry.groups[g].num_blocks).filter(Boolean).length);"""
-    assert run(modules, "worker:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
+    assert run(modules, "workers:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
 
 
 @pytest.mark.parametrize(("theme", "ground"), [("light", "#ffffff"), ("dark", "#14181d")])

@@ -1,4 +1,4 @@
-"""A worker whose stream stands but brings no frames is not well, and the page says so."""
+"""The page marks a worker whose stream is open but sends no frames."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(block_map: MapPage, text: str) -> int:
 
 
 def test_a_hung_worker_is_told_from_one_that_rests(block_map: MapPage) -> None:
-    block_map.hold_clock()
+    block_map.freeze_clock()
     block_map.open()
     block_map.evaluate(ANNOUNCED)
     hangs, rests = worker("hangs"), worker("rests")
@@ -63,7 +63,7 @@ def test_a_hung_worker_is_told_from_one_that_rests(block_map: MapPage) -> None:
 
 
 def test_one_that_never_sent_a_frame_is_named_as_well(block_map: MapPage) -> None:
-    block_map.hold_clock()
+    block_map.freeze_clock()
     block_map.open()
     block_map.server.send_event("workers", [{"worker": "mute", "model": "demo", "state": "open"}])
     block_map.page.wait_for_function("() => transomBlockMap.workers.size === 1")
@@ -72,7 +72,7 @@ def test_one_that_never_sent_a_frame_is_named_as_well(block_map: MapPage) -> Non
 
 
 def test_a_stream_that_was_lost_is_no_workers_silence(block_map: MapPage) -> None:
-    block_map.hold_clock()
+    block_map.freeze_clock()
     block_map.open()
     fake = worker("w0")
     block_map.send(fake.frame(whole=True))

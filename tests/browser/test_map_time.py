@@ -1,10 +1,10 @@
-"""Time can be held, gone back in and resumed, and then the picture is exactly what it was."""
+"""The user can pause time, step back and resume; the map of a past moment is pixel for pixel what it was."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, EMPTY, EVICTED, LOOSE, FakeWorker
+from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, FakeWorker
 from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
@@ -22,7 +22,7 @@ def worker_in_motion(name: str = "w0") -> FakeWorker:
 def move(fake: FakeWorker, moment: int) -> bytes:
     """Each moment looks different: a block more is active, one more was evicted, a page comes and goes."""
     fake.put(0, moment, ACTIVE, references=1 + moment % 2)
-    fake.put(0, 16 + moment, EVICTED if moment % 3 == 1 else LOOSE, age=0)
+    fake.put(0, 16 + moment, EVICTED if moment % 3 == 1 else EVICTABLE, age=0)
     if moment % 2:
         fake.lease(1, 5)
     elif fake.owners[5]:
@@ -33,7 +33,7 @@ def move(fake: FakeWorker, moment: int) -> bytes:
 
 
 @pytest.fixture
-def pictures(block_map: MapPage) -> list[str]:
+def snapshots(block_map: MapPage) -> list[str]:
     """The map after each of some frames."""
     fake = worker_in_motion()
     block_map.open()
@@ -45,20 +45,20 @@ def pictures(block_map: MapPage) -> list[str]:
     return found
 
 
-def test_steps_back_and_forth_restore_the_pixels(block_map: MapPage, pictures: list[str]) -> None:
+def test_steps_back_and_forth_restore_the_pixels(block_map: MapPage, snapshots: list[str]) -> None:
     block_map.page.click("#toggle")
-    assert block_map.all_pixels() == pictures[-1]
+    assert block_map.all_pixels() == snapshots[-1]
     for moment in reversed(range(NUM_MOMENTS - 1)):
         block_map.page.click("#back")
-        assert block_map.all_pixels() == pictures[moment]
+        assert block_map.all_pixels() == snapshots[moment]
     block_map.page.click("#back")
-    assert block_map.all_pixels() == pictures[0], "there is nothing before"
+    assert block_map.all_pixels() == snapshots[0], "there is nothing before"
     for moment in range(1, NUM_MOMENTS):
         block_map.page.click("#forth")
-        assert block_map.all_pixels() == pictures[moment]
+        assert block_map.all_pixels() == snapshots[moment]
 
 
-def test_panels_go_back_as_well(block_map: MapPage, pictures: list[str]) -> None:
+def test_panels_go_back_as_well(block_map: MapPage, snapshots: list[str]) -> None:
     hit_row = "#counters tbody tr:nth-child(1)"
     assert block_map.text(hit_row).split()[-2:] == ["80", "96"]
     assert block_map.page.locator("#events li").count() == NUM_MOMENTS
@@ -71,43 +71,43 @@ def test_panels_go_back_as_well(block_map: MapPage, pictures: list[str]) -> None
     assert block_map.text("#toggle") == "Resume"
 
 
-def test_frames_go_on_while_time_is_held(block_map: MapPage) -> None:
+def test_frames_go_on_while_time_is_paused(block_map: MapPage) -> None:
     fake = worker_in_motion()
     block_map.open()
     block_map.send(move(fake, 0), move(fake, 1))
     block_map.page.click("#toggle")
-    held = block_map.all_pixels()
+    paused = block_map.all_pixels()
     block_map.send(move(fake, 2), move(fake, 3))
-    assert block_map.all_pixels() == held
+    assert block_map.all_pixels() == paused
     block_map.page.click("#go-live")
     live = block_map.all_pixels()
-    assert live != held
+    assert live != paused
     block_map.page.click("#back")
     block_map.page.click("#back")
-    assert block_map.all_pixels() == held
+    assert block_map.all_pixels() == paused
 
 
-def test_the_slider_goes_to_any_moment(block_map: MapPage, pictures: list[str]) -> None:
+def test_the_slider_goes_to_any_moment(block_map: MapPage, snapshots: list[str]) -> None:
     slider = block_map.page.locator("#slider")
     slider.evaluate("slider => { slider.value = slider.min; slider.dispatchEvent(new Event('input')); }")
-    assert block_map.all_pixels() == pictures[0]
+    assert block_map.all_pixels() == snapshots[0]
     slider.focus()
     block_map.page.keyboard.press("ArrowRight")
-    assert block_map.all_pixels() == pictures[1]
+    assert block_map.all_pixels() == snapshots[1]
     block_map.page.keyboard.press("ArrowLeft")
-    assert block_map.all_pixels() == pictures[0]
+    assert block_map.all_pixels() == snapshots[0]
     assert "Paused at" in (slider.get_attribute("aria-valuetext") or "")
 
 
-def test_several_workers_are_held_at_the_same_moment(block_map: MapPage) -> None:
+def test_several_workers_are_paused_at_the_same_moment(block_map: MapPage) -> None:
     fakes = [worker_in_motion("w0"), worker_in_motion("w1")]
     block_map.open()
-    pictures = []
+    snapshots = []
     for moment in range(4):
         for fake in fakes:
             block_map.send(move(fake, moment))
-            pictures.append(block_map.all_pixels())
-    for expected in reversed(pictures[1:-1]):  # at the very first only one worker was there
+            snapshots.append(block_map.all_pixels())
+    for expected in reversed(snapshots[1:-1]):  # at the very first only one worker was there
         block_map.page.click("#back")
         assert block_map.all_pixels() == expected
 
@@ -115,12 +115,12 @@ def test_several_workers_are_held_at_the_same_moment(block_map: MapPage) -> None
 def test_a_whole_frame_between_diffs_is_just_another_moment(block_map: MapPage) -> None:
     fake = worker_in_motion()
     block_map.open()
-    pictures = []
+    snapshots = []
     for moment in range(3):
         block_map.send(move(fake, moment))
-        pictures.append(block_map.all_pixels())
+        snapshots.append(block_map.all_pixels())
     block_map.send(fake.frame(whole=True))
-    for expected in (pictures[2], pictures[1]):
+    for expected in (snapshots[2], snapshots[1]):
         block_map.page.click("#back")
         assert block_map.all_pixels() == expected
 
@@ -133,8 +133,8 @@ def test_the_strip_begins_with_the_frames_history(block_map: MapPage) -> None:
     block_map.send(fake.frame(whole=True, after_s=0))
     labels = block_map.page.locator("#strip .strip-row p").all_inner_texts()
     assert labels == [
-        "full 32 leased: 0 % active, 0 % held, 0 % left behind, 100 % empty",
-        "window(128) 32 leased: 0 % active, 0 % held, 0 % left behind, 100 % empty",
+        "full 32 leased: 0 % active, 0 % pinned, 0 % evictable, 100 % free",
+        "window(128) 32 leased: 0 % active, 0 % pinned, 0 % evictable, 100 % free",
     ]
     column = """canvas => {
       const { width, height } = canvas, data = canvas.getContext("2d").getImageData(Math.round(width / 2), 0, 1, height).data;
@@ -174,7 +174,7 @@ def test_an_empty_map_cannot_be_paused(block_map: MapPage) -> None:
     assert block_map.page.locator("#toggle").is_disabled()
     assert block_map.page.locator("#nothing").is_visible()
     fake = worker_in_motion()
-    fake.put(0, 0, EMPTY)
+    fake.put(0, 0, FREE)
     block_map.send(fake.frame(whole=True))
     assert block_map.page.locator("#toggle").is_enabled()
     assert not block_map.page.locator("#nothing").is_visible()

@@ -17,10 +17,7 @@ CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
-    ".json": "application/json",
     ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".woff2": "font/woff2",
     ".bin": "application/octet-stream",
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

@@ -1,19 +1,21 @@
-/** The page: takes frames and events in, and draws at most once for each picture the screen shows. */
+/**
+ * The page's state: takes frames and events of the stream, knows which workers are shown, and draws at most once for each time that
+ * the screen is refreshed. Terms of workers, such as departed and silent: workers.js.
+ */
 
 import { decodeFrame, fromBase64 } from "./frames.js";
-import { formatTime } from "./format.js";
-import { AWAY, HERE, JUST_GONE } from "./presence.js";
-import { Roster } from "./roster.js";
-import { Stopwatch } from "./stopwatch.js";
+import { formatTime } from "./text.js";
 import { Timeline } from "./timeline.js";
+import { AWAY, JUST_GONE, PRESENT, WorkerList } from "./workers.js";
 
 const STRIP_EVERY_MS = 1000;
+const MAX_DURATIONS = 2000;
 
-/** Holds what is known; `parts` is what draws it, bound by main.js. */
+/** `parts` are the functions and objects that draw the page; main.js sets them. */
 export class App {
   constructor({ filters, hues }) {
-    this.roster = new Roster();
-    this.workers = this.roster.workers;
+    this.list = new WorkerList();
+    this.workers = this.list.workers;
     this.filters = filters;
     this.hues = hues;
     this.timeline = new Timeline({
@@ -23,61 +25,61 @@ export class App {
     this.parts = null;
     this.source = null; // a Connection; null in the demo
     this.isConnected = false;
-    this.connected_s = null; // the time of the connection; a frame that is missing before it is no problem
-    this.knownGone = new Set(); // ids
+    this.connected_s = null; // since when the stream is open: a worker's silence counts from then
+    this.knownGone = new Set(); // ids of departed workers
     this.tickKey = "";
     this.isRenderDue = false;
     this.isStripDue = true;
     this.lastStrip_ms = -Infinity;
   }
 
-  /** The workers that have sent something and pass the filter, those that are gone among them. */
+  /** The workers, present or departed, that have sent a frame and that the filter shows. */
   recordedWorkers() {
     return [...this.workers.values()].filter((worker) => worker.live !== null && this.filters.shows(worker));
   }
 
-  /** Those of them that are on the screen at the moment shown. */
+  /** The recorded workers that are on the map at the moment on the screen. */
   visibleWorkers() {
     return this.recordedWorkers().filter((worker) => this.#presenceOf(worker) !== AWAY);
   }
 
-  /** Those of them that were there at the moment shown, so that their blocks and requests count. */
-  workersThere() {
-    return this.recordedWorkers().filter((worker) => this.#presenceOf(worker) === HERE);
+  /** The recorded workers that were present at the moment on the screen, so that their blocks and requests count. */
+  presentWorkers() {
+    return this.recordedWorkers().filter((worker) => this.#presenceOf(worker) === PRESENT);
   }
 
-  /** Whether a worker had just left at the moment shown. */
-  isLeaving(worker) {
+  /** Whether a worker had just left at the moment on the screen. */
+  isJustGone(worker) {
     return this.#presenceOf(worker) === JUST_GONE;
   }
 
-  /** What is wrong with a worker, as its heading says it. */
+  /** What is wrong with a worker, for its heading; "" if all is well. */
   noteOf({ presence, problem }) {
     if (presence.isGone) return `gone since ${formatTime(presence.goneSince_s)}`;
-    const quiet_s = presence.quiet_s(Date.now() / 1000, this.connected_s);
-    return [problem, quiet_s && `nothing for ${Math.floor(quiet_s)} s`].filter(Boolean).join("; ");
+    const silence_s = presence.silence_s(Date.now() / 1000, this.connected_s);
+    return [problem, silence_s && `nothing for ${Math.floor(silence_s)} s`].filter(Boolean).join("; ");
   }
 
   /** A function (record, group) that says whether a block is dimmed, or null if none is. */
   dimmer(worker) {
-    return this.isLeaving(worker) ? () => true : this.filters.dimmer(worker);
+    return this.isJustGone(worker) ? () => true : this.filters.dimmer(worker);
   }
 
-  /** What to say where there is no worker to show. */
-  whyNothing() {
-    if (!this.timeline.isLive) return "No worker was there at this moment.";
+  /** Why the map is empty. */
+  whyEmpty() {
+    if (!this.timeline.isLive) return "No worker was present at this moment.";
     const gone = this.recordedWorkers().filter(({ presence }) => presence.isGone);
     if (!gone.length) return "No blocks yet: waiting for a worker.";
-    return `${gone.map((worker) => `${worker.id} is ${this.noteOf(worker)}`).join("; ")}. Step back to see what was before.`;
+    return `${gone.map((worker) => `${worker.id} is ${this.noteOf(worker)}`).join("; ")}. Step back to see the time before.`;
   }
 
-  /** What is wrong with workers that have no section to say it in: a refused watcher gets no frame. */
-  problemsOfUnseen() {
-    const unseen = [...this.workers.values()].filter(({ live }) => live === null).map((worker) => [worker.id, this.noteOf(worker)]);
-    return unseen.filter(([, note]) => note).map(([id, note]) => `${id}: ${note}`);
+  /** What is wrong with workers that have no heading, because they have sent no frame. */
+  problemsWithoutHeading() {
+    const notes = [...this.workers.values()].filter(({ live }) => live === null).map((worker) => [worker.id, this.noteOf(worker)]);
+    return notes.filter(([, note]) => note).map(([id, note]) => `${id}: ${note}`);
   }
 
-  /** Names of the groups of workers, by default those shown, in the order of their hues. */
+  /** The names of the groups of workers in the order of their hues. */
   groupNames(workers = this.visibleWorkers()) {
     const names = new Set(workers.flatMap((worker) => worker.shown.geometry.groups.map(({ name }) => name)));
     return [...names].sort((a, b) => this.hues.indexOf(a) - this.hues.indexOf(b));
@@ -94,7 +96,7 @@ export class App {
     const at_s = this.timeline.momentOf(Date.now() / 1000);
     const frame = decodeFrame(bytes, shift_s);
     const id = frame.header.worker;
-    const worker = this.roster.present(id, Date.now() / 1000);
+    const worker = this.list.present(id, Date.now() / 1000);
     if (!worker.takeFrame(frame, bytes, at_s, shift_s)) {
       this.source?.restart();
       return;
@@ -112,19 +114,20 @@ export class App {
     this.requestRender(false);
   }
 
-  /** Once a second: what changes although nothing comes. */
+  /** Each second, update what changes without a frame. */
   tick() {
-    this.roster.prune(Date.now() / 1000, this.timeline.position_s);
-    this.#dropFilterOfGone();
-    this.#sayWhoIsQuiet();
-    const key = [...this.workers.values()].map((worker) => `${worker.id} ${this.#presenceOf(worker)} ${this.noteOf(worker)}`).join("\n");
+    this.list.prune(Date.now() / 1000, this.timeline.position_s);
+    this.#clearFilterOfGone();
+    this.#announceSilent();
+    const lines = [...this.workers.values()].map((worker) => `${worker.id} ${this.#presenceOf(worker)} ${this.noteOf(worker)}`);
+    const key = lines.join("\n");
     if (key !== this.tickKey) this.requestRender(true);
     this.tickKey = key;
   }
 
-  /** Draw before the screen's next picture. `isWanted`: the user asked for it, so the strip is drawn at once. */
-  requestRender(isWanted) {
-    this.isStripDue ||= isWanted;
+  /** Draw before the screen's next refresh; the strip too if `withStrip`, else it is drawn once a second. */
+  requestRender(withStrip) {
+    this.isStripDue ||= withStrip;
     if (this.isRenderDue || this.parts === null) return;
     this.isRenderDue = true;
     requestAnimationFrame(() => this.#render());
@@ -133,9 +136,9 @@ export class App {
   #render() {
     this.isRenderDue = false;
     const started_ms = performance.now();
-    this.parts.draw(this);
+    this.parts.draw();
     if (this.isStripDue || started_ms - this.lastStrip_ms > STRIP_EVERY_MS) {
-      this.parts.drawStrip(this);
+      this.parts.drawStrip();
       this.lastStrip_ms = started_ms;
       this.isStripDue = false;
     }
@@ -146,21 +149,24 @@ export class App {
     return this.timeline.isLive ? presence.now(Date.now() / 1000) : presence.at(this.timeline.position_s);
   }
 
-  #sayWhoIsQuiet() {
-    const isNew = ({ presence }) => !presence.isQuietTold && presence.quiet_s(Date.now() / 1000, this.connected_s) > 0;
-    const quiet = [...this.workers.values()].filter(isNew);
-    for (const { presence } of quiet) presence.isQuietTold = true;
-    if (quiet.length) this.parts.announcer.say(quiet.map((worker) => `${worker.id}: ${this.noteOf(worker)}.`).join(" "));
+  #announceSilent() {
+    const isNew = ({ presence }) => !presence.isSilenceAnnounced && presence.silence_s(Date.now() / 1000, this.connected_s) > 0;
+    const silent = [...this.workers.values()].filter(isNew);
+    for (const { presence } of silent) presence.isSilenceAnnounced = true;
+    if (silent.length) this.parts.announcer.say(silent.map((worker) => `${worker.id}: ${this.noteOf(worker)}.`).join(" "));
   }
 
   #takeWorkers(list) {
-    this.roster.take(list, Date.now() / 1000, this.timeline.position_s);
-    this.#dropFilterOfGone();
+    this.list.take(list, Date.now() / 1000, this.timeline.position_s);
+    this.#clearFilterOfGone();
     this.requestRender(true);
   }
 
-  /** Live, a filter for a worker that leaves would show nothing; a filter that the user sets later is for stepping back. */
-  #dropFilterOfGone() {
+  /**
+   * Clear the filter of a worker that leaves while time is live, since the map would be empty. A filter that the user sets later is
+   * for stepping back.
+   */
+  #clearFilterOfGone() {
     const { worker: id } = this.filters;
     const gone = new Set([...this.workers.values()].filter(({ presence }) => presence.isGone).map((worker) => worker.id));
     const hasLeft = gone.has(id) && !this.knownGone.has(id) && this.timeline.isLive;
@@ -173,4 +179,40 @@ export class App {
     if (known) known.problem = message;
     this.requestRender(false);
   }
+}
+
+/** How long frames and drawing keep the main thread busy. `transomBlockMap.stopwatch.report()` in the console shows it. */
+class Stopwatch {
+  constructor() {
+    this.numFrames = 0;
+    this.diffs_ms = [];
+    this.wholes_ms = [];
+    this.renders_ms = [];
+  }
+
+  frameTaken(duration_ms, isWhole) {
+    this.numFrames += 1;
+    keep(isWhole ? this.wholes_ms : this.diffs_ms, duration_ms);
+  }
+
+  rendered(duration_ms) {
+    keep(this.renders_ms, duration_ms);
+  }
+
+  /** Medians and 95th percentiles in milliseconds. */
+  report() {
+    const { numFrames, diffs_ms, wholes_ms, renders_ms } = this;
+    return { numFrames, diffs_ms: spread(diffs_ms), wholes_ms: spread(wholes_ms), renders_ms: spread(renders_ms) };
+  }
+}
+
+function keep(list, value) {
+  list.push(value);
+  if (list.length > MAX_DURATIONS) list.shift();
+}
+
+function spread(list) {
+  const sorted = [...list].sort((a, b) => a - b);
+  const at = (share) => Number((sorted[Math.floor(share * (sorted.length - 1))] ?? 0).toFixed(2));
+  return { median: at(0.5), p95: at(0.95), most: at(1), count: sorted.length };
 }

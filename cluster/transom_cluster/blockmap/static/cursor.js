@@ -1,18 +1,23 @@
-/** Which block is looked at: the one under the pointer, else the one that was clicked or reached with the keyboard. */
+/**
+ * Which block the page tells about.
+ *
+ * Hovered: the block under the pointer. Chosen: the block that the user clicked, or reached with the keyboard. Target: the hovered
+ * block, or else the chosen one. All are hits of the map (map_view.js).
+ */
 
-const MAX_JUMPS = 5000;
+const MAX_STEPS = 5000;
 
-/** `map` finds blocks; `onChange(hit, how)` gets what is looked at now, or null. */
+/** `map` finds blocks, `outline` frames the target. `onChange(how)` is called with "pointer", "click" or "keyboard". */
 export class Cursor {
   constructor({ map, outline, onChange }) {
     Object.assign(this, { map, outline, onChange });
     this.hovered = null;
-    this.pinned = null;
-    this.point = null; // of the pointer on the canvas: blocks may move under it
+    this.chosen = null;
+    this.point = null; // of the pointer on the canvas, since blocks may move under it
   }
 
   get target() {
-    return this.hovered ?? this.pinned;
+    return this.hovered ?? this.chosen;
   }
 
   hover(point) {
@@ -21,51 +26,51 @@ export class Cursor {
     this.onChange("pointer");
   }
 
-  pin() {
-    this.pinned = this.hovered ?? this.pinned;
-    this.onChange("pin");
+  choose() {
+    this.chosen = this.hovered ?? this.chosen;
+    this.onChange("click");
   }
 
   clear() {
-    this.pinned = null;
+    this.chosen = null;
     this.#place();
-    this.onChange("pin");
+    this.onChange("click");
   }
 
-  /** After a repaint: what is under the pointer may be another block now, and the outline may have moved. */
+  /** Find the target again after a repaint, since the block under the pointer and the place of the outline may have changed. */
   refresh() {
     this.hovered = this.point === null ? null : this.map.hit(...this.point);
-    if (this.pinned !== null && this.map.rectOf(this.pinned) === null) this.pinned = null;
+    if (this.chosen !== null && this.map.rectOf(this.chosen) === null) this.chosen = null;
     this.#place();
   }
 
-  /** One block to the left, right, up or down; over gaps and free pages. */
+  /** Move one block to the left, right, up or down, across gaps and free pages. */
   move(dx, dy) {
-    const next = this.pinned === null ? this.#firstInSight() : this.#neighbour(dx, dy);
-    if (next !== null) this.#pinByKey(next);
+    const next = this.chosen === null ? this.#firstVisible() : this.#neighbour(dx, dy);
+    if (next !== null) this.#chooseByKey(next);
   }
 
-  /** To the first block of the next (1) or previous (-1) leased page. */
+  /** Move to the first block of the next (1) or previous (-1) leased page. */
   movePage(direction) {
-    if (this.pinned === null) return this.move(0, 0);
-    const { worker } = this.pinned;
+    if (this.chosen === null) return this.move(0, 0);
+    const { worker } = this.chosen;
     const { owners, geometry } = worker.shown;
-    for (let page = this.pinned.page + direction; page >= 0 && page < geometry.numPages; page += direction) {
-      if (owners[page]) return this.#pinByKey(firstBlockOf(worker, page));
+    for (let page = this.chosen.page + direction; page >= 0 && page < geometry.numPages; page += direction) {
+      if (owners[page]) return this.#chooseByKey(firstBlockOf(worker, page));
     }
   }
 
-  /** To the first (or last) leased page of the worker. */
+  /** Move to the first or last leased page of the worker. */
   moveToEnd(isLast) {
-    const target = this.pinned ?? this.#firstInSight();
+    const target = this.chosen ?? this.#firstVisible();
     if (target === null) return;
     const { owners } = target.worker.shown;
     const page = isLast ? owners.findLastIndex((owner) => owner > 0) : owners.findIndex((owner) => owner > 0);
-    if (page >= 0) this.#pinByKey(firstBlockOf(target.worker, page));
+    if (page >= 0) this.#chooseByKey(firstBlockOf(target.worker, page));
   }
 
-  #pinByKey(hit) {
-    this.pinned = hit;
+  #chooseByKey(hit) {
+    this.chosen = hit;
     this.hovered = this.point = null;
     this.map.reveal(this.map.rectOf(hit));
     this.#place();
@@ -73,19 +78,19 @@ export class Cursor {
   }
 
   #neighbour(dx, dy) {
-    const [left, top, w, h] = this.map.rectOf(this.pinned);
+    const [left, top, w, h] = this.map.rectOf(this.chosen);
     const [strideX, strideY] = [Math.max(1, w >> 1), Math.max(1, h >> 1)];
     let [x, y] = [left + w / 2, top + h / 2];
-    for (let jump = 0; jump < MAX_JUMPS; jump++) {
+    for (let step = 0; step < MAX_STEPS; step++) {
       [x, y] = [x + dx * strideX, y + dy * strideY];
       if (x < 0 || x > this.map.pixels.width || y < 0 || y > this.map.placed.heightPx) return null;
       const hit = this.map.hitWorld(x, y);
-      if (hit !== null && hit.block !== null && !isSame(hit, this.pinned)) return hit;
+      if (hit !== null && hit.block !== null && !isSame(hit, this.chosen)) return hit;
     }
     return null;
   }
 
-  #firstInSight() {
+  #firstVisible() {
     for (const { worker, bottom } of this.map.placed.sections) {
       if (bottom < this.map.scrollPx) continue;
       const { owners } = worker.shown;

@@ -1,8 +1,8 @@
-/** What is looked at: one worker or all, one group or all, requests whose id contains a text. */
+/** The filters: one worker or all, one group or all, and requests whose id contains a text. */
 
-import { recordsOfRequests } from "./sequence_lookup.js";
+import { element } from "./text.js";
 
-/** Holds the choice; `onChange` is called after each change. */
+/** The user's choice; "" means all. `onChange` is called after each change. */
 export class Filters {
   constructor(onChange) {
     this.worker = "";
@@ -27,19 +27,47 @@ export class Filters {
 
   /** A function (record, group) that says whether a block is dimmed, or null if none is. */
   dimmer(worker) {
-    const { state, group, request } = { state: worker.shown, group: this.group, request: this.request };
-    const wanted = state.geometry.groups.findIndex((candidate) => candidate.name === group);
-    const records = request === "" ? null : this.#recordsOf(worker);
+    const { group } = this;
+    const wanted = worker.shown.geometry.groups.findIndex(({ name }) => name === group);
+    const records = this.request === "" ? null : this.#recordsOf(worker);
     if (group === "" && records === null) return null;
     return (record, g) => (group !== "" && g !== wanted) || (records !== null && records[record] === 0);
   }
 
+  /** The records that the request filter chooses, computed once for each state. */
   #recordsOf(worker) {
     const known = this.chosen.get(worker.id);
     const state = worker.shown;
     if (known?.state === state && known.time_s === state.time_s && known.request === this.request) return known.records;
-    const records = recordsOfRequests(state, this.request);
+    const records = state.recordsOfRequests(this.request);
     this.chosen.set(worker.id, { state, time_s: state.time_s, request: this.request, records });
     return records;
   }
+}
+
+/** The toolbar's two selects, text field and button, bound to the filters. */
+export class FilterControls {
+  constructor({ worker, group, request, clear, filters }) {
+    Object.assign(this, { worker, group, request, clear, filters });
+    worker.addEventListener("change", () => filters.set({ worker: worker.value }));
+    group.addEventListener("change", () => filters.set({ group: group.value }));
+    request.addEventListener("input", () => filters.set({ request: request.value.trim() }));
+    clear.addEventListener("click", () => filters.set({ worker: "", group: "", request: "" }));
+  }
+
+  update(workerIds, groupNames) {
+    fillOptions(this.worker, "All workers", workerIds, this.filters.worker);
+    fillOptions(this.group, "All groups", groupNames, this.filters.group);
+    if (this.request.value.trim() !== this.filters.request) this.request.value = this.filters.request;
+    this.clear.disabled = !this.filters.areSet;
+  }
+}
+
+function fillOptions(select, allText, names, chosen) {
+  const key = names.join("\n");
+  if (select.dataset.key !== key) {
+    select.dataset.key = key;
+    select.replaceChildren(element("option", { value: "" }, allText), ...names.map((name) => element("option", { value: name }, name)));
+  }
+  if (select.value !== chosen) select.value = chosen;
 }

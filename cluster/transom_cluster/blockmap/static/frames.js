@@ -1,9 +1,9 @@
-/** Decodes a frame: a JSON header, then arrays of little-endian u32. docs/block_map.md has the format. */
+/** Decodes frames: a JSON header, then arrays of little-endian u32. docs/block_map.md specifies the format. */
 
 const HEADER_START_BYTE = 4;
 const utf8 = new TextDecoder();
 
-/** One frame from its bytes. `shift_s` moves all its times: the demo replays a trace as if it happened now. */
+/** Decode a frame. `shift_s` is added to all its times: the demo replays a trace with present times. */
 export function decodeFrame(bytes, shift_s = 0) {
   const headerBytes = readHeaderLength(bytes);
   const headerEnd = HEADER_START_BYTE + headerBytes;
@@ -18,7 +18,7 @@ export function decodeFrame(bytes, shift_s = 0) {
   return { header, pages: arrays.pages ?? new Uint32Array(), blocks: arrays.blocks ?? new Uint32Array() };
 }
 
-/** The bytes of base64 text. */
+/** Decode base64 text. */
 export function fromBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
   const binary = atob(text);
@@ -59,7 +59,7 @@ function u32View(bytes, offset, length, name) {
   }
   const start = bytes.byteOffset + offset;
   if (start % 4 === 0) return new Uint32Array(bytes.buffer, start, length);
-  return new Uint32Array(bytes.slice(offset, offset + 4 * length).buffer); // views have to be aligned
+  return new Uint32Array(bytes.slice(offset, offset + 4 * length).buffer); // a view must be aligned
 }
 
 function shiftTimes(header, shift_s) {

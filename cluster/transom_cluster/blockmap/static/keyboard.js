@@ -1,11 +1,11 @@
-/** Shortcuts. They keep out of text fields, and can be switched off for people whose tools send single keys. */
+/** Keyboard shortcuts. Text fields keep their keys, and the user can switch off shortcuts of a single key. */
 
 const STORAGE_NAME = "transom.blocks.no_shortcuts";
 const MAP_MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-const TYPING = "input:not([type=range]):not([type=checkbox]), textarea, select";
-const OWN_SPACE = "button, input, select, summary, a";
+const TEXT_INPUTS = "input:not([type=range]):not([type=checkbox]), textarea, select";
+const USES_SPACE = "button, input, select, summary, a";
 
-/** `actions` is what the keys do; arrows on `map` move its cursor instead of the time. */
+/** `actions` is what the keys do. On the element `map` arrow keys move the cursor instead of the time; `off` is the checkbox. */
 export class Keyboard {
   constructor({ map, off, actions }) {
     Object.assign(this, { map, off, actions });
@@ -26,8 +26,8 @@ export class Keyboard {
     const { actions } = this;
     if (key === "Escape") return actions.clear;
     if (target === this.map && this.#mapAction(key)) return this.#mapAction(key);
-    if (target.matches?.(TYPING) || this.off.checked) return null;
-    if (key === " ") return target.matches?.(OWN_SPACE) ? null : actions.toggle;
+    if (target.matches?.(TEXT_INPUTS) || this.off.checked) return null;
+    if (key === " ") return target.matches?.(USES_SPACE) ? null : actions.toggle;
     if (key === "ArrowLeft" || key === "ArrowRight") return () => actions.step(key === "ArrowLeft" ? -1 : 1);
     return this.#letterAction(key);
   }

@@ -1,31 +1,20 @@
-/** Binds the modules to the page and starts them. */
+/** Binds the modules to the page's elements and starts them. */
 
-import { Announcer } from "./announcer.js";
-import { ApiKeyStore, askForKey } from "./api_key.js";
 import { App } from "./app.js";
-import { Connection } from "./connection.js";
-import { Counters } from "./counters.js";
+import { Describer, Inspector, lineOf, Tooltip } from "./block_details.js";
+import { GroupHues, Theme } from "./colours.js";
 import { Cursor } from "./cursor.js";
-import { replayTrace } from "./demo.js";
-import { Describer } from "./describe.js";
-import { setText } from "./dom.js";
-import { EventLog } from "./event_log.js";
-import { FilterControls } from "./filter_controls.js";
-import { Filters } from "./filters.js";
-import { GroupHues } from "./group_hues.js";
-import { Inspector } from "./inspector.js";
+import { FilterControls, Filters } from "./filters.js";
+import { ApiKeyStore, askForKey, Connection, replayTrace } from "./frame_sources.js";
 import { Keyboard } from "./keyboard.js";
-import { Legend } from "./legend.js";
 import { MapView } from "./map_view.js";
-import { sequencesOf } from "./sequence_lookup.js";
-import { RequestsPanel } from "./requests_panel.js";
-import { StatusLine } from "./status_line.js";
+import { Counters, EventLog, Legend, RequestsPanel } from "./panels.js";
+import { Announcer, StatusLine } from "./status.js";
 import { Strip } from "./strip.js";
-import { Theme } from "./theme.js";
-import { TimeControls } from "./time_controls.js";
-import { lineOf, Tooltip } from "./tooltip.js";
+import { setText } from "./text.js";
+import { TimeControls } from "./timeline.js";
 
-const ADDRESS = new URL("../", import.meta.url); // of /blocks/, wherever the server is mounted
+const ADDRESS = new URL("../", import.meta.url); // of /blocks/, under any path prefix
 const parameters = new URLSearchParams(location.search);
 const find = (id) => document.getElementById(id);
 
@@ -43,11 +32,11 @@ const map = new MapView({
   scroller: find("map-scroller"), world: find("map-world"), canvas: find("map"),
   view: {
     workers: () => app.visibleWorkers(), dimmer: (worker) => app.dimmer(worker), hues, noteOf: (worker) => app.noteOf(worker),
-    isLeaving: (worker) => app.isLeaving(worker),
+    isJustGone: (worker) => app.isJustGone(worker),
   },
 });
 const inspector = new Inspector({ panel: find("inspector"), onRequest: chooseRequest });
-const describer = new Describer({ url: new URL("describe", ADDRESS), keys, onAnswer: (rows) => inspector.showDetails(rows) });
+const describer = new Describer({ url: new URL("describe", ADDRESS), keys, onRows: (rows) => inspector.showDetails(rows) });
 const tooltip = new Tooltip({ tip: find("tooltip"), box: find("map-box") });
 const cursor = new Cursor({ map, outline: find("cursor"), onChange: showTarget });
 const legend = new Legend(find("legend"));
@@ -70,20 +59,20 @@ function draw() {
   if (paintedTheme !== theme.version) map.setStyles(theme.styles);
   paintedTheme = theme.version;
   const workers = app.visibleWorkers();
-  const there = app.workersThere();
+  const present = app.presentWorkers();
   find("nothing").hidden = workers.length > 0;
-  setText(find("nothing"), app.whyNothing());
-  setText(find("problems"), app.problemsOfUnseen().join(" "));
+  setText(find("nothing"), app.whyEmpty());
+  setText(find("problems"), app.problemsWithoutHeading().join(" "));
   map.paint();
   cursor.refresh();
   showTarget("frame");
   timeControls.update();
   filterControls.update([...app.workers.keys()], app.groupNames());
-  counters.update(there);
-  legend.update(app.groupNames(), there, theme.styles, theme.version);
-  requestsPanel.update(there, filters.request);
+  counters.update(present);
+  legend.update(app.groupNames(), present, theme.styles, theme.version);
+  requestsPanel.update(present, filters.request);
   eventLog.update(app.timeline.isLive ? Infinity : app.timeline.shown_s, filters);
-  announcer.update(there, timeControls.describe(), Date.now() / 1000);
+  announcer.update(present, timeControls.describe(), Date.now() / 1000);
   document.title = app.timeline.isLive ? "Transom blocks" : "Paused: Transom blocks";
 }
 
@@ -94,12 +83,13 @@ function drawStrip() {
   strip.update({ groups: app.groupNames(workers), workers, hues, colours: theme.colours, shown_s, chosenGroup: filters.group });
 }
 
-/** `how`: what made the target another one, "pointer", "pin", "keyboard" or "frame". */
+/** Show the cursor's target. `how` is why it may have changed: "pointer", "click", "keyboard" or "frame". */
 function showTarget(how) {
   const { target } = cursor;
   inspector.show(target);
   describer.lookAt(app.isConnected && app.timeline.isLive && !target?.worker.presence.isGone ? target : null);
-  tooltip.show(target === cursor.hovered || how === "keyboard" || document.activeElement === map.canvas ? target : null, rectOnScreen(target));
+  const hasTooltip = target === cursor.hovered || how === "keyboard" || document.activeElement === map.canvas;
+  tooltip.show(hasTooltip ? target : null, rectOnScreen(target));
   if (how === "keyboard") announcer.say(lineOf(target));
 }
 
@@ -113,13 +103,14 @@ function rectOnScreen(target) {
 function chooseRequestOfTarget() {
   const { target } = cursor;
   if (target === null || target.block === null) return;
-  const [found] = sequencesOf(target.worker.shown, target.group, target.block);
+  const [found] = target.worker.shown.sequencesOf(target.group, target.block);
   if (found) chooseRequest(found.sequence.request);
   else announcer.say("No request uses this block.");
 }
 
 function zoom(by) {
-  map.changeZoom(by);
+  if (by === 0) map.zoom.fit();
+  else map.zoom.change(by);
   app.requestRender(true);
 }
 
@@ -142,7 +133,7 @@ function bindMap() {
   const { canvas, scroller } = map;
   canvas.addEventListener("pointermove", ({ offsetX, offsetY }) => cursor.hover([offsetX, offsetY]));
   canvas.addEventListener("pointerleave", () => cursor.hover(null));
-  canvas.addEventListener("click", () => cursor.pin());
+  canvas.addEventListener("click", () => cursor.choose());
   canvas.addEventListener("dblclick", chooseRequestOfTarget);
   canvas.addEventListener("blur", () => showTarget("frame"));
   scroller.addEventListener("scroll", () => app.requestRender(false));
@@ -159,7 +150,7 @@ function bindButtons() {
     actions: {
       toggle, step, clear, zoom, goLive: () => app.timeline.goLive(), focusFilter: () => find("request-filter").focus(),
       focusMap: () => map.canvas.focus(), switchTheme: () => theme.toggle(), help: () => find("help").showModal(),
-      saySummary: () => announcer.saySummary(app.workersThere(), timeControls.describe(), Date.now() / 1000),
+      saySummary: () => announcer.saySummary(app.presentWorkers(), timeControls.describe(), Date.now() / 1000),
       move: (dx, dy) => cursor.move(dx, dy), movePage: (direction) => cursor.movePage(direction),
       moveToEnd: (isLast) => cursor.moveToEnd(isLast), chooseRequest: chooseRequestOfTarget,
     },
@@ -185,7 +176,8 @@ function start() {
   app.source.run();
 }
 
-app.parts = { draw, drawStrip, eventLog, announcer, status: new StatusLine({ pill: find("status"), message: find("status-message"), announcer }) };
+const status = new StatusLine({ pill: find("status"), message: find("status-message"), announcer });
+app.parts = { draw, drawStrip, eventLog, announcer, status };
 globalThis.transomBlockMap = app; // for the console and the tests
 app.map = map;
 app.cursor = cursor;

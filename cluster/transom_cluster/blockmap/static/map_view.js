@@ -1,12 +1,20 @@
-/** The map: a canvas that stays in sight, over a world as tall as all workers' sections. Paints what is in sight. */
+/**
+ * The map: all workers' sections in an element that scrolls, and a canvas as large as the window, which stays in the window and
+ * shows the visible part.
+ *
+ * World: the element as tall as all sections. Hit: what lies at a point, {worker, page, group, block}, where group and block are
+ * null in a page that no group leases.
+ */
 
-import { blockAt, blockRect, pageAt, pageCorner } from "./layout.js";
+import { blockAt, blockRect, pageAt, pageCorner, placeSections, Zoom } from "./geometry.js";
 import { Painter } from "./painter.js";
 import { Pixels } from "./pixels.js";
-import { placeSections, Zoom } from "./sections.js";
-import { SectionHeadings } from "./section_headings.js";
+import { element, formatBytes, formatCount, formatNoun, setText } from "./text.js";
 
-/** `scroller` holds `world`, which holds the canvas. `view` is what the map looks at: {workers(), dimmer(worker), hues, noteOf(worker), isLeaving(worker)}. */
+/**
+ * The element `scroller` has `world`, which has the canvas. `view` is what to show:
+ * {workers(), dimmer(worker), hues, noteOf(worker), isJustGone(worker)}.
+ */
 export class MapView {
   constructor({ scroller, world, canvas, view }) {
     Object.assign(this, { scroller, world, canvas, view });
@@ -25,28 +33,14 @@ export class MapView {
     this.painter.forget();
   }
 
-  /** Fit the canvas to its scroller; true if that changed anything. */
-  resize() {
-    const pixelRatio = window.devicePixelRatio || 1;
-    const width = Math.round(this.scroller.clientWidth * pixelRatio);
-    const height = Math.round(this.scroller.clientHeight * pixelRatio);
-    if (width === this.pixels.width && height === this.pixels.height && pixelRatio === this.pixelRatio) return false;
-    this.pixelRatio = pixelRatio;
-    this.pixels.resize(width, height);
-    this.canvas.style.width = `${width / pixelRatio}px`;
-    this.canvas.style.height = `${height / pixelRatio}px`;
-    this.painter.forget();
-    return true;
-  }
-
-  /** Draw the workers as they are shown now. */
+  /** Draw the workers' states that are on the screen. */
   paint() {
-    this.resize();
+    this.#resize();
     this.#place();
     const scrollPx = this.scrollPx;
     if (scrollPx !== this.paintedScrollPx) this.painter.forget();
     this.paintedScrollPx = scrollPx;
-    this.painter.paint(this.#partsInSight(scrollPx), this.styles);
+    this.painter.paint(this.#visibleParts(scrollPx), this.styles);
     this.headings.update(this.placed.sections, this.pixelRatio);
   }
 
@@ -54,12 +48,12 @@ export class MapView {
     return Math.round(this.scroller.scrollTop * this.pixelRatio);
   }
 
-  /** What lies at a point of the canvas (CSS pixels): {worker, page, group, block}; group and block are null in a free page. */
+  /** The hit at a point of the canvas (CSS pixels), null where there is no page. */
   hit(xCss, yCss) {
     return this.hitWorld(xCss * this.pixelRatio, yCss * this.pixelRatio + this.scrollPx);
   }
 
-  /** The same for a point of the world, in device pixels; null where there is no page. */
+  /** The hit at a point of the world (device pixels), null where there is no page. */
   hitWorld(x, y) {
     const section = this.placed.sections.find((candidate) => y >= candidate.pagesTop && y < candidate.bottom);
     if (section === undefined) return null;
@@ -72,7 +66,7 @@ export class MapView {
     return block < 0 ? { worker, page, group: null, block: null } : { worker, page, group, block };
   }
 
-  /** The rectangle of a hit in the world, device pixels; null if its worker is not shown. */
+  /** The rectangle of a hit in the world (device pixels), null if its worker is not shown. */
   rectOf({ worker, page, group, block }) {
     const section = this.placed.sections.find((candidate) => candidate.worker === worker);
     if (section === undefined) return null;
@@ -83,7 +77,7 @@ export class MapView {
     return [left, top + pagesTop, w, h];
   }
 
-  /** Scroll just so far that a rectangle is in sight. */
+  /** Scroll only as far as is needed to make a rectangle visible. */
   reveal([, top, , height]) {
     const topCss = top / this.pixelRatio;
     const bottomCss = (top + height) / this.pixelRatio;
@@ -92,15 +86,23 @@ export class MapView {
     else if (bottomCss > scrollTop + clientHeight) this.scroller.scrollTop = bottomCss - clientHeight + 20;
   }
 
-  changeZoom(by) {
-    if (by === 0) this.zoom.fit();
-    else this.zoom.change(by);
+  /** Fit the canvas to its scroller. */
+  #resize() {
+    const pixelRatio = window.devicePixelRatio || 1;
+    const width = Math.round(this.scroller.clientWidth * pixelRatio);
+    const height = Math.round(this.scroller.clientHeight * pixelRatio);
+    if (width === this.pixels.width && height === this.pixels.height && pixelRatio === this.pixelRatio) return;
+    this.pixelRatio = pixelRatio;
+    this.pixels.resize(width, height);
+    this.canvas.style.width = `${width / pixelRatio}px`;
+    this.canvas.style.height = `${height / pixelRatio}px`;
+    this.painter.forget();
   }
 
   #place() {
     const workers = this.view.workers();
     const { width: widthPx, height: heightPx } = this.pixels;
-    const parts = workers.map((worker) => `${worker.id}/${worker.revision}/${worker.shown.geometry.key.length}`);
+    const parts = workers.map(({ id, shown }) => `${id}/${shown.geometry.key}`);
     const key = `${widthPx},${heightPx},${this.pixelRatio},${this.zoom.level},${parts.join()}`;
     if (key === this.placedKey) return;
     this.placedKey = key;
@@ -109,10 +111,10 @@ export class MapView {
     this.painter.forget();
   }
 
-  #partsInSight(scrollPx) {
+  #visibleParts(scrollPx) {
     const { hues } = this.view;
-    const inSight = this.placed.sections.filter(({ top, bottom }) => bottom > scrollPx && top < scrollPx + this.pixels.height);
-    return inSight.map(({ worker, layout, pagesTop }) => {
+    const visible = this.placed.sections.filter(({ top, bottom }) => bottom > scrollPx && top < scrollPx + this.pixels.height);
+    return visible.map(({ worker, layout, pagesTop }) => {
       const { geometry } = worker.shown;
       const firstRow = Math.max(0, Math.floor((scrollPx - pagesTop) / layout.pitchY));
       const endRow = Math.max(firstRow, Math.ceil((scrollPx + this.pixels.height - pagesTop) / layout.pitchY));
@@ -123,4 +125,48 @@ export class MapView {
       };
     });
   }
+}
+
+/** The line above each worker's pages: its id, its problem, its free pages and its requests. */
+class SectionHeadings {
+  constructor(world, view) {
+    this.world = world;
+    this.view = view;
+    this.headings = new Map();
+  }
+
+  update(sections, pixelRatio) {
+    const kept = new Set(sections.map(({ worker }) => worker.id));
+    for (const [id, heading] of this.headings) {
+      if (!kept.has(id)) {
+        heading.remove();
+        this.headings.delete(id);
+      }
+    }
+    const hasNew = sections.some(({ worker }) => !this.headings.has(worker.id));
+    for (const { worker, top } of sections) {
+      const heading = this.#headingOf(worker);
+      if (hasNew) this.world.append(heading); // screen readers read the headings in the sections' order
+      heading.style.top = `${top / pixelRatio}px`;
+      heading.classList.toggle("just-gone", this.view.isJustGone(worker));
+      setText(heading.children[1], this.view.noteOf(worker));
+      setText(heading.children[2], summaryOf(worker));
+    }
+  }
+
+  #headingOf(worker) {
+    let heading = this.headings.get(worker.id);
+    if (heading === undefined) {
+      heading = element("h2", { class: "worker-heading" }, element("b", {}, worker.id), element("em"), element("span"));
+      this.headings.set(worker.id, heading);
+    }
+    return heading;
+  }
+}
+
+function summaryOf({ info, shown }) {
+  const { geometry, freePages, running, waiting } = shown;
+  const pages = `${formatCount(freePages)} of ${formatNoun(geometry.numPages, "page")} free (${formatBytes(geometry.pageBytes)} each)`;
+  const parts = [geometry.model || info.model, info.state, pages, `${running} running, ${waiting} waiting`];
+  return parts.filter(Boolean).join(" · ");
 }

@@ -1,26 +1,30 @@
-/** Paints the pages in sight, and of those only the blocks whose look changed since the last time. */
+/**
+ * Paints the visible pages, and in those only the blocks whose style changed since the last time.
+ *
+ * Style: the whole look of a cell as one number (colours.js). Part: the visible pages of one worker,
+ * {state, layout, hues, isDimmed(record, group), firstPage, endPage, x, y}, where x and y are the corner of page 0 on the canvas.
+ */
 
 import { EVICTED_IN_USE, fadeOf, REPAIR_SHARED, styleNumber } from "./colours.js";
-import { blockRect, gapOf, pageCorner } from "./layout.js";
-import { EVICTED, HELD, LOOSE, REPAIR, SHARED } from "./worker_state.js";
+import { blockRect, gapOf, pageCorner } from "./geometry.js";
+import { EVICTABLE, EVICTED, PINNED, REPAIR, SHARED } from "./worker_state.js";
 
 const NOT_PAINTED = 0xffff;
 
-/** Remembers the look of every cell on the canvas. */
+/** Remembers the style of every cell on the canvas. */
 export class Painter {
   constructor(pixels) {
     this.pixels = pixels;
     this.forget();
   }
 
-  /** The next `paint` draws everything: after scrolling, resizing, or with other colours. */
+  /** Make the next `paint` draw everything, because the canvas was scrolled or resized or the colours changed. */
   forget() {
     this.isStale = true;
   }
 
-  /** Paint parts: [{state, layout, hues, isDimmed(record, group), firstPage, endPage, x, y}], x and y of page 0's corner. */
   paint(parts, styles) {
-    if (this.isStale) this.#startAnew(parts, styles);
+    if (this.isStale) this.#clear(parts, styles);
     let page = 0;
     let cell = 0;
     for (const part of parts) {
@@ -33,7 +37,7 @@ export class Painter {
     this.pixels.flush();
   }
 
-  #startAnew(parts, styles) {
+  #clear(parts, styles) {
     let numPages = 0;
     let numCells = 0;
     for (const { firstPage, endPage, layout } of parts) {
@@ -51,7 +55,8 @@ export class Painter {
     const owner = state.owners[page];
     const [x, y] = this.#corner(part, page);
     if (this.paintedOwners[pageSlot] !== owner) {
-      this.#paintTile(x, y, layout, owner ? styles.outlines[1 + (part.hues[owner - 1] % (styles.outlines.length - 1))] : styles.outlines[0], styles);
+      const outline = owner ? 1 + (part.hues[owner - 1] % (styles.outlines.length - 1)) : 0;
+      this.#paintTile(x, y, layout, styles.outlines[outline], styles);
       this.paintedStyles.fill(NOT_PAINTED, cellSlot, cellSlot + layout.maxSlots);
       this.paintedOwners[pageSlot] = owner;
     }
@@ -82,14 +87,17 @@ export class Painter {
     }
   }
 
-  /** A page that was given back has no cells: evicted blocks show above it once. One that another group has shows its own, marked. */
+  /**
+   * Show evictions in pages that the evicted block's group no longer leases, for one frame. A free page has no cells: the evicted
+   * block is drawn over it. In a page of another group the cells that have the block's bytes get a cross.
+   */
   #paintEvictedElsewhere(part, firstPageSlot, styles) {
     const { state } = part;
     for (const [group, block] of state.evicted) {
       const page = state.geometry.pageOf(group, block);
       if (page < part.firstPage || page >= part.endPage || state.owners[page] === group + 1) continue;
       if (state.owners[page] === 0) this.#paintEvicted(part, group, block, styles);
-      else for (const heir of state.geometry.blocksOver(group, block, state.owners[page] - 1)) this.#paintHeir(part, state.owners[page] - 1, heir, styles);
+      else this.#paintSuccessors(part, group, block, state.owners[page] - 1, styles);
       this.paintedOwners[firstPageSlot + page - part.firstPage] = NOT_PAINTED;
     }
   }
@@ -100,14 +108,16 @@ export class Painter {
     this.pixels.cell(x + part.x, y + part.y, w, h, styleOf(part, group, geometry.recordOf(group, block)), styles);
   }
 
-  /** A cell whose bytes were another group's until this frame. */
-  #paintHeir(part, group, block, styles) {
+  /** Paint the cells of the group `owner` that have bytes of an evicted block of another group. */
+  #paintSuccessors(part, group, block, owner, styles) {
     const { geometry, references } = part.state;
-    const [x, y, w, h] = blockRect(part.layout, geometry, group, block);
-    const record = geometry.recordOf(group, block);
-    const rect = [x + part.x, y + part.y, w, h];
-    if (references[record] > 0) this.pixels.cell(...rect, styleOf(part, group, record, true), styles);
-    else this.pixels.crossedCell(...rect, styleOf(part, group, record), styles);
+    for (const successor of geometry.blocksOver(group, block, owner)) {
+      const [x, y, w, h] = blockRect(part.layout, geometry, owner, successor);
+      const record = geometry.recordOf(owner, successor);
+      const rect = [x + part.x, y + part.y, w, h];
+      if (references[record] > 0) this.pixels.cell(...rect, styleOf(part, owner, record, EVICTED_IN_USE), styles);
+      else this.pixels.crossedCell(...rect, styleOf(part, owner, record), styles);
+    }
   }
 
   #corner(part, page) {
@@ -116,13 +126,15 @@ export class Painter {
   }
 }
 
-/** The look of one block now; `isHeir` of one that is in use, and whose bytes held an evicted block of another group. */
-export function styleOf({ state, hues, isDimmed }, group, record, isHeir = false) {
-  let kind = state.states[record];
-  if (isHeir) kind = EVICTED_IN_USE;
-  else if (kind === REPAIR) kind = state.isShared(record) ? REPAIR_SHARED : REPAIR;
-  else if (kind === EVICTED && state.references[record] > 0) kind = EVICTED_IN_USE;
-  else if (state.isShared(record)) kind = SHARED;
-  const fade = kind === LOOSE || kind === HELD ? fadeOf(state.age_s(record)) : 0;
+/** The style of one block. */
+function styleOf({ state, hues, isDimmed }, group, record, kind = kindOfBlock(state, record)) {
+  const fade = kind === EVICTABLE || kind === PINNED ? fadeOf(state.age_s(record)) : 0;
   return styleNumber(hues[group], kind, fade, kind !== EVICTED && isDimmed !== null && isDimmed(record, group));
+}
+
+function kindOfBlock(state, record) {
+  const blockState = state.states[record];
+  if (blockState === REPAIR) return state.isShared(record) ? REPAIR_SHARED : REPAIR;
+  if (blockState === EVICTED && state.references[record] > 0) return EVICTED_IN_USE;
+  return state.isShared(record) ? SHARED : blockState;
 }

@@ -1,9 +1,12 @@
-/** A canvas as an array of pixels: rectangles and marks written straight into memory, shown in one piece. */
+/**
+ * Draws rectangles, cells and their marks as pixels in memory, and copies the changed rows to a canvas in one piece, which is
+ * faster than a canvas call for each cell. A style is the whole look of a cell as one number (colours.js).
+ */
 
-import { EVICTED, HELD, REPAIR, SHARED } from "./worker_state.js";
+import { EVICTED, PINNED, REPAIR, SHARED } from "./worker_state.js";
 import { EVICTED_IN_USE, kindOf, REPAIR_SHARED, styleNumber } from "./colours.js";
 
-/** Draws clipped rectangles and cells, and puts the rows that changed on the canvas. */
+/** The pixels of one canvas. Shapes are clipped to it. */
 export class Pixels {
   constructor(canvas) {
     this.canvas = canvas;
@@ -46,20 +49,20 @@ export class Pixels {
     this.rect(x + w - thickness, y, thickness, h, pixel);
   }
 
-  /** A block in its look. Marks are whole pixels, so that they stay sharp down to cells of 3 pixels. */
+  /** Draw a block. Marks are whole pixels, so that they stay sharp down to cells of 3 pixels. */
   cell(x, y, w, h, style, styles) {
     const ink = styles.ink[style];
     this.rect(x, y, w, h, styles.fill[style]);
     switch (kindOf(style)) {
       case SHARED: return this.#inset(x, y, w, h, ink);
-      case HELD: return this.outline(x, y, w, h, strokeOf(w, h), ink);
+      case PINNED: return this.outline(x, y, w, h, strokeOf(w, h), ink);
       case REPAIR: return this.#hatch(x, y, w, h, ink);
       case REPAIR_SHARED: this.#hatch(x, y, w, h, ink); return this.#ringedInset(x, y, w, h, style, styles);
       case EVICTED_IN_USE: case EVICTED: return this.#cross(x, y, w, h, ink);
     }
   }
 
-  /** A block in its look, crossed as an evicted one. Where a cross has no room the whole cell is as black as that. */
+  /** Draw a block with the cross of an evicted one. A cell too small for a cross is filled with the cross's colour. */
   crossedCell(x, y, w, h, style, styles) {
     const black = styles.fill[styleNumber(0, EVICTED, 0, false)];
     this.cell(x, y, w, h, style, styles);
@@ -67,7 +70,7 @@ export class Pixels {
     else this.rect(x, y, w, h, black);
   }
 
-  /** Show what was drawn since the last call. */
+  /** Copy what was drawn since the last call to the canvas. */
   flush() {
     if (this.top < this.bottom) this.context.putImageData(this.image, 0, 0, 0, this.top, this.width, this.bottom - this.top);
     this.#markClean();

@@ -1,11 +1,14 @@
-/** Five minutes of utilisation: for each group a stacked area of its leased blocks. A click goes to that moment. */
+/**
+ * The strip below the map: five minutes of utilisation, for each group a stacked area of its leased blocks by state.
+ *
+ * Column: the number of blocks of a group in each of BANDS at one second, or null where there is no sample.
+ */
 
 import { bandColours, toCss } from "./colours.js";
-import { element, setText } from "./dom.js";
-import { formatCount, formatPercent } from "./format.js";
-import { BANDS, SPAN_S, sumOfGroup } from "./utilisation.js";
+import { BANDS, SPAN_S, sumOfGroup } from "./history.js";
+import { element, formatCount, setText } from "./text.js";
 
-/** Fills `box` with a row a group; `onSeek(time_s)` gets the worker's time that was clicked. */
+/** Fills `box` with a row a group. A click calls `onSeek(time_s)` with the time at that place. */
 export class Strip {
   constructor({ box, onSeek }) {
     this.box = box;
@@ -14,12 +17,12 @@ export class Strip {
     this.newest_s = null;
   }
 
-  /** `colours` is {theme, ground, text, accent}; `shown_s` the time shown, null when live. */
+  /** `colours` is {theme, ground, text, accent}; `shown_s` is the time on the screen, null when live. */
   update({ groups, workers, hues, colours, shown_s, chosenGroup }) {
     const seconds = workers.map(({ series }) => series.newestSecond).filter((second) => second !== null);
     if (!seconds.length) return;
     this.newest_s = Math.max(...seconds);
-    this.#dropOthers(groups);
+    this.#removeOthers(groups);
     for (const name of groups) {
       const row = this.#rowOf(name);
       row.element.classList.toggle("dimmed", chosenGroup !== "" && chosenGroup !== name);
@@ -41,7 +44,7 @@ export class Strip {
     return shown_s === null ? null : (this.#indexOf(shown_s) + 0.5) / SPAN_S;
   }
 
-  #dropOthers(groups) {
+  #removeOthers(groups) {
     for (const [name, row] of this.rows) {
       if (groups.includes(name)) continue;
       row.element.remove();
@@ -52,7 +55,8 @@ export class Strip {
   #rowOf(name) {
     let row = this.rows.get(name);
     if (row === undefined) {
-      const canvas = element("canvas", { role: "img", "aria-label": `Blocks of ${name} by state over the last five minutes`, click: (event) => this.#seek(event) });
+      const title = `Blocks of ${name} by state over the last five minutes`;
+      const canvas = element("canvas", { role: "img", "aria-label": title, click: (event) => this.#seek(event) });
       const label = element("span");
       row = { canvas, label, element: element("div", { class: "strip-row" }, element("p", {}, element("b", {}, name), " ", label), canvas) };
       this.rows.set(name, row);
@@ -92,16 +96,17 @@ function drawColumn(context, column, i, { width, height, highest, bands, text })
     bottom = top;
   });
   context.fillStyle = toCss(text);
-  context.globalAlpha = 0.35; // a thin line on top, so that pale bands keep an edge
+  context.globalAlpha = 0.35; // a thin line on top, so that pale bands have an edge
   context.fillRect(left, bottom, right - left, 1);
   context.globalAlpha = 1;
 }
 
+/** The numbers at one place of the strip, or the newest ones where there is no sample. */
 function describe(columns, index) {
   const column = columns[index] ?? columns.findLast((candidate) => candidate !== null);
   if (!column) return "";
   const leased = sum(column);
-  const shares = BANDS.map((band, b) => `${formatPercent(leased ? column[b] / leased : 0)} ${band === "loose" ? "left behind" : band}`);
+  const shares = BANDS.map((band, b) => `${leased ? Math.round((100 * column[b]) / leased) : 0} % ${band}`);
   return `${formatCount(leased)} leased: ${shares.join(", ")}`;
 }
 

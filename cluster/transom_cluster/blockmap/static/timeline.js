@@ -1,10 +1,15 @@
-/** Which moment is on the screen: the live one, or one of the last minutes. All workers are at the same moment. */
+/**
+ * Which moment is on the screen: the live one, or one of the last five minutes. All workers are at the same moment.
+ *
+ * Moment: the page's time at which frames came. Frames of several workers that come within 0.1 s are of one moment.
+ */
 
-import { AWAY } from "./presence.js";
+import { formatAge, formatTime, setText } from "./text.js";
+import { AWAY } from "./workers.js";
 
-const SAME_MOMENT_S = 0.1; // frames of several workers that come together are one step
+const SAME_MOMENT_S = 0.1;
 
-/** `workers()` gives all, `recorded()` those whose frames are steps; `onChange` is called when another moment is to be drawn. */
+/** `workers()` are all workers, `recorded()` the workers whose frames are steps; `onChange` is called to draw another moment. */
 export class Timeline {
   constructor({ workers, recorded, onChange }) {
     this.workers = workers;
@@ -18,7 +23,7 @@ export class Timeline {
     return this.position_s === null;
   }
 
-  /** The moment that a frame which comes now belongs to. */
+  /** The moment of a frame that comes now. */
   momentOf(now_s) {
     if (now_s - this.lastArrival_s > SAME_MOMENT_S || now_s < this.lastArrival_s) this.lastArrival_s = now_s;
     return this.lastArrival_s;
@@ -41,10 +46,6 @@ export class Timeline {
     return this.#histories().length > 0;
   }
 
-  pause() {
-    if (this.isLive && this.hasPast) this.seek(this.newest_s);
-  }
-
   goLive() {
     this.position_s = null;
     for (const worker of this.workers()) worker.shown = worker.live;
@@ -52,11 +53,11 @@ export class Timeline {
   }
 
   toggle() {
-    if (this.isLive) this.pause();
+    if (this.isLive) this.seek(this.newest_s);
     else this.goLive();
   }
 
-  /** One moment back (-1) or forth (1). */
+  /** Go one moment back (-1) or forth (1). */
   step(direction) {
     if (!this.hasPast) return;
     const neighbours = this.#histories().map((history) => this.#neighbour(history, direction)).filter((at_s) => at_s !== null);
@@ -76,6 +77,7 @@ export class Timeline {
     this.onChange();
   }
 
+  /** The moment before or after the one on the screen at which a worker's frame came, or null. */
   #neighbour(history, direction) {
     const shown_s = this.shown_s;
     const index = history.indexAt(shown_s);
@@ -92,5 +94,54 @@ export class Timeline {
 
   #histories() {
     return this.recorded().map((worker) => worker.history).filter((history) => history.entries.length > 0);
+  }
+}
+
+/** The toolbar's buttons, slider and label, bound to a timeline. */
+export class TimeControls {
+  constructor({ toggle, back, forth, slider, live, label, timeline }) {
+    Object.assign(this, { toggle, back, forth, slider, live, label, timeline });
+    toggle.addEventListener("click", () => timeline.toggle());
+    back.addEventListener("click", () => timeline.step(-1));
+    forth.addEventListener("click", () => timeline.step(1));
+    live.addEventListener("click", () => timeline.goLive());
+    slider.addEventListener("input", () => timeline.seek(Number(slider.value)));
+    slider.addEventListener("keydown", (event) => this.#stepBySlider(event));
+  }
+
+  update() {
+    const { timeline } = this;
+    for (const control of [this.toggle, this.back, this.forth, this.slider, this.live]) control.disabled = !timeline.hasPast;
+    setText(this.toggle.querySelector("[data-word]"), timeline.isLive ? "Pause" : "Resume");
+    this.label.classList.toggle("paused", !timeline.isLive);
+    this.toggle.dataset.icon = timeline.isLive ? "pause" : "play";
+    this.live.setAttribute("aria-pressed", String(timeline.isLive));
+    if (!timeline.hasPast) return;
+    this.#moveSlider();
+    setText(this.label, this.describe());
+  }
+
+  /** The moment on the screen in words. */
+  describe() {
+    const { timeline } = this;
+    if (!timeline.hasPast) return "No frames yet";
+    if (timeline.isLive) return `Live, ${formatTime(timeline.shown_s)}`;
+    return `Paused at ${formatTime(timeline.shown_s)}, ${formatAge(timeline.newest_s - timeline.shown_s)} ago`;
+  }
+
+  #moveSlider() {
+    const { oldest_s, newest_s, shown_s } = this.timeline;
+    this.slider.min = oldest_s;
+    this.slider.max = newest_s;
+    this.slider.value = shown_s;
+    this.slider.setAttribute("aria-valuetext", this.describe());
+  }
+
+  #stepBySlider(event) {
+    const direction = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1 }[event.key];
+    if (direction === undefined) return;
+    event.preventDefault(); // the slider's own step is often too small to reach the next moment
+    event.stopPropagation();
+    this.timeline.step(direction);
   }
 }

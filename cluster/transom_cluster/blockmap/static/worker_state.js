@@ -1,25 +1,30 @@
-/** What every block of one worker is at one moment. Frames change it; a snapshot brings it back. */
+/**
+ * The state of every block of one worker at one moment. Frames change it; a snapshot restores it.
+ *
+ * Record: what is known about a block: state, references, logical index, hash, and since when it is in this state. The records of
+ * all groups lie one after the other in flat arrays. Birth: the time at which a block came into its state.
+ */
 
 import { Geometry } from "./geometry.js";
 
-export const GONE = 0;
-export const EMPTY = 1;
-export const ACTIVE = 2;
-export const LOOSE = 3;
-export const HELD = 4;
-export const REPAIR = 5;
-export const EVICTED = 6;
-export const SHARED = 7; // a column of the tally, not a state: several references
+export const UNLEASED = 0; // no group leases its page
+export const FREE = 1; // without content, in a leased page
+export const ACTIVE = 2; // sequences reference it
+export const EVICTABLE = 3; // cached, and no checkpoint needs it
+export const PINNED = 4; // cached, and a checkpoint needs it
+export const REPAIR = 5; // active, and its sequence recomputes its window
+export const EVICTED = 6; // cached in the frame before this one
+export const SHARED = 7; // a column of the tally, not a state: several sequences reference the block
 
 export const UNKNOWN = 0xffffffff;
 const BORN_UNKNOWN = 0x7fffffff;
-const BANDS = { [EMPTY]: "empty", [ACTIVE]: "active", [LOOSE]: "loose", [HELD]: "held" };
+const COUNT_NAMES = { [FREE]: "empty", [ACTIVE]: "active", [EVICTABLE]: "loose", [PINNED]: "held" }; // in a frame's `counts`
 const TALLY_COLUMNS = 8;
 const RECORD_WORDS = 5;
 
 /** All blocks, pages, sequences and numbers of a worker. */
 export class WorkerState {
-  /** Use `fromWhole` or `restore`. Births are kept in tenths of a second from `epoch_s`, so that they fit 32 bits. */
+  /** Callers use `fromWhole` or `restore`. Births are tenths of a second after `epoch_s`, so that they fit 32 bits. */
   constructor(geometry, epoch_s) {
     this.geometry = geometry;
     this.epoch_s = epoch_s;
@@ -42,11 +47,12 @@ export class WorkerState {
     return state;
   }
 
-  /** Take a frame in: a whole one replaces everything. */
+  /** Apply a frame. A whole frame replaces everything. */
   apply(frame) {
     const { header } = frame;
     if (header.whole) this.#reset(header);
-    this.#takeNumbers(header);
+    const { time_s, counts, free_pages: freePages, running, waiting, totals } = header;
+    this.#setNumbers({ time_s, counts, freePages, running, waiting, totals });
     this.evicted = [];
     this.#applyPages(frame.pages);
     this.#applyBlocks(frame.blocks);
@@ -54,7 +60,7 @@ export class WorkerState {
     for (const sequence of header.sequences) this.sequences.set(sequence.id, sequence);
   }
 
-  /** How long a block is in its state, or null where that is not known. */
+  /** How long a block has been in its state, or null if that is not known. */
   age_s(record) {
     const born = this.born[record];
     if (born === BORN_UNKNOWN) return null;
@@ -67,15 +73,41 @@ export class WorkerState {
   }
 
   /**
-   * The number of blocks of a group in a state (or `SHARED`). Active, held, loose and empty ones are the frame's own counts:
-   * there a block that is in repair, or was just evicted and is in use again, is active.
+   * The number of blocks of a group in a state (or `SHARED`). For active, pinned, evictable and free blocks this is the frame's
+   * own count, where a block in repair, and a block that was just evicted and is in use again, are active.
    */
   numBlocks(group, column) {
-    const band = BANDS[column];
-    return band ? this.counts[group][band] : this.tally[group * TALLY_COLUMNS + column];
+    const name = COUNT_NAMES[column];
+    return name ? this.counts[group][name] : this.tally[group * TALLY_COLUMNS + column];
   }
 
-  /** All that can change, compactly; `restore` takes it. */
+  /** The sequences that reference a block: [{sequence, logical}]. */
+  sequencesOf(group, block) {
+    const found = [];
+    for (const sequence of this.sequences.values()) {
+      const run = sequence.runs[group]?.find(([, firstBlock, count]) => block >= firstBlock && block < firstBlock + count);
+      if (run !== undefined) found.push({ sequence, logical: run[0] + block - run[1] });
+    }
+    return found;
+  }
+
+  /** A byte for each record: 1 if a sequence whose request id contains `text` (in any case) references the block. */
+  recordsOfRequests(text) {
+    const chosen = new Uint8Array(this.geometry.numRecords);
+    const wanted = text.toLowerCase();
+    for (const { request, runs } of this.sequences.values()) {
+      if (!request.toLowerCase().includes(wanted)) continue;
+      runs.forEach((groupRuns, group) => {
+        for (const [, firstBlock, count] of groupRuns) {
+          const start = this.geometry.recordOf(group, firstBlock);
+          chosen.fill(1, start, start + count);
+        }
+      });
+    }
+    return chosen;
+  }
+
+  /** A compact copy of all that can change, for `restore`. Blocks in pages that no group leases are left out. */
   snapshot() {
     const used = this.#usedRecords();
     const pick = (array) => used.map((record) => array[record]);
@@ -97,7 +129,7 @@ export class WorkerState {
     this.owners = new Uint8Array(numPages); // 0 free, else group + 1
     this.tally = new Int32Array(groups.length * TALLY_COLUMNS);
     this.sequences = new Map();
-    this.evicted = []; // [group, block] of this frame's evictions: a page given back has no cells to show them
+    this.evicted = []; // [group, block] of this frame's evictions: their pages may be free or another group's by now
   }
 
   #reset(header) {
@@ -105,10 +137,6 @@ export class WorkerState {
     if (geometry.key !== this.geometry.key) this.geometry = geometry;
     this.epoch_s = header.time_s;
     this.#allocate();
-  }
-
-  #takeNumbers({ time_s, counts, free_pages, running, waiting, totals }) {
-    this.#setNumbers({ time_s, counts, freePages: free_pages, running, waiting, totals });
   }
 
   #setNumbers(numbers) {
@@ -120,9 +148,9 @@ export class WorkerState {
     for (let i = 0; i < pages.length; i += 2) {
       const [page, owner] = [pages[i], pages[i + 1]];
       const before = this.owners[page];
-      if (before && before !== owner) this.#fillPage(before - 1, page, GONE);
+      if (before && before !== owner) this.#fillPage(before - 1, page, UNLEASED);
       this.owners[page] = owner;
-      if (owner && before !== owner) this.#fillPage(owner - 1, page, EMPTY);
+      if (owner && before !== owner) this.#fillPage(owner - 1, page, FREE);
     }
   }
 
@@ -140,7 +168,7 @@ export class WorkerState {
       const group = blocks[i] & 0xff;
       const state = (blocks[i] >>> 8) & 0xff;
       const block = blocks[i + 1];
-      if (group >= groups.length || block >= groups[group].num_blocks) continue; // a newer worker's notion
+      if (group >= groups.length || block >= groups[group].num_blocks) continue; // of a newer worker
       const age = blocks[i + 4];
       const born = age === UNKNOWN ? BORN_UNKNOWN : now - age;
       this.#put(offsets[group] + block, group, state, blocks[i] >>> 16, blocks[i + 2], blocks[i + 3], born);
@@ -160,17 +188,17 @@ export class WorkerState {
 
   #count(record, group, change) {
     const state = this.states[record];
-    if (state === GONE) return;
+    if (state === UNLEASED) return;
     this.tally[group * TALLY_COLUMNS + state] += change;
     if (this.isShared(record)) this.tally[group * TALLY_COLUMNS + SHARED] += change;
   }
 
   #usedRecords() {
     let numUsed = 0;
-    for (const state of this.states) numUsed += state !== GONE;
+    for (const state of this.states) numUsed += state !== UNLEASED;
     const used = new Uint32Array(numUsed);
     for (let record = 0, next = 0; record < this.states.length; record++) {
-      if (this.states[record] !== GONE) used[next++] = record;
+      if (this.states[record] !== UNLEASED) used[next++] = record;
     }
     return used;
   }
@@ -185,7 +213,7 @@ export class WorkerState {
   }
 }
 
-/** Bytes that a snapshot keeps, roughly: records exactly, sequences by a fair guess. */
+/** The approximate memory of a snapshot: 19 bytes a record, and an estimate for sequences. */
 export function snapshotBytes(snapshot) {
   return snapshot.used.length * 19 + snapshot.owners.length + snapshot.sequences.length * 400 + 500;
 }

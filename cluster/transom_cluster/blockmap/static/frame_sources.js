@@ -1,0 +1,191 @@
+/**
+ * Where frames come from: the live stream of server-sent events, with an API key and reconnection, or a recorded trace.
+ *
+ * Both call `onStatus({kind, message, retry_s})`, where `kind` is connecting, live, lost, key, demo or failed.
+ */
+
+import { decodeFrame, splitTrace } from "./frames.js";
+
+const KEY_STORAGE_NAME = "transom.api_key";
+const FIRST_RETRY_S = 0.5;
+const MAX_RETRY_S = 10;
+const MAX_SILENCE_S = 25; // the server sends something every 5 s
+const PAUSE_BETWEEN_LOOPS_S = 1; // of the trace
+
+/** The API key, kept for this tab only. */
+export class ApiKeyStore {
+  get() {
+    return sessionStorage.getItem(KEY_STORAGE_NAME);
+  }
+
+  set(key) {
+    sessionStorage.setItem(KEY_STORAGE_NAME, key);
+  }
+
+  headers() {
+    const key = this.get();
+    return key === null ? {} : { Authorization: `Bearer ${key}` };
+  }
+}
+
+/** Show the dialog until the user gives a key. */
+export function askForKey(dialog, wasRefused) {
+  const input = dialog.querySelector("input");
+  dialog.querySelector("[data-refused]").hidden = !wasRefused;
+  input.value = "";
+  dialog.showModal();
+  input.focus();
+  return new Promise((resolve) => {
+    const form = dialog.querySelector("form");
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      const key = input.value.trim();
+      if (!key) return;
+      dialog.onclose = null;
+      dialog.close();
+      resolve(key);
+    };
+    dialog.onclose = () => dialog.showModal(); // without a key the page has no data
+  });
+}
+
+/** Parses server-sent events from pieces of text of any length. */
+export class SseParser {
+  constructor() {
+    this.parts = []; // of a line that has not ended; joined once, since the line of a whole frame has megabytes
+    this.event = "message";
+    this.data = [];
+  }
+
+  /** Take the next piece of text; the result is the events that are now complete: [{event, data}]. */
+  push(text) {
+    const events = [];
+    let start = 0;
+    for (let end = text.indexOf("\n"); end >= 0; end = text.indexOf("\n", start)) {
+      this.parts.push(text.slice(start, end));
+      start = end + 1;
+      const line = this.parts.length === 1 ? this.parts[0] : this.parts.join("");
+      this.parts = [];
+      this.#takeLine(line.endsWith("\r") ? line.slice(0, -1) : line, events);
+    }
+    if (start < text.length) this.parts.push(text.slice(start));
+    return events;
+  }
+
+  #takeLine(line, events) {
+    if (line === "") this.#finish(events);
+    else if (!line.startsWith(":")) this.#takeField(line);
+  }
+
+  #takeField(line) {
+    const colon = line.indexOf(":");
+    const name = colon < 0 ? line : line.slice(0, colon);
+    const skip = line[colon + 1] === " " ? 2 : 1;
+    const value = colon < 0 ? "" : line.slice(colon + skip);
+    if (name === "event") this.event = value;
+    if (name === "data") this.data.push(value);
+  }
+
+  #finish(events) {
+    if (this.data.length) events.push({ event: this.event, data: this.data.join("\n") });
+    this.event = "message";
+    this.data = [];
+  }
+}
+
+/** The live stream, read as long as the page is open. `askForKey(wasRefused)` resolves to the key to use. */
+export class Connection {
+  constructor({ url, keys, onEvent, onStatus, askForKey }) {
+    Object.assign(this, { url, keys, onEvent, onStatus, askForKey });
+    this.retry_s = FIRST_RETRY_S;
+    this.abort = null;
+  }
+
+  async run() {
+    for (;;) {
+      const why = await this.#readOnce();
+      if (why === null) continue; // the user gave a key: connect at once
+      this.onStatus({ kind: "lost", message: why, retry_s: this.retry_s });
+      await sleep(this.retry_s);
+      this.retry_s = Math.min(2 * this.retry_s, MAX_RETRY_S);
+    }
+  }
+
+  /** Close the stream and open it again, because a frame is missing. */
+  restart() {
+    this.abort?.abort(new Error("A frame was missed."));
+  }
+
+  /** Read one stream to its end: why it ended, or null if the server wanted a key. */
+  async #readOnce() {
+    this.abort = new AbortController();
+    try {
+      this.onStatus({ kind: "connecting" });
+      const response = await fetch(this.url, { headers: this.keys.headers(), cache: "no-store", signal: this.abort.signal });
+      if (response.status === 401) {
+        await this.#renewKey();
+        return null;
+      }
+      if (!response.ok) return `The server answered ${response.status}.`;
+      this.onStatus({ kind: "live" });
+      await this.#readBody(response.body);
+      return "The server closed the stream.";
+    } catch (error) {
+      return this.abort.signal.aborted ? this.abort.signal.reason.message : `No connection (${error.message}).`;
+    } finally {
+      this.abort.abort(new Error("This stream has ended.")); // closes the stream after a frame that could not be read
+    }
+  }
+
+  async #renewKey() {
+    this.onStatus({ kind: "key" });
+    this.keys.set(await this.askForKey(this.keys.get() !== null));
+  }
+
+  async #readBody(body) {
+    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+    const parser = new SseParser();
+    for (;;) {
+      const { done, value } = await this.#readSoon(reader);
+      if (done) return;
+      for (const { event, data } of parser.push(value)) {
+        this.retry_s = FIRST_RETRY_S;
+        this.onEvent(event, data);
+      }
+    }
+  }
+
+  async #readSoon(reader) {
+    const silence = setTimeout(() => this.abort.abort(new Error(`Nothing came for ${MAX_SILENCE_S} s.`)), MAX_SILENCE_S * 1000);
+    try {
+      return await reader.read();
+    } finally {
+      clearTimeout(silence);
+    }
+  }
+}
+
+/** Replay a recorded trace in a loop, with the recorded intervals and present times. `onFrame(bytes, shift_s)` gets each frame. */
+export async function replayTrace(url, { onFrame, onStatus }) {
+  onStatus({ kind: "connecting" });
+  const response = await fetch(url);
+  if (!response.ok) {
+    onStatus({ kind: "failed", message: `There is no recorded trace at ${url} (the server answered ${response.status}).` });
+    return;
+  }
+  const frames = splitTrace(await response.arrayBuffer());
+  const times_s = frames.map((bytes) => decodeFrame(bytes).header.time_s);
+  onStatus({ kind: "demo" });
+  for (;;) {
+    const shift_s = Date.now() / 1000 - times_s[0];
+    for (let i = 0; i < frames.length; i++) {
+      await sleep(Math.max(0, times_s[i] + shift_s - Date.now() / 1000));
+      onFrame(frames[i], shift_s);
+    }
+    await sleep(PAUSE_BETWEEN_LOOPS_S);
+  }
+}
+
+function sleep(duration_s) {
+  return new Promise((resolve) => setTimeout(resolve, duration_s * 1000));
+}
