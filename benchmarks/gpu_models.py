@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     script = Script(
-        name="models", path=__file__, first=ABOUT, jobs=job_names, answer=answer, line=_line, report=_report,
+        name="models", path=__file__, first=ABOUT, jobs=job_names, answer=answer, line=_line, report=model_report,
         job_s=200.0, budget_s=440.0, counts=lambda result: RIVAL not in result["job"],
     )  # fmt: skip
     parser = arguments_of(script, __doc__)
@@ -191,7 +191,8 @@ def _line(result: dict[str, Any]) -> str:
     return f"{result['status']:8} {result['job']:36} {said}"
 
 
-def _report(options: argparse.Namespace, first: dict[str, Any], results: list[dict[str, Any]]) -> Report:
+def model_report(options: argparse.Namespace, first: dict[str, Any], results: list[dict[str, Any]]) -> Report:
+    """The table and the targets of all results; `first` is what the first job found out about the machine."""
     return Report(results=results, table=_table(first, results), targets=model_targets(results))
 
 

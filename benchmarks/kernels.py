@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     script = Script(
-        name="kernels", path=__file__, first=CEILINGS, jobs=lambda options: list(_all_cases(options)), answer=_answer,
+        name="kernels", path=__file__, first=CEILINGS, jobs=lambda options: list(all_cases(options)), answer=_answer,
         line=_line, report=_report, job_s=110.0, budget_s=420.0,
     )  # fmt: skip
     parser = arguments_of(script, __doc__)
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_script(script, options, given)
 
 
-def _all_cases(options: argparse.Namespace) -> dict[str, Case]:
+def all_cases(options: argparse.Namespace) -> dict[str, Case]:
+    """The cases of all operators by name, at the scale that the options say."""
     from kernel_cases import attention, cache_writes, experts, hyper_connections, latent, routers, rows, sampling
     from kernel_cases.case import Scale
 
@@ -82,12 +83,12 @@ def _session(device_name: str, tiny: bool, key: tuple[bool, bool]) -> tuple[Any,
     from gpu_timing import Timer
 
     device, (quick, is_tiny) = torch.device(device_name), key
-    cases = _all_cases(argparse.Namespace(quick=quick, tiny=is_tiny))
+    cases = all_cases(argparse.Namespace(quick=quick, tiny=is_tiny))
     return measure_ceilings(device, tiny=tiny), Timer(device), cases
 
 
 def _report(options: argparse.Namespace, first: dict[str, Any], results: list[dict[str, Any]]) -> Report:
-    _compare_lengths(results, _all_cases(options))
+    _compare_lengths(results, all_cases(options))
     targets = () if options.check or options.device == "cpu" else kernel_targets(results)
     return Report(results=results, table=_table(first, results), targets=targets)
 

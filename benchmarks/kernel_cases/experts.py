@@ -49,10 +49,11 @@ def cases(scale: Scale) -> Iterator[Case]:
     for mixture in mixtures:
         for is_mx in (False, True) if mixture is not MIXTRAL else (False,):
             for tokens in scale.some((1, 4, 16, 128, 2048, 8192), (1, 16, 2048), (5,)):
-                yield _case(mixture, tokens, is_mx)
+                yield mixture_case(mixture, tokens, is_mx)
 
 
-def _case(mixture: Mixture, tokens: int, is_mx: bool) -> Case:
+def mixture_case(mixture: Mixture, tokens: int, is_mx: bool) -> Case:
+    """One mixture of experts over so many tokens, with weights in MXFP4 or bfloat16."""
     target = READ if tokens <= 16 else COMPUTED if tokens == 2048 and not is_mx else None
     return Case(
         name=f"moe {mixture.name} {'mxfp4' if is_mx else 'bf16'} tokens {tokens}",

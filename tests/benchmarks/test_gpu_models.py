@@ -132,7 +132,7 @@ def test_results_fit_their_schema(tmp_path: Path) -> None:
     found = gpu_models.answer(TINY, gpu_models.ABOUT)
     results = [{"job": "llama transom decode 1", **gpu_models.answer(TINY, "llama transom decode 1")}]
     about = found["about"] | {"ceilings": found["ceilings"], "clocks": found["clocks"]}
-    path = write(tmp_path, "models", about=about, report=gpu_models._report(TINY, found, results))
+    path = write(tmp_path, "models", about=about, report=gpu_models.model_report(TINY, found, results))
     schema = Path(gpu_models.__file__).parent / "results" / "gpu.schema.json"
     jsonschema.validate(json.loads(path.read_text()), json.loads(schema.read_text()))
     assert "| llama transom decode 1 | passed |" in path.with_suffix(".md").read_text()

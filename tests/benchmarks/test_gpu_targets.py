@@ -71,7 +71,7 @@ def test_every_row_of_kernels_finds_its_cases() -> None:
     """Names of cases are what rows choose by."""
     import argparse
 
-    cases = kernels._all_cases(argparse.Namespace(quick=False, tiny=False))
+    cases = kernels.all_cases(argparse.Namespace(quick=False, tiny=False))
     results = []
     for name, case in cases.items():
         rivals = {rival: {"speedup": 1.0} for rival in ("flex", "flash", "flashinfer")}

@@ -54,7 +54,7 @@ def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
 )
 def test_a_case_of_a_kind_is_correct(name: str) -> None:
     """For the kinds that no other daily test here or in test_captured_cases.py measures."""
-    case = kernels._all_cases(argparse.Namespace(quick=False, tiny=True))[name]
+    case = kernels.all_cases(argparse.Namespace(quick=False, tiny=True))[name]
     assert measure(case, CPU, CEILINGS, Timer(CPU), only_check=True)["status"] == "passed"
 
 
@@ -103,7 +103,7 @@ def test_tails_of_blocks_are_poisoned_and_put_back() -> None:
 
 @pytest.mark.parametrize("scale", ["full", "quick", "tiny"])
 def test_cases_can_be_prepared_with_a_device(scale: str) -> None:
-    for case in kernels._all_cases(argparse.Namespace(quick=scale == "quick", tiny=scale == "tiny")).values():
+    for case in kernels.all_cases(argparse.Namespace(quick=scale == "quick", tiny=scale == "tiny")).values():
         inspect.signature(case.prepare).bind(CPU)
 
 
@@ -122,7 +122,7 @@ def test_rivals_compute_the_same(monkeypatch: pytest.MonkeyPatch, starts: list[i
 
 def test_experts_whose_gates_come_before_their_ups() -> None:
     mixture = replace(experts.TINY, interleaved=False, rule=experts.SWIGLU)
-    found = status_of(experts._case(mixture, 5, is_mx=False))
+    found = status_of(experts.mixture_case(mixture, 5, is_mx=False))
     assert (found["status"], found["same_bits_alone"]) == ("passed", True)
 
 

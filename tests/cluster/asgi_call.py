@@ -11,13 +11,27 @@ GIVE_UP_S = 120
 
 
 class AsgiCall:
-    """A POST in flight. `sent` are the app's messages so far; `leave` disconnects."""
+    """A POST request. `sent` are the app's messages so far; `leave` disconnects.
 
-    def __init__(self, app: Any, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+    `body_so_far` are the bytes that arrive where the rest of the body never does.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+        *,
+        body_so_far: bytes | None = None,
+    ) -> None:
         self.sent: list[Mapping[str, Any]] = []
         self._changed = asyncio.Event()
         self._gone = asyncio.Event()
-        self._to_come = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        content = json.dumps(body).encode() if body_so_far is None else body_so_far
+        self._to_come = [{"type": "http.request", "body": content, "more_body": body_so_far is not None}]
+        if body_so_far == b"":
+            self._to_come.clear()
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},

@@ -255,11 +255,12 @@ class StubWorker:
             if self.poison in request.prompt_token_ids and position == self.poison_at:
                 self.kill()
                 return
-            self.push(self._event(request, position, is_last=position == count - 1))
+            self.push(self.event_of(request, position, is_last=position == count - 1))
             for _ in range(self.num_turns):
                 await asyncio.sleep(0)
 
-    def _event(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
+    def event_of(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
+        """The event of the token at `position` of the output."""
         if self.step_error is not None and position == 1 and request.choice_index == 0:
             return OutputEvent(request_id=request.request_id, position=1, finish_reason="error", error=self.step_error)
         begin = len(request.resumed_output_ids)

@@ -32,13 +32,15 @@ class PrefixIndexMirror:
         for retention in self._retentions:  # build the tables now, so that the first long prompt does not wait for them
             if not retention.keeps_everything:
                 retention.first_live_at(max_model_len // shape.block_size)
-        self._groups: tuple[set[bytes], ...] = ()
+        self.groups: tuple[
+            set[bytes], ...
+        ] = ()  # the digests that can be found, by cache group; only `apply` changes them
         self._forget()
 
     @property
     def num_blocks(self) -> int:
         """The number of blocks that can be found, in all groups."""
-        return sum(map(len, self._groups))
+        return sum(map(len, self.groups))
 
     def apply(self, update: KvUpdate) -> bool:
         """Apply an update; False where it shows a gap: the mirror has forgotten everything, and the worker must send its whole
@@ -55,7 +57,7 @@ class PrefixIndexMirror:
             self._forget()
             return False
         for action, group, digests in update.runs:
-            found = self._groups[group]
+            found = self.groups[group]
             if action == "added":
                 found.update(digests)
             else:
@@ -67,10 +69,10 @@ class PrefixIndexMirror:
         """The longest prefix of `num_tokens` tokens that the worker has cached; `digests` has one entry per `shape.block_size`
         tokens."""
         limit = hit_limit(num_tokens, self.shape.block_size)
-        return find_hit(self._retentions, self._groups, digests, limit, window_repair=self.shape.window_repair)
+        return find_hit(self._retentions, self.groups, digests, limit, window_repair=self.shape.window_repair)
 
     def _forget(self) -> None:
-        self._groups = tuple(set() for _ in self.shape.groups)
+        self.groups = tuple(set() for _ in self.shape.groups)
         self._is_whole = False
         self.version = 0
 

@@ -42,6 +42,12 @@ def served(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def without_ray(monkeypatch):
+    """Ray's start fails the test."""
+    monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda _: pytest.fail("Ray was started."))
+
+
 def test_version_and_help():
     assert transom("version").stdout == f"transom {__version__}\n"
     text = transom("serve", "--help").stdout
@@ -91,8 +97,8 @@ def test_refused_flags_exit_with_2_and_say_why(served, flags, said):
     assert served == []
 
 
-def test_a_missing_model_or_a_taken_port_is_refused_before_ray_starts(monkeypatch):
-    monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
+@pytest.mark.usefixtures("without_ray")
+def test_a_missing_model_or_a_taken_port_is_refused_before_ray_starts():
     result = transom("serve", "/no/such/model", "--port", "0")
     assert result.exit_code == 1
     assert "/no/such/model" in result.output
@@ -116,16 +122,16 @@ def test_a_missing_model_or_a_taken_port_is_refused_before_ray_starts(monkeypatc
         (["--device", "cuda", "--replicas", "99"], "needs 99 GPUs"),
     ],
 )
-def test_settings_that_do_not_fit_model_or_machine_are_refused_before_ray_starts(monkeypatch, flags, said):
-    monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
+@pytest.mark.usefixtures("without_ray")
+def test_settings_that_do_not_fit_model_or_machine_are_refused_before_ray_starts(flags, said):
     result = transom("serve", "smollm2", "--port", "0", *flags)
     assert result.exit_code == 1
     assert said in result.output
     assert "Traceback" not in result.output
 
 
-def test_an_unsupported_model_is_refused_before_ray_starts(monkeypatch, tmp_path):
-    monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda self: pytest.fail("Ray was started"))
+@pytest.mark.usefixtures("without_ray")
+def test_an_unsupported_model_is_refused_before_ray_starts(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt9"}')
     (tmp_path / "model.safetensors").touch()
     result = transom("serve", str(tmp_path), "--port", "0")

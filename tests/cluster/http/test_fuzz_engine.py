@@ -228,7 +228,8 @@ def test_any_clients_at_once(server: EngineServer, wanted: list[dict[str, Any]])
             for client in clients:
                 client.close()
         async with asyncio.timeout(CLIENT_S):
-            while server.router.metrics.open_streams._value.get():
+            labels = {"model": "tiny", "router": "r"}
+            while server.router.metrics.registry.get_sample_value("transom_router_open_streams", labels) != 0:
                 await asyncio.sleep(0.002)
 
     asyncio.run(play())

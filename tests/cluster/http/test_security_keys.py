@@ -195,11 +195,17 @@ def test_keys_come_from_the_environment_too(tmp_path, monkeypatch, environment, 
     assert current_keys(started[0].server_config()) == keys
 
 
+@pytest.fixture
+def without_ray(monkeypatch):
+    """Ray's start fails the test."""
+    monkeypatch.setattr(LocalRay, "start", lambda *_: pytest.fail("Ray was started."))
+
+
 @pytest.mark.parametrize("variable", [*VARIABLES, "TRANSOM_API_KEY", "TRANSOM_API_KEYS"])
 @pytest.mark.parametrize("value", ["", " "])
-def test_a_variable_that_is_empty_opens_nothing(monkeypatch, variable, value):
+@pytest.mark.usefixtures("without_ray")
+def test_a_variable_that_is_empty_opens_nothing(variable, value):
     """As after `TRANSOM_API_KEY="$A_SECRET_THAT_IS_MISSING" transom serve ...`."""
-    monkeypatch.setattr(LocalRay, "start", lambda *_: pytest.fail("It started."))
     result = CliRunner().invoke(app, ["serve", "smollm2", "--port", "0"], env={variable: value})
     assert result.exit_code == START_FAILED
     assert "is empty" in result.output
@@ -207,8 +213,8 @@ def test_a_variable_that_is_empty_opens_nothing(monkeypatch, variable, value):
 
 @pytest.mark.parametrize("flag", ["--api-key-file", "--admin-api-key-file"])
 @pytest.mark.parametrize(("text", "said"), [(None, "is empty"), ("", "has no key"), ("# none yet\n\n", "has no key")])
-def test_a_file_without_keys_opens_nothing(tmp_path, monkeypatch, flag, text, said):
-    monkeypatch.setattr(LocalRay, "start", lambda *_: pytest.fail("It started."))
+@pytest.mark.usefixtures("without_ray")
+def test_a_file_without_keys_opens_nothing(tmp_path, flag, text, said):
     path = "" if text is None else str(key_file(tmp_path, text))
     result = CliRunner().invoke(app, ["serve", "smollm2", "--port", "0", flag, path])
     assert result.exit_code == START_FAILED

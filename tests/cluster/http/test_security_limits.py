@@ -146,8 +146,7 @@ async def test_a_request_counts_until_its_last_byte_or_until_the_client_disconne
 async def test_a_client_that_disconnects_before_its_body_is_complete_no_longer_counts():
     async with running_api(limits=LimitsConfig(concurrent_requests=1)) as api:
         app = build_api(api.router)
-        call = AsgiCall(app, "/v1/completions", {})
-        call._to_come = []
+        call = AsgiCall(app, "/v1/completions", {}, body_so_far=b"")
         await asyncio.sleep(0)
         await call.leave()
         assert call.sent == []
@@ -247,8 +246,7 @@ async def test_the_deadline_goes_to_the_worker_and_its_passing_is_408_or_an_even
 
 async def test_a_body_that_does_not_come_is_408():
     async with running_api(limits=LimitsConfig(request_timeout_s=0.02)) as api:
-        call = AsgiCall(build_api(api.router), "/v1/completions", {})
-        call._to_come = [{"type": "http.request", "body": b'{"prompt"', "more_body": True}]
+        call = AsgiCall(build_api(api.router), "/v1/completions", {}, body_so_far=b'{"prompt"')
         await call.ended()
         assert call.status == 408
         assert "body did not arrive" in call.text

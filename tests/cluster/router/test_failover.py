@@ -130,7 +130,7 @@ async def test_a_chat_that_is_killed_twice() -> None:
 
 
 async def test_a_lone_stream_whose_workers_are_killed_now_and_then_is_no_poison() -> None:
-    """It goes on for more than 8 tokens each time."""
+    """Each attempt brings more than 8 tokens."""
     async with running_api(*workers(3, max_events=9), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=26, stream=True))
         await kill_one(api, healthy_from_now=False)

@@ -184,7 +184,7 @@ class Cluster(RuleBasedStateMachine):
         ids = [one for connection in self.router.connections.values() for one in connection.in_flight.request_ids]
         assert len({one.split("+")[0] for one in ids}) == len(ids)
 
-    def linked(self) -> list[StubWorker]:
+    def connected(self) -> list[StubWorker]:
         return [worker for worker in self.alive() if worker.worker in self.router.connections]
 
     def teardown(self) -> None:
@@ -194,7 +194,7 @@ class Cluster(RuleBasedStateMachine):
             self.directory.add(self.new_worker())
             async with asyncio.timeout(120):
                 await asyncio.gather(*self.answers)
-            await check_nothing_is_left(self.router, self.linked())
+            await check_nothing_is_left(self.router, self.connected())
 
         try:
             self.runner.run(finish())

@@ -197,7 +197,7 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
         third.go()
         assert (await poison).status_code == 500
         begun = second.submitted[0]
-        second.push(second._event(begun, len(begun.resumed_output_ids) + 1, is_last=False))
+        second.push(second.event_of(begun, len(begun.resumed_output_ids) + 1, is_last=False))
         await until(lambda: not with_suspect(api))  # long before its eighth token
         second.kill()
         last.go()

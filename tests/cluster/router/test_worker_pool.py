@@ -188,7 +188,7 @@ async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
         await until(lambda: not api.router.connections)
 
 
-async def test_a_worker_that_was_missing_for_a_moment_is_linked_again() -> None:
+async def test_a_worker_that_was_missing_for_a_moment_is_connected_again() -> None:
     async with running_api(*workers(1)) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.is_ready)

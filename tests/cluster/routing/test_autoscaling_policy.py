@@ -80,7 +80,7 @@ def test_slow_first_tokens_add_one_at_a_time():
     assert wanted(late) == 2
     assert wanted(late, target=2) == 2  # it is starting
     assert wanted(late, load(10)) == 3
-    assert wanted(load(10, 0, first_s=60.0)) == 1  # of the past: nobody waits
+    assert wanted(load(10, 0, first_s=60.0)) == 1  # of the past: no request waits
     close = load(3, 1, tokens=100, first_s=1.6)
     assert wanted(close, load(3)) == 2  # one less would be late
 
@@ -101,7 +101,7 @@ def test_idle_workers_go_down_to_the_least():
     assert wanted(load(1), IDLE, config=FROM_ZERO) == 1
 
 
-def test_zero_stays_until_somebody_waits():
+def test_zero_stays_until_a_request_waits():
     assert wanted(target=0, config=FROM_ZERO) == 0
     assert wanted(target=0, unplaced=1, config=FROM_ZERO) == 1
     assert wanted(target=0, unplaced=50, config=FROM_ZERO) == 1  # how much they need is known once one runs

@@ -50,11 +50,11 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
         mirrors = [PrefixIndexMirror(worker.cache.shape) for _ in range(2)]
         for mirror in mirrors:
             assert set(differences(worker, mirror)) == {0}
-            assert mirror._groups == tuple(map(set, worker.cache.index.groups))
+            assert mirror.groups == tuple(map(set, worker.cache.index.groups))
         for router in fleet.routers:
             mirror = router.placer.workers[name].mirror
             assert mirror.version == worker.cache.index_version
-            assert mirror._groups == mirrors[0]._groups
+            assert mirror.groups == mirrors[0].groups
         num_compared += len(worker.searches)
     assert num_compared >= NUM_COMPARED
     if len(mix) > 1:

@@ -98,4 +98,4 @@ def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int) -> N
                 else:
                     assert mirror.apply(change)
             assert [mirror.version for mirror in mirrors] == [log.version] * 2
-            assert all(mirror._groups == tuple(map(set, index)) for mirror in mirrors)
+            assert all(mirror.groups == tuple(map(set, index)) for mirror in mirrors)

@@ -54,19 +54,21 @@ async def router(deployment: DeploymentID) -> ReplicaRequestRouter:
     return router
 
 
-def call(worker_id: str) -> PendingRequest:
+async def choose(router: ReplicaRequestRouter, worker_id: str, *, is_retry: bool = False) -> Any:
+    """The replica for a call to a worker, by the method that Ray Serve calls, which has no public name."""
     metadata = RequestMetadata(request_id="r", internal_request_id=f"i{worker_id}", session_id=worker_id)
-    return PendingRequest(args=[], kwargs={}, metadata=metadata)
+    request = PendingRequest(args=[], kwargs={}, metadata=metadata)
+    return await router._choose_replica_for_request(request, is_retry=is_retry)
 
 
 async def test_calls_go_to_the_replica_they_name(router: ReplicaRequestRouter, deployment: DeploymentID) -> None:
     one, two = Replica(deployment, "one"), Replica(deployment, "two")
     router.update_replicas([one, two])  # type: ignore[list-item]
-    assert await router._choose_replica_for_request(call("two")) is two
-    assert await router._choose_replica_for_request(call("one")) is one
-    assert await router._choose_replica_for_request(call("")) in (one, two)
+    assert await choose(router, "two") is two
+    assert await choose(router, "one") is one
+    assert await choose(router, "") in (one, two)
     with pytest.raises(WorkerLost, match="three"):
-        await router._choose_replica_for_request(call("three"))
+        await choose(router, "three")
 
 
 async def test_a_draining_replica_is_reached_as_long_as_it_is_held(
@@ -76,19 +78,19 @@ async def test_a_draining_replica_is_reached_as_long_as_it_is_held(
     router.update_replicas([one, two])  # type: ignore[list-item]
     router.update_replicas([two])  # type: ignore[list-item]
     await asyncio.sleep(0)  # Serve's own look at the queues of new replicas
-    assert await router._choose_replica_for_request(call("one")) is one
+    assert await choose(router, "one") is one
     with pytest.raises(WorkerLost):  # it did not take the call, and no other may have it
-        await router._choose_replica_for_request(call("one"), is_retry=True)
+        await choose(router, "one", is_retry=True)
     router.on_replica_actor_died(one.replica_id)
     with pytest.raises(WorkerLost):
-        await router._choose_replica_for_request(call("one"))
+        await choose(router, "one")
     assert list(running_replicas_of(deployment.name, "app").replicas) == ["two"]
 
 
 async def test_a_call_without_a_worker_waits_for_the_first(
     router: ReplicaRequestRouter, deployment: DeploymentID
 ) -> None:
-    waiting = asyncio.create_task(router._choose_replica_for_request(call("")))
+    waiting = asyncio.create_task(choose(router, ""))
     await asyncio.sleep(0)
     one = Replica(deployment, "one")
     router.update_replicas([one])  # type: ignore[list-item]

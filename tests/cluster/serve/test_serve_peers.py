@@ -63,8 +63,12 @@ async def test_others_answer_and_the_own_answer_is_dropped() -> None:
 
 async def test_a_router_that_fails_or_is_late_costs_only_its_own_answer() -> None:
     died = ConnectionError("died")
-    peers = ServeRouterPeers("me", lambda: None)
-    peers._handle = StubHandle(None, ("a", 1), died, ("me", None))  # so that only the one that is late takes time
+    handle = StubHandle(("me", None))
+    peers = ServeRouterPeers("me", lambda: handle)
+    assert (
+        await peers.ask_others(ProcessNameQuery(), timeout_s=120) == []
+    )  # it has the handle: only a late answer takes time
+    handle.answers = (None, ("a", 1), died, ("me", None))
     late, answer, lost = await peers.ask_others(ProcessNameQuery(), timeout_s=0.02)
     assert isinstance(late, TimeoutError)
     assert (answer, lost) == (1, died)

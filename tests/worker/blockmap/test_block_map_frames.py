@@ -31,7 +31,7 @@ class Watch:
         self.snapshots.begin()
         for group in range(len(scheduler.cache.layout.groups)):
             self.encoder.start(group, self.snapshots.copy(group))
-            between()  # the engine goes on meanwhile
+            between()  # the engine runs meanwhile
         self.states: set[int] = set()  # ever shown
 
     def look(self) -> Map:

@@ -31,7 +31,7 @@ class Worker:
         self.log = BlockMapLog()
         self.scheduler = self.driver.scheduler
         self.scheduler.listen(self.log)
-        self.num_pictures = 0
+        self.num_commands = 0
         self.map = BlockMap(
             WorkerIdentity("w0", "tiny"),
             self.scheduler,
@@ -57,7 +57,7 @@ class Worker:
 
     def _post(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        self.num_pictures += 1
+        self.num_commands += 1
         try:
             future.set_result(command())
         except Exception as error:
@@ -190,11 +190,11 @@ async def test_an_idle_engine_gets_no_commands() -> None:
     worker.run("a")
     async with watching(worker) as frames:
         seen.take(await anext(frames))
-        pictures = worker.num_pictures
+        commands = worker.num_commands
         for _ in range(3):
             beat = seen.take(await anext(frames))
             assert (beat.blocks, beat.pages, beat.header["sequences"]) == ({}, [], [])
-        assert worker.num_pictures == pictures == 1 + 2 + 1  # to begin, two groups, one picture
+        assert worker.num_commands == commands == 1 + 2 + 1  # to begin, two groups, one snapshot
 
 
 async def test_too_many_watchers_are_refused() -> None:

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path) -> Iterator[tuple[Engine, Engine]]:
-    """Two workers: a stream that one began, the other goes on with. Only one caches prefixes."""
+    """Two workers: one begins a stream, and the other continues it. Only one caches prefixes."""
     pair = make_engine(str(tiny_model)), make_engine(str(tiny_model), enable_prefix_caching=False, block_size=8)
     yield pair
     for engine in pair:
