@@ -95,9 +95,8 @@ def answer(options: argparse.Namespace, job: str) -> dict[str, Any]:
 
 def make(name: str, folder: Path) -> Path:
     """A checkpoint of the tests; the folder that holds it."""
-    import test_moe_families
     from tests import checkpoints
-    from tests.worker.models import deepseek_v4_checkpoint
+    from tests.worker.models import deepseek_v4_checkpoint, test_moe_families
     from tests.worker.models.test_dense_families import CASES
 
     if name == V4:
