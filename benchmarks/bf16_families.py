@@ -12,10 +12,9 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import test_dense_families
-import test_moe_families
 import torch
 from tests.checkpoints import Answer, greedy, load_oracle, make_checkpoint, prompt, step_logprobs
+from tests.worker.models import test_dense_families, test_moe_families
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 
 from transom_worker import LLM, SamplingParams
