@@ -43,7 +43,7 @@ def no_chosen_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def outputs(pytester: pytest.Pytester, *names: str) -> str:
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")
     file = pytester.makepyfile(DRAWS)
-    result = pytester.runpytest_inprocess("-p", "seeded_inputs", *(f"{file.name}::{name}" for name in names))
+    result = pytester.runpytest_inprocess("-p", "tests.seeded_inputs", *(f"{file.name}::{name}" for name in names))
     result.assert_outcomes(failed=len(names))
     return "\n".join(result.outlines)
 
