@@ -112,7 +112,7 @@ def answer_or_error(answer: Callable[[str], Result], job: str) -> Result:
     """A job's answer, or what it failed of; `fatal` where the device cannot be used any more."""
     try:
         found = answer(job)
-        lost = None if found.get("fatal") else device_error()  # whoever says so has looked, and vouches for the rest
+        lost = None if found.get("fatal") else device_error()  # a job that reports `fatal` has tested the device itself
         return found if lost is None else {"status": "failed", "error": f"after the job: {lost}", "fatal": True}
     except Exception as error:
         said = f"{type(error).__name__}: {error}"

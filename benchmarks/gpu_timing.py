@@ -2,7 +2,7 @@
 host enqueues. Work that can be captured is timed as a replayed CUDA graph, so that gaps between launches do not count.
 
 A flush reads, so that the cache holds nothing that has yet to be written back: work that only reads would pay for that. Work that
-writes much leaves a cache full of its own behind, which nobody would pay for, hence the flush before it writes.
+writes much leaves a cache full of its own data behind, whose write-back would not be counted, hence the flush before it writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tokenizer for models whose text nobody reads, which needs no files: 256 bytes, and no words."""
+"""A tokenizer that needs no files, for benchmarks that do not read the text: its vocabulary is the 256 bytes."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def place_costs() -> dict[str, float]:
     chain: list[bytes] = []
     extend_chain(chain, chain_root(BLOCK), prompt, BLOCK)
     figures = {"hashing 131,072 tokens, ms": _best_ms(lambda: extend_chain([], chain_root(BLOCK), prompt, BLOCK))}
-    for name, num_holders in (("nobody has it", 0), ("one has it", 1), ("all have it", NUM_WORKERS)):
+    for name, num_holders in (("none has it", 0), ("one has it", 1), ("all have it", NUM_WORKERS)):
         placer = Placer("kv")
         names = [str(worker) for worker in range(NUM_WORKERS)]
         for worker, worker_id in enumerate(names):

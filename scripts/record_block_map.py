@@ -74,7 +74,7 @@ class Recording:
             num_steps = None if num_steps is None else num_steps - 1
 
     def rest(self, rest_s: float) -> None:
-        """Nobody asks anything for a while."""
+        """Take frames of an idle engine for `rest_s` seconds."""
         end_s = time.monotonic() + rest_s
         while time.monotonic() < end_s:
             time.sleep(FRAME_S)

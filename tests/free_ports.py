@@ -9,7 +9,7 @@ _claims: list[socket.socket] = []  # for as long as this process lives
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no other test process is given while this one lives."""
+    """A port on which no process listens, and that no other test process gets while this one lives."""
     for port in PORTS:
         claim = socket.socket(socket.AF_UNIX)
         try:

@@ -35,7 +35,7 @@ class TakesNote:
 
 
 def test_what_reads_host_memory_at_every_run_is_no_graph() -> None:
-    """A graph would copy the blocks' numbers from where they were when it was captured, which is anybody's memory by then."""
+    """A graph would copy the blocks' numbers from where they were when it was captured, which is freed memory by then."""
     seen: dict[str, bool | None] = {}
     for case in cache_writes.cases(Scale("tiny")):
         timer: Any = TakesNote()

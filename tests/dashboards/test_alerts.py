@@ -1,4 +1,4 @@
-"""Alert rules: valid and tested by promtool where there is one, and complete in what they tell whoever is woken up."""
+"""Alert rules: valid and tested by promtool where there is one, and complete in what they tell the person on call."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Host:
         return subprocess.Popen(self.command(shell), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
 
     def power_off(self) -> None:
-        """Every process of the host ends at once, and its interface is gone: no goodbye reaches anybody."""
+        """Every process of the host ends at once, and its interface is gone: no other host gets a message."""
         self.process.kill()
         self.process.wait()
 

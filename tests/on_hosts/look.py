@@ -15,7 +15,7 @@ PERIOD_S = 0.2
 
 
 def main() -> None:
-    """Until nobody reads any more."""
+    """Run until the reader closes the pipe."""
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     last = None
     while os.getppid() != 1:
