@@ -210,7 +210,7 @@ def visible(
 def _masks(model: LlamaForCausalLM, case: HybridCase) -> Iterator[None]:
     """While this lasts, every layer gets its own mask in place of the model's."""
 
-    def hook(layer: torch.nn.Module, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def hook(layer: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         index, num_queries = layer.self_attn.layer_idx, args[0].shape[1]
         past = kwargs.get("past_key_values")
         num_keys = num_queries + (past.get_seq_length(index) if past is not None else 0)

@@ -67,6 +67,6 @@ def completion(body: dict[str, Any]) -> tuple[int, list[str]]:
     """A well-behaved completions stream."""
     count = body["max_tokens"]
     usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
-    events = [{"choices": [{"text": f" {i}", "finish_reason": None}]} for i in range(count)]
+    events: list[dict[str, Any]] = [{"choices": [{"text": f" {i}", "finish_reason": None}]} for i in range(count)]
     events += [{"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": 16}}}]
     return 200, [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]

@@ -41,7 +41,10 @@ def test_the_worst_case_decides() -> None:
 
 
 def test_what_is_wrong_is_counted() -> None:
-    results = [{"job": "decode a", "status": "wrong", "same_bits_twice": False}, {"job": "b", "status": "skipped"}]
+    results: list[dict[str, Any]] = [
+        {"job": "decode a", "status": "wrong", "same_bits_twice": False},
+        {"job": "b", "status": "skipped"},
+    ]
     rows = kernel_targets(results)
     assert row(rows, "every kernel correct")["figure"] == 1
     assert row(rows, "every kernel correct")["cases"] == 1

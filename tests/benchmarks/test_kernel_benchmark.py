@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -35,7 +36,7 @@ CEILINGS = Ceilings(copy_bytes_per_s=1e9, matrix_flops_per_s=1e9)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, object]]:
+def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     code = kernels.main(["--device", "cpu", "--tiny", "--in-process", "--out", str(tmp_path), *arguments])
     return code, json.loads((tmp_path / "kernels.json").read_text())
 
@@ -116,7 +117,7 @@ def test_rivals_compute_the_same(monkeypatch: pytest.MonkeyPatch, starts: list[i
     wanted = expected_rows(paged, list(range(sum(counts))), window=None, sink_logits=None)
     assert len(found) == 2
     for make in found.values():
-        got = make()().transpose(1, 2).flatten(0, 1)
+        got = cast(torch.Tensor, make()()).transpose(1, 2).flatten(0, 1)
         torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=3e-2)
 
 
@@ -130,23 +131,23 @@ def test_a_router_beside_torchs_operators() -> None:
     case = next(routers.cases(Scale("tiny")))
     found = status_of(case)
     assert (found["status"], found["same_bits_twice"], found["same_bits_alone"]) == ("passed", True, True)
-    assert "speedup" in found["rivals"]["torch"]  # type: ignore[operator]
+    assert "speedup" in found["rivals"]["torch"]
 
 
-def case_of(prepared: Prepared, **changes: object) -> Case:
+def case_of(prepared: Prepared, **changes: Any) -> Case:
     return replace(Case(name="it", prepare=lambda device: prepared, formula="none"), **changes)
 
 
-def prepared_of(out: torch.Tensor, wanted: torch.Tensor, **changes: object) -> Prepared:
+def prepared_of(out: torch.Tensor, wanted: torch.Tensor, **changes: Any) -> Prepared:
     return Prepared(
         run=lambda: (out,),
         check=lambda out: [Check(got=out[0], wanted=wanted, limit=1e-3)],
         num_bytes=8,
-        **changes,  # type: ignore[arg-type]
+        **changes,
     )
 
 
-def status_of(case: Case) -> dict[str, object]:
+def status_of(case: Case) -> dict[str, Any]:
     return measure(case, CPU, CEILINGS, Timer(CPU))
 
 
@@ -207,7 +208,7 @@ def test_what_writes_much_is_known_by_what_it_gives(part: ModuleType, words: str
 
 
 def test_a_rival_that_breaks_the_device_takes_nothing_from_our_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, object]] = []
+    told: list[dict[str, Any]] = []
     monkeypatch.setattr(kernel_cases.measure, "tell", lambda known: told.append(dict(known)))
     monkeypatch.setattr(kernel_cases.measure, "device_error", lambda: "CUDA error")
     found = status_of(case_of(prepared_of(torch.ones(4), torch.ones(4), rivals={"flex": lambda: 1 / 0})))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import typer
@@ -15,7 +16,7 @@ QUIET = Console(quiet=True)
 
 
 def workload(**changes):
-    values = {
+    values: dict[str, Any] = {
         "api": "completions",
         "model": "",
         "prompt_tokens": (4, 8),

@@ -42,12 +42,13 @@ def test_decoding_does_not_depend_on_how_packets_were_cut(answer, sizes):
 @given(sizes=st.lists(st.integers(1, 40), max_size=20))
 async def test_a_connection_knows_the_end_at_the_last_byte_and_not_before(answer, sizes):
     connection = Connection()
-    connection._transport = Sink()
+    connection._transport = Sink()  # type: ignore[assignment]
     exchange = connection.exchange(b"request")
     exchange.send(None)
     packets = cut(answer, sizes)
     for packet in packets[:-1]:
         connection.data_received(packet)
+    assert connection._done is not None
     assert not connection._done.done()
     connection.data_received(packets[-1])
     assert [packet for _, packet in connection._done.result()] == packets

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 from load_requests import Workload
 
 
 def workload(**changes):
-    values = {
+    values: dict[str, Any] = {
         "api": "completions",
         "model": "m",
         "prompt_tokens": (32, 64),

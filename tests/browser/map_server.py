@@ -110,8 +110,8 @@ class MapServer:
             queue.put_nowait(text)
         self._streams.add(queue)
         try:
-            while (text := await queue.get()) is not CLOSE:
-                yield text
+            while (told := await queue.get()) is not CLOSE:
+                yield told
         finally:
             self._streams.discard(queue)
 

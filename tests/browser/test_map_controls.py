@@ -214,7 +214,9 @@ def test_a_small_window_has_no_sideways_scrolling(block_map: MapPage, worker: Fa
 
 def test_device_pixels_are_used(block_map: MapPage, worker: FakeWorker) -> None:
     """On a dense screen the canvas has as many pixels as the screen, and hovering still finds the block."""
-    dense = block_map.page.context.browser.new_context(viewport={"width": 1000, "height": 700}, device_scale_factor=2)
+    browser = block_map.page.context.browser
+    assert browser is not None
+    dense = browser.new_context(viewport={"width": 1000, "height": 700}, device_scale_factor=2)
     page = MapPage(dense.new_page(), block_map.server)
     page.open()
     page.send(worker.frame(whole=True))

@@ -40,10 +40,10 @@ def make_router(
     **config: Any,
 ) -> Router:
     """A router of stub workers; `config` are fields of its ServerConfig."""
-    values = {"served_model_name": "stub", "failover": FailoverConfig(wait_s=0.05), **config}
+    values: dict[str, Any] = {"served_model_name": "stub", "failover": FailoverConfig(wait_s=0.05), **config}
     return Router(
         workers=directory or StubDirectory(*workers),
-        tokenizer=ByteTokenizer(),
+        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
         config=ServerConfig(**values),
         router_id="r0",
         timings=timings,

@@ -21,7 +21,7 @@ EACH = pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"] + 
 @pytest.fixture(scope="module")
 def promtool() -> str:
     """Its path; nothing is downloaded for a test."""
-    command = [ROOT / "scripts/prometheus", "promtool", "--offline"]
+    command: list[str | Path] = [ROOT / "scripts/prometheus", "promtool", "--offline"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())

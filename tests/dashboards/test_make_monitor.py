@@ -61,7 +61,7 @@ def router() -> Iterator[str]:
 
 @pytest.fixture
 def prometheus() -> None:
-    command = [ROOT / "scripts/prometheus", "prometheus", "--offline"]
+    command: list[str | Path] = [ROOT / "scripts/prometheus", "prometheus", "--offline"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())

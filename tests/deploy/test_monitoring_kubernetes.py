@@ -27,7 +27,7 @@ BYTES_OF_A_CONFIG_MAP = 1 << 20
 
 
 def printed(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, DEPLOY / "monitoring/kubernetes.py", *arguments]
+    command = [sys.executable, str(DEPLOY / "monitoring/kubernetes.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     return list(yaml.safe_load_all(done.stdout))
 

@@ -25,8 +25,8 @@ from transom_worker.weights import load_weights
 NUM_TOKENS = 12 if ALL_TESTS else 5
 NEAR_TIE = 1e-4  # design section 5: a divergence is excused only below this margin
 DAILY_LENGTHS = (1, 15, 16, 17, 31, 32, 39, 41, 95, 97, 200)
-ALL_LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 100, 127, 128)
-ALL_LENGTHS += (129, 200, 256, 257, 400, 513, 800, 1500)
+SHORT_LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 100, 127, 128)
+ALL_LENGTHS = (*SHORT_LENGTHS, 129, 200, 256, 257, 400, 513, 800, 1500)
 LENGTHS = ALL_LENGTHS if ALL_TESTS else DAILY_LENGTHS
 
 

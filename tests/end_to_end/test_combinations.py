@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ MODELS = {
 }
 CHUNKS = (16, 64, 1024)
 CACHING, POOLS, IN_FLIGHT = ("repair", "on", "off"), ("tight", "roomy"), (1, 2)
-SETTINGS = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
+SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,9 @@ def test_every_two_values_meet() -> None:
         return {two for row in rows for two in itertools.combinations(enumerate(row), 2)}
 
     values = itertools.product(MODELS, CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False))
-    possible = [(name, Mix(*rest)) for name, *rest in values]
+    possible = [
+        (name, Mix(caching, pool, steps, chunk, hybrid)) for name, caching, pool, steps, chunk, hybrid in values
+    ]
     assert pairs([(name, mix) for name in MODELS for mix in pairwise(name)]) == pairs(possible)
     for name in MODELS:
         assert {mix.caching for mix in pairwise(name) if mix.hybrid} == set(CACHING)

@@ -81,7 +81,7 @@ class Monitored:
 
 @pytest.fixture(scope="module")
 def monitored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Monitored]:
-    command = [ROOT / "scripts" / "prometheus", "prometheus", "--offline"]
+    command: list[str | Path] = [ROOT / "scripts" / "prometheus", "prometheus", "--offline"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())

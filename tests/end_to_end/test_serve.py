@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -32,7 +33,7 @@ from tests.free_ports import free_port
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 MODEL = "smollm2"
-QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
+QUESTION: list[Any] = [{"role": "user", "content": "Name three colours of the rainbow."}]
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,13 @@ def attention_cases() -> Iterator[Compilation]:
     yield from (attention(rows, 512, 512) for rows in (8, 32))
     for widths in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)):
         yield from (attention(rows, *widths, dtype="fp32") for rows in (8, 32))
-    everything = {"WINDOW": 128, "SINKS": 4, "CHUNK": 8192, "HAS_SINK_LOGITS": True, "HAS_SOFT_CAP": True}
+    everything: dict[str, Any] = {
+        "WINDOW": 128,
+        "SINKS": 4,
+        "CHUNK": 8192,
+        "HAS_SINK_LOGITS": True,
+        "HAS_SOFT_CAP": True,
+    }
     for rows in (8, 128):
         yield attention(rows, 128, 128, **everything)
         yield attention(rows, 64, 64, dtype="fp16", WINDOW=128, HAS_SINK_LOGITS=True)
@@ -176,7 +182,7 @@ def norm_of(width: int, what: str = "", *, weights: str = "bf16", **flags: bool)
 
 
 def prepare_cases() -> Iterator[Compilation]:
-    normed = {"NORM": True, "HAS_Q_WEIGHT": True, "HAS_K_WEIGHT": True}
+    normed: dict[str, Any] = {"NORM": True, "HAS_Q_WEIGHT": True, "HAS_K_WEIGHT": True}
     for cache, largest in (("bf16", 0.0), (FP8, 448.0), ("i8", 127.0)):
         yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, largest=largest, **normed)
     yield prepare("of 64 without norms", (64, 8, 64))
@@ -184,7 +190,7 @@ def prepare_cases() -> Iterator[Compilation]:
     yield prepare("of 512 with wide norms of values too", (32, 4, 512), norms="fp32", VALUE_NORM=True, **normed)
     yield prepare("normed after rotation", (40, 8, 128), NORM_AFTER=True)
     yield prepare("scaled without rotation", (40, 8, 128), R=0, HAS_QUERY_SCALE=True)
-    latent = {"NORM": True, "HAS_K_WEIGHT": True, "R": 64, "INTERLEAVED": True}
+    latent: dict[str, Any] = {"NORM": True, "HAS_K_WEIGHT": True, "R": 64, "INTERLEAVED": True}
     yield prepare("of latent rows", (64, 1, 512), **latent, BEGIN=448)
     for width in (128, 512):  # entries of compressors
         yield prepare(
@@ -257,7 +263,7 @@ def expert_products(tile: Tile, is_mx: bool, dtype: str) -> Iterator[Compilation
     sizes = {"UPCAST": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
     weight = "*u8" if is_mx else f"*{dtype}"
     common = {"scales": "*u8", "bias": f"*{dtype}", "weights": "*fp32", "pairs": "*i32", "block_expert": "*i32"}
-    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "unaligned": ("num_pairs",)}
+    launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "unaligned": ("num_pairs",)}
     kind = f"{dtype} by {'mxfp4' if is_mx else dtype} rows {tile.block_m}"
     yield Compilation(
         name=f"into_experts {kind}", kernel=into_experts,

@@ -113,7 +113,7 @@ def test_a_layers_tables_and_scales_go_as_they_are() -> None:
     made = []
     for kernels in ("reference", "interpreted"):
         cache = caches(2, 16, 16)
-        with prefer(kernels):  # type: ignore[arg-type]
+        with prefer(kernels):
             made.append((prepare_qkv(q, k, v, *cache, slots, tables, how, scale), *cache))
     for ours, theirs in zip(*made, strict=True):
         torch.testing.assert_close(ours, theirs)

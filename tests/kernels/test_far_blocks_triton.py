@@ -46,7 +46,7 @@ def test_keys_and_values_are_written() -> None:
     there = [far(cache) for cache in near]
     k, v = torch.randn(3, 2, 8).half(), torch.randn(3, 2, 8).half()
     for caches in (near, there):
-        kv_write_triton(k, v, *caches, torch.tensor([11, 0, 5]))
+        kv_write_triton(k, v, caches[0], caches[1], torch.tensor([11, 0, 5]))
     assert all(cache.equal(wanted) for cache, wanted in zip(there, near, strict=True))
     assert near[0][2, 3].equal(k[0])
 
@@ -70,7 +70,9 @@ def test_paged_attention() -> None:
     )
     q = torch.randn(1, 4, 16).half()
     got, wanted = (
-        paged_attention_triton(q, *caches, batch, scale=0.3, rule=MaskRule(window=None, num_sink_tokens=0, chunk=None))
+        paged_attention_triton(
+            q, caches[0], caches[1], batch, scale=0.3, rule=MaskRule(window=None, num_sink_tokens=0, chunk=None)
+        )
         for caches in ([far(cache) for cache in near], near)
     )
     assert got.equal(wanted)
@@ -99,7 +101,8 @@ def test_pooled_rows() -> None:
     near = [torch.randn(IDS, 4, 1, 10) for _ in range(2)]
     slots, bias = torch.tensor([[11, 0, 5, 8], [3, 9, 10, -1]]), torch.randn(4, 10)
     got, wanted = (
-        pool_rows_triton(*caches, slots, bias) for caches in ([far(near[0]), far(near[1])], [near[0], near[1]])
+        pool_rows_triton(caches[0], caches[1], slots, bias)
+        for caches in ([far(near[0]), far(near[1])], [near[0], near[1]])
     )
     assert got.equal(wanted)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -103,7 +105,7 @@ def test_selected_entries(tile_elements: int, top_k: int) -> None:
     num_visible = torch.tensor([1, 2, 11, 0, 4, 0, 9])
     q, weights = torch.randn(7, 16, 10), torch.randn(7, 16)
     keys = filled_cache(present(slots), 10)
-    options = {"top_k": top_k, "scale": 0.1}
+    options: dict[str, Any] = {"top_k": top_k, "scale": 0.1}
     chosen = select_entries(q, weights, keys, slots, sequence, num_visible, **options)
     assert chosen.shape == (7, min(top_k, 11))
     wanted = select_entries_reference(q, weights, keys, slots, sequence, num_visible, **options)

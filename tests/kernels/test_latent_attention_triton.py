@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def test_latent_attention(dtype: torch.dtype, num_queries: int, heads: int, wind
     q, sinks = torch.randn(num_queries, heads, 20).to(dtype), torch.randn(heads)
     caches = [filled_cache(present(slots), 20, dtype=dtype) for slots in (window_slots, entry_slots)]
     inputs = (q, caches[0], window_slots, sinks)
-    options = {"scale": 0.3, "entry_cache": caches[1], "entry_slots": entry_slots}
+    options: dict[str, Any] = {"scale": 0.3, "entry_cache": caches[1], "entry_slots": entry_slots}
     out, wanted = latent_attention_triton(*inputs, **options), latent_attention_reference(*inputs, **options)
     limit = 1e-5 if dtype is torch.float32 else 6e-2
     torch.testing.assert_close(out.float(), wanted.float(), atol=limit, rtol=limit)
@@ -66,7 +68,12 @@ def test_entries_are_the_same_however_scores_are_cut(
     monkeypatch.setattr(tuning, "SCORE_BYTES", score_bytes)
     monkeypatch.setattr("transom_kernels.latent_attention.gpu.score_rounds", lambda _: rounds)
     largest, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, **kinds: largest.append(size) or empty(size, **kinds))
+
+    def noted(size: Any, **kinds: Any) -> torch.Tensor:
+        largest.append(size)
+        return empty(size, **kinds)
+
+    monkeypatch.setattr(torch, "empty", noted)
     assert select_entries_triton(*inputs, top_k=20, scale=0.2).equal(wanted)
     assert largest == [(min(7, max(1, score_bytes // 600)), 150)]
     seen = [{entry for entry in row if entry >= 0} for row in wanted.tolist()]
@@ -82,6 +89,8 @@ def test_scores_at_once_have_a_bound() -> None:
 @pytest.mark.parametrize(("groups", "ratio", "width"), [(1, 1, 5), (1, 6, 10), (2, 4, 150), (1, 36, 7)])
 def test_pool_rows(groups: int, ratio: int, width: int) -> None:
     slots = random_slots(4, groups * ratio, fewest=1)
-    caches = [filled_cache(present(slots), groups * width) for _ in range(2)]
+    first, second = (filled_cache(present(slots), groups * width) for _ in range(2))
     bias = torch.randn(ratio, groups * width)
-    torch.testing.assert_close(pool_rows_triton(*caches, slots, bias), pool_rows_reference(*caches, slots, bias))
+    torch.testing.assert_close(
+        pool_rows_triton(first, second, slots, bias), pool_rows_reference(first, second, slots, bias)
+    )

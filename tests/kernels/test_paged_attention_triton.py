@@ -210,14 +210,17 @@ def test_sink_tokens_may_have_a_query_of_their_own(start: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_eight_bit_caches_with_a_scale_per_head(dtype: torch.dtype) -> None:
     case = make_case([Sequence(start=70, count=1), Sequence(start=0, count=9)], SMALL)
-    scales = tuple(torch.tensor([0.02, 0.03]) if dtype is torch.int8 else torch.tensor([0.5, 0.25]) for _ in range(2))
+    scale = torch.tensor([0.02, 0.03]) if dtype is torch.int8 else torch.tensor([0.5, 0.25])
+    scales = (scale, scale.clone())
     caches = []
     for cache, scale in zip((case.k_cache, case.v_cache), scales, strict=True):
         small = (cache.nan_to_num(0.0) / scale[:, None]).clamp(-127, 127)
         caches.append((small.round() if dtype is torch.int8 else small).to(dtype))
     wide = [cache.float() * scale[:, None] for cache, scale in zip(caches, scales, strict=True)]
-    expected = paged_attention_reference(case.q, *wide, case.batch, scale=0.25, rule=MaskRule())
-    out = paged_attention_triton(case.q, *caches, case.batch, scale=0.25, rule=MaskRule(), kv_scales=scales)
+    expected = paged_attention_reference(case.q, wide[0], wide[1], case.batch, scale=0.25, rule=MaskRule())
+    out = paged_attention_triton(
+        case.q, caches[0], caches[1], case.batch, scale=0.25, rule=MaskRule(), kv_scales=scales
+    )
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -256,5 +259,10 @@ def test_anything(
     cap: bool,
 ) -> None:
     shape = Shape(heads=heads[0], kv_heads=heads[1], size=size, block_size=block)
-    options = {"window": window, "num_sink_tokens": sinks, "chunk": chunk, "soft_cap": 2.0 if cap else None}
+    options: dict[str, Any] = {
+        "window": window,
+        "num_sink_tokens": sinks,
+        "chunk": chunk,
+        "soft_cap": 2.0 if cap else None,
+    }
     check(make_case(found, shape), **options, sink_logits=torch.linspace(-1, 1, heads[0]) if cap else None)

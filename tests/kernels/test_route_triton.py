@@ -22,7 +22,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def check(x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
     """Chosen alike and weighed alike; memory is NaN before."""
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
         found, weights = route_triton(x, weight, routing, **parts)

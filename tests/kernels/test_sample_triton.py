@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def fixed_seed() -> None:
 def poisoned_memory() -> Iterator[None]:
     """New tensors are full of NaN, or of the largest integer: what is read must have been written."""
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -112,7 +113,7 @@ def test_of_equal_scores_the_lowest_id() -> None:
 
 def test_changes_come_first() -> None:
     logits = torch.tensor([[1.0, 2.0, -3.0], [0.5, 0.25, 0.0]])
-    changes = {
+    changes: dict[str, Any] = {
         "change_row": torch.tensor([0, 0, 1]), "change_id": torch.tensor([1, 2, 0]),
         "change_factor": torch.tensor([4.0, 2.0, 1.0]), "change_minus": torch.tensor([0.0, 1.0, 0.4]),
     }  # fmt: skip

@@ -89,7 +89,7 @@ def test_rotary_of_a_part_and_interleaved(width, interleaved):
 def test_heads_are_normalised_by_themselves(dtype, weighted, tokens):
     wide = torch.randn(tokens, 7, 10).to(dtype)
     before, weight = wide.clone(), torch.randn(4, 10).to(dtype) if weighted else None
-    wanted = head_norm_reference(wide[:, 1:5].float(), weight.float() if weighted else None, 1e-5)
+    wanted = head_norm_reference(wide[:, 1:5].float(), None if weight is None else weight.float(), 1e-5)
     head_norm_(wide[:, 1:5], weight, 1e-5)
     torch.testing.assert_close(wide[:, 1:5].float(), wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
     assert wide[:, [0, 5, 6]].equal(before[:, [0, 5, 6]])

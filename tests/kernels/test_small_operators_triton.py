@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -157,7 +158,7 @@ def test_prepare_and_write(name: str, rotated: int, dtype: torch.dtype) -> None:
     slots, scale = torch.tensor([7, -1, 0, 19]), torch.rand(4)
     wanted = prepare_qkv_reference(q, k, v, *wanted_caches, slots, tables, how, scale)
     got = prepare_qkv_triton(q, k, v, *caches, slots, tables, how, scale)
-    limit = {"atol": LIMIT[dtype], "rtol": LIMIT[dtype], "equal_nan": True}
+    limit: dict[str, Any] = {"atol": LIMIT[dtype], "rtol": LIMIT[dtype], "equal_nan": True}
     torch.testing.assert_close(got.float(), wanted.float(), **limit)
     for one, other in zip(caches, wanted_caches, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **limit)
@@ -180,7 +181,7 @@ def test_prepare_and_write_eight_bits(dtype: torch.dtype) -> None:
     caches = [torch.zeros(2, 4, 2, 16, dtype=dtype) for _ in range(2)]
     scales = (torch.tensor([0.03, 0.04]), torch.tensor([0.05, 0.02]))
     prepare_qkv_triton(
-        k, k, v, *caches, torch.tensor([0, 5, 7]), None, replace(Preparation(), eps=1e-5), kv_scales=scales
+        k, k, v, caches[0], caches[1], torch.tensor([0, 5, 7]), None, replace(Preparation(), eps=1e-5), kv_scales=scales
     )
     for cache, source, scale in zip(caches, (k, v), scales, strict=True):
         got, step = cache.view(8, 2, 16)[[0, 5, 7]], scale[:, None]

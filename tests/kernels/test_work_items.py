@@ -104,7 +104,7 @@ def batches(draw: st.DrawFn) -> Batch:
     ),
 )
 def test_the_same_as_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> None:
-    work, wanted = plan_work(batch, rule, tiling).on(torch.device("cpu")), by_loops(batch, rule, tiling)  # type: ignore[arg-type]
+    work, wanted = plan_work(batch, rule, tiling).on(torch.device("cpu")), by_loops(batch, rule, tiling)
     assert torch.equal(work.items, wanted.items)
     assert torch.equal(work.combine_items, wanted.combine_items)
     assert work.num_partials == wanted.num_partials

@@ -56,7 +56,7 @@ async def stream(client: httpx.AsyncClient, begun: asyncio.Barrier, index: int, 
 async def announce(begun: asyncio.Barrier) -> None:
     """Say so once, when the last stream has begun."""
     async with begun as position:
-        if position == 0:
+        if position == 0:  # type: ignore[comparison-overlap]
             print("begun", flush=True)
 
 

@@ -205,7 +205,12 @@ def _lines(process: subprocess.Popen[str]) -> Queue[str]:
     """What it prints, read meanwhile."""
     lines: Queue[str] = Queue()
     assert process.stdout is not None
-    threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True).start()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+
+    threading.Thread(target=read, daemon=True).start()
     return lines
 
 

@@ -102,7 +102,7 @@ def test_each_task_has_its_own_request() -> None:
             return json.loads(JsonLines("").format(record("x")))["request_id"]
 
     async def both() -> list[str]:
-        return await asyncio.gather(work("a"), work("b"))
+        return list(await asyncio.gather(work("a"), work("b")))
 
     assert asyncio.run(both()) == ["a", "b"]
 

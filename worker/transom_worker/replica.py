@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -62,7 +62,7 @@ class WorkerReplica:
         """The number of requests that routers have at this worker."""
         return len(self._routers)
 
-    async def open_stream(self, router_id: str) -> AsyncIterator[WorkerMessage]:
+    async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
         """Stream the events of this router's requests, one message per engine step, with the changes of prefix index and load.
 
         The first message has the whole index. A newer stream of a router ends its older one. When the router closes the stream, the

@@ -6,8 +6,9 @@ import asyncio
 import base64
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ def server(tiny_model: Path) -> Iterator[EngineServer]:
 
 @contextlib.asynccontextmanager
 async def frames_of(server: EngineServer) -> AsyncIterator[AsyncIterator[bytes]]:
-    async def read(response: httpx.Response) -> AsyncIterator[bytes]:
+    async def read(response: httpx.Response) -> AsyncGenerator[bytes, None]:
         event = ""
         async for line in response.aiter_lines():
             if line.startswith("event: "):
@@ -78,7 +79,7 @@ async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
         assert len(cached) == sum(group.cached_blocks for group in stats.groups) > 0
         assert seen.header["free_pages"] == stats.free_pages
         group, block = cached[0]
-        query = {"worker": "0", "group": group, "block": block}
+        query: dict[str, Any] = {"worker": "0", "group": group, "block": block}
         async with httpx.AsyncClient(base_url=server.url) as client:
             described = (await client.get("/blocks/describe", params=query)).json()
         assert described["state"] == ("held" if seen.shown[group, block].state == HELD else "loose")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Generator
 
 import pytest
 from typer.testing import CliRunner
@@ -38,7 +39,12 @@ def own_signal_handlers():
 def served(monkeypatch):
     """What `transom serve` would start: (settings, given values)."""
     calls = []
-    monkeypatch.setattr(serve_command, "run_server", lambda settings, given: calls.append((settings, given)) or 0)
+
+    def run(settings, given):
+        calls.append((settings, given))
+        return 0
+
+    monkeypatch.setattr(serve_command, "run_server", run)
     return calls
 
 
@@ -218,6 +224,7 @@ def test_chat_session(server):
     assert [message["role"] for message in session.messages] == ["system", "user", "assistant"]
     pieces = session.ask("more")
     next(pieces)
+    assert isinstance(pieces, Generator)
     pieces.close()  # what Ctrl-C does
     assert session.messages[-1]["role"] == "assistant"
     session.reset()

@@ -28,7 +28,7 @@ CONFIG = {
 }
 
 
-def plan(*arguments: object):  # type: ignore[no-untyped-def]
+def plan(*arguments: object):
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 

@@ -11,13 +11,14 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from tests.cluster.conftest import Api, num_in_flight, running_api
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES
 
-MODELS = {
+MODELS: dict[str, tuple[type[BaseModel], Any]] = {
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES),
     "/tokenize": (TokenizeRequest, None),

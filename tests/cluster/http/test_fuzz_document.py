@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -15,7 +17,7 @@ from transom_cluster.http.api import build_api
 
 KEY = "sesame"
 load_all_checks()
-CHECKED = [
+CHECKED: list[Any] = [
     check
     for check in CHECKS.get_all()
     if check.__name__ != "positive_data_acceptance"  # a schema cannot say what fits the model's length and vocabulary
@@ -40,6 +42,7 @@ schema = schemathesis.openapi.from_dict(build_api(make_router(StubWorker(), api_
     suppress_health_check=list(HealthCheck),
 )
 def test_every_response_is_as_the_document_says(case: Case, guarded: HttpServer) -> None:
+    assert case.meta is not None
     if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
         case.body["model"] = "stub"  # any other one is 404
     case.call_and_validate(

@@ -19,7 +19,7 @@ from tests.cluster.engine_server import EngineServer, engine_server
 from tests.cluster.http.test_any_body import bodies
 from tests.how_many import num_examples
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "max_model_len": 160,
     "kv_cache_memory_bytes": "256KiB",  # two of the longest sequences: others are preempted
     "max_num_seqs": 6,
@@ -87,7 +87,7 @@ def contents(draw: st.DrawFn) -> tuple[str, bytes]:
 @given(contents(), content_types)
 def test_any_body(client: httpx.Client, request_of: tuple[str, bytes], content_type: str) -> None:
     path, content = request_of
-    headers = {"content-type": content_type.encode()}
+    headers = {b"content-type": content_type.encode()}
     response = client.post(path, content=content, headers=headers)
     assert response.status_code in (200, 400, 404), response.text
     assert not re.search(r'"type": ?"server_error"', response.text)
@@ -245,4 +245,4 @@ def test_misbehaving_clients_at_once(server: EngineServer) -> None:
         "logprobs": True,
         "at": 0.5,
     }
-    test_any_clients_at_once.hypothesis.inner_test(server, [{**plan, "manner": manner} for manner in MANNERS])
+    test_any_clients_at_once.hypothesis.inner_test(server, [{**plan, "manner": manner} for manner in MANNERS])  # type: ignore[attr-defined]

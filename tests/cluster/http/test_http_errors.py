@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from transom_worker.contract import ErrorInfo
 from transom_worker.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed
 
 
-def problem(response: httpx.Response, status: int) -> dict[str, str | None]:
+def problem(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error object of a response that has to be a well-formed refusal."""
     assert response.status_code == status, response.text
     body = response.json()

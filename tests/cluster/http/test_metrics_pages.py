@@ -61,7 +61,7 @@ async def get(api: Api, path: str = "/metrics", **headers: str) -> Any:
     return await api.client.get(path, headers={"accept-encoding": "identity", **headers})
 
 
-async def dropped(api: Api, target: str) -> float:
+async def dropped(api: Api, target: str) -> float | None:
     labels = {"model": "stub", "router": "r0", "target": target}
     return api.router.metrics.registry.get_sample_value("transom_router_dropped_scrapes_total", labels)
 
@@ -79,7 +79,7 @@ async def test_one_page_has_all_routers_and_workers() -> None:
 async def test_what_does_not_answer_is_left_out_and_counted_by_kind() -> None:
     async with running_api(stub("w0"), stub("w1"), stub("w2"), timings=timings(scrape_timeout_s=0.01)) as api:
         api.workers[1].metrics = None
-        api.workers[2].metrics_text = lambda **_: asyncio.Event().wait()
+        api.workers[2].metrics_text = lambda **_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
         api.router.peers = StubPeers(TimeoutError(), other_router("r2"))
         text = (await get(api)).text
         assert labels_of(text, "transom_steps_total", "worker") == ["w0"]

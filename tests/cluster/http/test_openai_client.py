@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 
@@ -14,7 +16,7 @@ def client(server):
         yield client
 
 
-CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}]}
+CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT_TOKENS = len("user:hi;assistant:")
 
 
@@ -175,9 +177,9 @@ def test_errors_have_the_clients_classes(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(**{**CHAT, "model": "other"})
     assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="stub", prompt=[VOCAB_SIZE])
-    assert caught.value.param == "prompt"
+    assert refused.value.param == "prompt"
 
 
 async def test_async_client(server):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
+from starlette.routing import Route
 
 from tests.cluster.conftest import Api, make_router, running_api
 from tests.cluster.stub_worker import StubWorker
@@ -69,7 +71,7 @@ async def test_without_admins_any_key_opens_everything() -> None:
 
 
 def test_all_metrics_and_block_map_data_need_an_admin_key() -> None:
-    paths = {route.path for route in build_api(make_router(StubWorker())).routes}
+    paths = {route.path for route in cast("list[Route]", build_api(make_router(StubWorker())).routes)}
     shared = {path for path in paths if shows_all_clients(path)}
     assert shared == {path.split("?")[0] for path in SHARED}
     assert {path for path in paths if path.startswith(("/metrics", "/blocks/"))} - shared == {

@@ -80,7 +80,7 @@ async def test_refused_fields_and_bodies(logged, path):
 
 
 async def test_requests_over_a_limit(logged):
-    config = {"max_body_bytes": 2048, "api_keys": ("k",), "limits": LimitsConfig(requests_per_minute=4)}
+    config: dict[str, Any] = {"max_body_bytes": 2048, "api_keys": ("k",), "limits": LimitsConfig(requests_per_minute=4)}
     async with unseen(logged, **config) as api:
         assert (await api.complete(**TEXT)).status_code == 401
         assert (await api.client.get("/v1/models", headers={"authorization": f"Bearer {MARK}"})).status_code == 401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.cluster.engine_server import EngineServer, engine_server
 
 PROMPT = list(range(5, 105))
-SMALL = {"max_model_len": 256, "kv_cache_memory_bytes": "1MiB", "max_num_seqs": 2}
+SMALL: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": "1MiB", "max_num_seqs": 2}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["client_cache_salt", "shared"])
@@ -20,7 +21,7 @@ def server(request: pytest.FixtureRequest, tiny_model) -> Iterator[tuple[EngineS
         yield running, request.param
 
 
-def num_cached(server: EngineServer, key: str, **fields: object) -> int:
+def num_cached(server: EngineServer, key: str, **fields: Any) -> int:
     body = {"prompt": PROMPT, "max_tokens": 1, **fields}
     headers = {"authorization": f"Bearer {key}"}
     usage = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120).json()["usage"]

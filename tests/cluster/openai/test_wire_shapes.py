@@ -47,6 +47,7 @@ async def test_completions(api, fields):
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = events((await api.complete(**fields, **options)).text)
     assert last["choices"] == []
+    assert whole.usage is not None
     assert last["usage"] == whole.usage.model_dump(exclude_none=True)
     prompts = fields.get("prompt", ["hi"])
     num_choices = len(prompts) * fields.get("n", 1)

@@ -158,7 +158,7 @@ async def test_killed_between_a_submission_and_its_answer() -> None:
             await asyncio.Event().wait()
 
         for worker in api.workers:
-            worker.submit = lambda *_, worker=worker: hang(worker)  # type: ignore[method-assign,misc]
+            worker.submit = lambda *_, worker=worker: hang(worker)  # type: ignore[method-assign,assignment]
         answer = asyncio.create_task(api.complete(max_tokens=5))
         await until(lambda: hanging)
         for worker in api.workers:
@@ -303,7 +303,7 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
             await release.wait()
             return await submit(*args)
 
-        other.submit = slow  # type: ignore[method-assign]
+        other.submit = slow  # type: ignore[method-assign,assignment]
         await kill_one(api)
         await entered.wait()
         answer.cancel()

@@ -208,7 +208,7 @@ async def test_texts_are_those_of_an_undisturbed_run(
         assert one.usage.num_output_tokens == whole.usage.num_output_tokens
     assert expected[0].ends[0][0] == "stop"
     for replica in replicas:
-        await until(lambda replica=replica: not replica.engine.requests)
+        await until(lambda replica=replica: not replica.engine.requests)  # type: ignore[misc]
         assert sum(group.active_blocks for group in replica.engine.scheduler.stats().groups) == 0
 
 

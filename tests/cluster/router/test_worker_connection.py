@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +27,7 @@ from transom_worker.errors import WorkerLost
 TEXT = "the quick brown fox"
 
 
-def request(request_id: str = "r", **more: object) -> Request:
+def request(request_id: str = "r", **more: Any) -> Request:
     return Request(request_id=request_id, prompt_token_ids=(1,), params=SamplingParams(), seed=0, **more)
 
 
@@ -91,7 +92,8 @@ def test_a_request_of_which_output_is_missing_is_handed_back():
     in_flight, _ = in_flight_with(request())
     undelivered = in_flight.dispatch([event(0, 2), event(4, 5)])
     (torn,) = undelivered.torn
-    assert undelivered.lost == undelivered.failed == []
+    assert undelivered.lost == []
+    assert undelivered.failed == []
     assert torn.token_ids == [0, 1]
     assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == Undelivered()  # none is expected
     assert len(in_flight) == 0
@@ -102,7 +104,7 @@ async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     one_request = InFlightRequest(OutputStream([request()]), 0, request())
     old = one_request.begin_attempt()
     one_request.begin_attempt()
-    connection = WorkerConnection("w0", worker, "r0", Listener(), RouterTimings())
+    connection = WorkerConnection("w0", worker, "r0", Listener(), RouterTimings())  # type: ignore[arg-type]
     await connection.submit([(one_request, old)])
     assert not one_request.is_sent
     worker.kill()
@@ -162,7 +164,7 @@ async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_th
             async for events in open_stream(router_id):
                 yield events
 
-        api.worker.open_stream = open_at_third
+        api.worker.open_stream = open_at_third  # type: ignore[method-assign]
         api.worker.die()
         assert (await waiting).status_code == 503
         await api.worker.until(lambda: api.worker.aborted)
@@ -178,7 +180,7 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
         async def hang(*_):
             await never.wait()
 
-        worker.submit = hang
+        worker.submit = hang  # type: ignore[method-assign]
         waiting = asyncio.create_task(api.complete())
         await until(lambda: num_in_flight(api.router))
         worker.die()
@@ -205,6 +207,7 @@ async def test_stopping_the_router_ends_what_runs():
         await router.stop()
         while output.num_unfinished:
             *_, (_, last) = await output.next()
+    assert last.error is not None
     assert last.error.kind == "WorkerLost"
     with pytest.raises(WorkerLost):
         async with router.generate([request("s")]):

@@ -305,7 +305,7 @@ async def test_streams_that_have_begun_come_first_and_then_what_matters_most() -
         await until(lambda: len(api.router.queue) == 1)
         for num, priority in enumerate((3, 0, -1, 0)):
             answers.append(asyncio.create_task(api.complete(prompt=str(num), priority=priority)))
-            await until(lambda num=num: len(api.router.queue) == num + 2)
+            await until(lambda num=num: len(api.router.queue) == num + 2)  # type: ignore[misc]
         api.directory.add(second)
         assert [await text(answer) for answer in answers] == ["abc"] * 5
         assert [bytes(r.prompt_token_ids).decode() for r in second.submitted] == ["begun", "2", "1", "3", "0"]

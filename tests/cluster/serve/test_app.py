@@ -58,6 +58,7 @@ def test_a_workers_engine_config_has_its_threads_and_ray_as_rank_launcher():
     config = app.worker_engine_config(settings, resources)
     assert (config.num_threads, config.ranks.size, config.ranks.launcher) == (3, 2, "ray")
     worker = app.worker_deployment(settings, resources)
+    assert resources.bundles is not None
     assert worker.ray_actor_options["num_cpus"] == resources.bundles[0]["CPU"]
     assert worker._replica_config.placement_group_bundles == resources.bundles
 

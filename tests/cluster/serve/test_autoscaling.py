@@ -70,7 +70,11 @@ def test_a_waiting_request_starts_the_first_worker_without_delay():
 
 
 def test_reports_become_loads():
-    metrics = {"num_running": {"a": 1.2, "b": 0.0}, "used_share": {"a": 0.25, "b": 0.5}, "max_num_seqs": {"a": 8}}
+    metrics: dict[str, dict[Any, float]] = {
+        "num_running": {"a": 1.2, "b": 0.0},
+        "used_share": {"a": 0.25, "b": 0.5},
+        "max_num_seqs": {"a": 8},
+    }
     one, two = worker_loads(metrics)
     assert (one.num_running, one.used_share, one.max_num_seqs) == (2, 0.25, 8)
     assert (two.num_running, two.used_share, two.max_num_seqs) == (0, 0.5, 1)

@@ -63,7 +63,7 @@ async def choose(router: ReplicaRequestRouter, worker_id: str, *, is_retry: bool
 
 async def test_calls_go_to_the_replica_they_name(router: ReplicaRequestRouter, deployment: DeploymentID) -> None:
     one, two = Replica(deployment, "one"), Replica(deployment, "two")
-    router.update_replicas([one, two])  # type: ignore[list-item]
+    router.update_replicas([one, two])
     assert await choose(router, "two") is two
     assert await choose(router, "one") is one
     assert await choose(router, "") in (one, two)
@@ -75,8 +75,8 @@ async def test_a_draining_replica_is_reached_as_long_as_it_is_held(
     router: ReplicaRequestRouter, deployment: DeploymentID
 ) -> None:
     one, two = Replica(deployment, "one"), Replica(deployment, "two")
-    router.update_replicas([one, two])  # type: ignore[list-item]
-    router.update_replicas([two])  # type: ignore[list-item]
+    router.update_replicas([one, two])
+    router.update_replicas([two])
     await asyncio.sleep(0)  # Serve's own look at the queues of new replicas
     assert await choose(router, "one") is one
     with pytest.raises(WorkerLost):  # it did not take the call, and no other may have it
@@ -93,7 +93,7 @@ async def test_a_call_without_a_worker_waits_for_the_first(
     waiting = asyncio.create_task(choose(router, ""))
     await asyncio.sleep(0)
     one = Replica(deployment, "one")
-    router.update_replicas([one])  # type: ignore[list-item]
+    router.update_replicas([one])
     assert await asyncio.wait_for(waiting, 120) is one
 
 

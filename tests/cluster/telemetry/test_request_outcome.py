@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +15,7 @@ from transom_cluster.http.api import build_api
 from transom_cluster.openai.completion_writer import CompletionWriter
 from transom_cluster.openai.errors import STREAM_CODES
 from transom_worker.config import FailoverConfig, LimitsConfig
-from transom_worker.contract import ErrorInfo
+from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import Overloaded, PoisonRequest, RequestError, RequestTimeout, StepFailed
 
 PATH = "/v1/completions"
@@ -116,7 +117,7 @@ async def test_a_bug_in_mid_stream_counts_and_is_logged(
 ) -> None:
     write = CompletionWriter.chunk
 
-    def broken(self: CompletionWriter, index: int, event: object) -> str:
+    def broken(self: CompletionWriter, index: int, event: OutputEvent) -> str:
         if event.position:
             raise KeyError(SECRET)
         return write(self, index, event)
@@ -164,8 +165,13 @@ async def test_no_request_adds_a_series() -> None:
         other = {"authorization": "Bearer j"}
         statuses += [(await post(PATH, json=ASKED, headers=other)).status_code]
         statuses += [(await post(path, json={})).status_code for path in (PATH, "/tokenize", "/nothing")]
-        paths = ("/", "/docs", "/metrics/process", "/metrics/process?name=x/y", "/nothing", "/blocks/assets/nothing")
-        paths += (
+        paths = (
+            "/",
+            "/docs",
+            "/metrics/process",
+            "/metrics/process?name=x/y",
+            "/nothing",
+            "/blocks/assets/nothing",
             PATH,
             "/debug/requests?limit=0",
             "/debug/requests/x",
@@ -182,7 +188,7 @@ async def test_no_request_adds_a_series() -> None:
 
 
 def test_statuses_that_the_settings_rule_out_have_no_series() -> None:
-    def statuses(**config: object) -> set[str]:
+    def statuses(**config: Any) -> set[str]:
         router = make_router(StubWorker(), **config)
         build_api(router)
         family = next(one for one in router.metrics.registry.collect() if one.name == "transom_router_requests")

@@ -41,7 +41,7 @@ ENDPOINT = "http://127.0.0.1:9/v1/traces"
 MARK = "zebra4711"
 
 
-class Collector(InMemorySpanExporter):
+class Collector(InMemorySpanExporter):  # type: ignore[misc]
     """Keeps the spans of all processes that a test plays; they are not lost when one of those ends."""
 
     def shutdown(self) -> None:
@@ -127,6 +127,7 @@ async def test_the_client_decides_else_the_ratio(
         await ask(api, client_parent(flags) if flags else None)
         parent = api.worker.submitted[0].trace_parent
     assert bool(collector.get_finished_spans()) == is_traced
+    assert parent is not None
     assert is_sampled(parent) == is_traced  # workers do as the router did
 
 
@@ -239,7 +240,7 @@ async def test_the_framework_makes_no_spans_of_its_own(api: Api) -> None:
     assert not build_api(api.router)._native_telemetry.enabled()
 
 
-class Broken(InMemorySpanExporter):
+class Broken(InMemorySpanExporter):  # type: ignore[misc]
     """A collector that refuses everything."""
 
     def export(self, spans: Any) -> SpanExportResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ def check(watch: Watch) -> None:
         assert (counts["held"], counts["loose"], counts["empty"]) == tuple(map(states.count, (HELD, LOOSE, EMPTY)))
 
 
-def check_sequence(seen: Map, sequence: object) -> None:
+def check_sequence(seen: Map, sequence: Any) -> None:
     told = seen.sequences[sequence.seq_id]
     blocks = sequence.blocks
     assert told["request"] == sequence.request.request_id

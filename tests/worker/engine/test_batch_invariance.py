@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from tests.tiny_checkpoints import reference_logits
 from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.engine.engine import Engine
 
-TIGHT = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
 PROMPTS = [[(131 * i + 17 * j) % 1900 + 40 for j in range(n)] for i, n in enumerate((1, 16, 17, 40, 63, 100, 150, 200))]
-KINDS: list[dict[str, object]] = [
+KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
     {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "min_tokens": 12, "ignore_eos": False},
     {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 0},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
     ],
 )
 def test_wrong_requests_are_refused_at_admission(
-    engine: Engine, prompt: list[int], params: dict[str, object], param: str, message: str
+    engine: Engine, prompt: list[int], params: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         engine.add(make_request("r", prompt, **params))

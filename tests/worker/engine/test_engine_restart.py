@@ -61,7 +61,7 @@ class Fragile(LocalExecutor):
             raise RankLost("Rank 0 of 2: it ended")
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        self.on_loss = callback  # type: ignore[method-assign]
+        self.on_loss = callback
 
     def interrupt(self) -> None:
         self.interrupted.set()
@@ -184,7 +184,7 @@ def test_shutdown_does_not_wait_for_a_restart(engine: Engine) -> None:
         assert executor.interrupted.wait(WAIT_S)
         raise RankLost("The start of the ranks was interrupted.")
 
-    executor.before_restart = hang  # type: ignore[method-assign]
+    executor.before_restart = hang
     thread = EngineThread(engine, lambda _: None)
     executor.is_lost = True
     executor.on_loss()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from transom_worker.engine.engine import Engine
 
 NUM_TOKENS = 20
 
-CASES: dict[str, dict[str, object]] = {
+CASES: dict[str, dict[str, Any]] = {
     "greedy": {"logprobs": 3},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "logprobs": 0},
     "penalties": {
@@ -37,7 +38,7 @@ def engines(tiny_model: Path) -> Iterator[tuple[Engine, Engine]]:
         engine.shutdown()
 
 
-def check_cuts(engines: tuple[Engine, Engine], prompt: list[int], params: dict[str, object]) -> Whole:
+def check_cuts(engines: tuple[Engine, Engine], prompt: list[int], params: dict[str, Any]) -> Whole:
     """Cut the answer at every position, resume all cuts together on the other worker, compare with the undisturbed run."""
     first, second = engines
     (whole,) = run(first, [make_request("whole", prompt, **params)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,11 +33,11 @@ def ids(text: str) -> list[int]:
     return [ord(c) - 97 for c in text]
 
 
-def running_request(resumed: str = "", **params: object) -> RunningRequest:
+def running_request(resumed: str = "", **params: Any) -> RunningRequest:
     request = Request(
         request_id="r",
         prompt_token_ids=(0,),
-        params=SamplingParams(**{"max_tokens": 100, **params}),  # type: ignore[arg-type]
+        params=SamplingParams(**{"max_tokens": 100, **params}),
         seed=0,
         resumed_output_ids=tuple(ids(resumed)),
     )
@@ -53,7 +55,7 @@ def outcome(event: OutputEvent) -> tuple[str, int, str | None, int | str | None]
     return event.text, event.text_offset, event.finish_reason, event.stop_reason
 
 
-def run(text: str, **params: object) -> tuple[str, str | None, int | str | None]:
+def run(text: str, **params: Any) -> tuple[str, str | None, int | str | None]:
     """Text, finish and stop reason of a request that gets `text` letter by letter."""
     running, out = running_request(**params), ""
     for token in ids(text):
@@ -84,7 +86,7 @@ def run(text: str, **params: object) -> tuple[str, str | None, int | str | None]
         ("aabaac", {"stop": ("aac",)}, ("aab", "stop", "aac")),
     ],
 )
-def test_how_requests_end(text: str, params: dict[str, object], expected: tuple[object, ...]) -> None:
+def test_how_requests_end(text: str, params: dict[str, Any], expected: tuple[object, ...]) -> None:
     assert run(text, **params) == expected
 
 
@@ -110,7 +112,12 @@ def test_only_a_possible_stop_is_held_back() -> None:
 def test_a_replay_goes_on_where_the_first_stopped(
     text: str, stops: list[str], min_tokens: int, include: bool, cut: int
 ) -> None:
-    params = {"stop": tuple(stops), "min_tokens": min_tokens, "include_stop_str_in_output": include, "max_tokens": 18}
+    params: dict[str, Any] = {
+        "stop": tuple(stops),
+        "min_tokens": min_tokens,
+        "include_stop_str_in_output": include,
+        "max_tokens": 18,
+    }
     whole, events = running_request(**params), []
     for token in ids(text):
         events.append(push(whole, token))

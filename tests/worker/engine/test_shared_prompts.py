@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.tiny_checkpoints import HybridCase
 from transom_worker.contract import Request
 
 SHARED = [(17 * j) % 1900 + 40 for j in range(200)]
-SETTINGS = {"block_size": 8, "max_model_len": 256}
+SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 256}
 ROOMY_KIB = 8192
 # Model, and a pool in KiB that cannot hold all of them at once.
 MODELS = {

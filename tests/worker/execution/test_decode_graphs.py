@@ -34,7 +34,7 @@ from transom_worker.scheduling.step import StepPlan
 from transom_worker.settings import Settings
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
-SIZE = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}
+SIZE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}
 SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": "1MiB",
     "block_size": 4,
@@ -138,7 +138,8 @@ def check_steps(
     """The same random steps with graphs and without, there with the kernels of `beside`."""
     settings |= {"max_num_seqs": max_num_seqs, "max_model_len": 16}
     steps, device, found = random_steps(seed, num_steps, max_num_seqs), RecorderDevice(), []
-    for recorder, kernels in ((None, beside), (device, "interpreted")):
+    with_graphs: Kernels = "interpreted"
+    for recorder, kernels in ((None, beside), (device, with_graphs)):
         with runner_of(checkpoint, recorder, kernels=kernels, **settings) as runner:
             hand = HandScheduler(runner.info.layout)
             found.append([logits_of(runner, hand, step(hand)) for step in steps])

@@ -82,9 +82,10 @@ def test_a_layer_that_compresses_has_a_cache_for_each_role(dtype: str, block_siz
     slab = allocate_slab(layout, CPU)
     caches, compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
     assert [cache is None for cache in compressed] == [True, False, False, False]
-    assert [cache.index is None for cache in compressed[1:]] == [False, True, False]
+    assert [cache.index is None for cache in compressed[1:]] == [False, True, False]  # type: ignore[union-attr]
     views = [(cache.k, group) for cache, group in zip(caches, group_of_layer(layout), strict=True)]
     for cache in compressed[1:]:
+        assert cache is not None
         for part in (cache, cache.index):
             views += [(part.entries.cache.k, part.entries.group)] if part else []
             views += [(view, part.state.group) for view in (part.state.cache.k, part.state.cache.v)] if part else []

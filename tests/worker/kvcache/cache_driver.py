@@ -281,9 +281,9 @@ class CacheDriver:
         for group in stats.groups:
             assert sum(group.residency.counts) == sum(group.evicted_blocks.values())
         if not self.cache.compaction.copies and not self.steps:  # else contents are still on their way
-            for group, found in enumerate(self.cache.index.groups):
+            for index, found in enumerate(self.cache.index.groups):
                 for digest, block in found.items():
-                    assert self.slab.block(group, block) == self.truth[group, digest]
+                    assert self.slab.block(index, block) == self.truth[index, digest]
 
 
 def _by_logical(pinned: list[int], run: list[int], first_block: int) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from transom_worker.kvcache.arena import FREE
 from transom_worker.kvcache.events import KvUpdate
@@ -15,7 +16,7 @@ from transom_worker.kvcache.window_repair import repair_start
 
 BLOCK = 4
 
-SPECS = {
+SPECS: dict[str, dict[str, Any]] = {
     "full": dict(kind=GroupKind.FULL),
     "window": dict(kind=GroupKind.WINDOW, window=10),
     "window1": dict(kind=GroupKind.WINDOW, window=1),
@@ -50,8 +51,8 @@ ENTRY_MIXES = (  # with blocks of several units
 def spec(name: str, *, block_size: int = BLOCK, layers: tuple[int, ...] = (0,)) -> GroupSpec:
     rule = SPECS[name]
     if rule["kind"] in (GroupKind.COMPRESSED, GroupKind.INDEXER):
-        block_size = max(block_size, rule["ratio"])  # type: ignore[call-overload]
-    return GroupSpec(name=name, layers=layers, block_size=block_size, **rule)  # type: ignore[arg-type]
+        block_size = max(block_size, rule["ratio"])
+    return GroupSpec(name=name, layers=layers, block_size=block_size, **rule)
 
 
 def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_size: int = BLOCK) -> ArenaLayout:

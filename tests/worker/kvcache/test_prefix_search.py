@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -55,7 +57,8 @@ def test_repairs_are_taken_where_they_are_cheapest(layout: Layout, data: st.Data
 
 def test_a_repair_is_chosen_by_what_it_saves() -> None:
     """Windows of 10 over blocks of 4: at 24 tokens two window layers need a repair from 12 - 9 = 3, that is from 0."""
-    full, pair = [{"kind": GroupKind.FULL}], [{"kind": GroupKind.WINDOW, "window": 10}]
+    full: list[dict[str, Any]] = [{"kind": GroupKind.FULL}]
+    pair: list[dict[str, Any]] = [{"kind": GroupKind.WINDOW, "window": 10}]
     everything = set(DIGESTS)
     for layout, reach, window_until, expected in (
         ([full, pair], 6, 0, (6, 12)),
@@ -72,7 +75,7 @@ def test_a_repair_is_chosen_by_what_it_saves() -> None:
 
 
 def test_sink_blocks_must_be_there_for_a_repair() -> None:
-    layout = [[{"kind": GroupKind.FULL}], [{"kind": GroupKind.SINKS_WINDOW, "sinks": 5, "window": 7}]]
+    layout: Layout = [[{"kind": GroupKind.FULL}], [{"kind": GroupKind.SINKS_WINDOW, "sinks": 5, "window": 7}]]
     retentions = [Retention(s) for s in make_groups(layout, block_size=4)]
     for pinned, expected in (({0, 1}, (20, 72)), ({0}, (1, 4)), (set(), (0, 0))):
         hit = find_hit(retentions, [set(DIGESTS), {DIGESTS[i] for i in pinned}], DIGESTS, 20, window_repair=True)

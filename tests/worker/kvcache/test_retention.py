@@ -45,7 +45,7 @@ def test_blocks_of_a_step_without_its_result_stay() -> None:
 )
 def test_skipped_tokens(kind: GroupKind, size: int, skipped: dict[int, int]) -> None:
     sizes = {"window" if kind is GroupKind.WINDOW else "chunk": size}
-    retention = Retention(GroupSpec(name="g", layers=(0,), block_size=16, kind=kind, **sizes))  # type: ignore[arg-type]
+    retention = Retention(GroupSpec(name="g", layers=(0,), block_size=16, kind=kind, **sizes))
     for n, tokens in skipped.items():
         begin = min((begin for begin, _ in retention.spec.live(n)), default=n)
         assert begin == tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -11,25 +12,25 @@ from transom_worker.kvcache.groups import GroupKind, GroupSpec
 FULL = dict(kind=GroupKind.FULL)
 
 
-def window(size: int) -> dict[str, object]:
+def window(size: int) -> dict[str, Any]:
     return dict(kind=GroupKind.WINDOW, window=size)
 
 
-def chunk(size: int) -> dict[str, object]:
+def chunk(size: int) -> dict[str, Any]:
     return dict(kind=GroupKind.CHUNK, chunk=size)
 
 
-def sinks(sinks: int, window: int) -> dict[str, object]:
+def sinks(sinks: int, window: int) -> dict[str, Any]:
     return dict(kind=GroupKind.SINKS_WINDOW, sinks=sinks, window=window)
 
 
-def state(ratio: int, overlap: int) -> dict[str, object]:
+def state(ratio: int, overlap: int) -> dict[str, Any]:
     return dict(kind=GroupKind.COMPRESSOR_STATE, ratio=ratio, overlap=overlap)
 
 
 _IN_ENTRIES = (GroupKind.COMPRESSED, GroupKind.INDEXER)  # a block holds at least one entry
 
-Layout = Sequence[Sequence[dict[str, object]]]  # per layer, bottom first, the rules of its groups
+Layout = Sequence[Sequence[dict[str, Any]]]  # per layer, bottom first, the rules of its groups
 
 
 def make_groups(layout: Layout, *, block_size: int) -> list[GroupSpec]:
@@ -41,10 +42,10 @@ def make_groups(layout: Layout, *, block_size: int) -> list[GroupSpec]:
     return [_group(str(i), dict(rule), tuple(layers), block_size) for i, (rule, layers) in enumerate(members.items())]
 
 
-def _group(name: str, rule: dict[str, object], layers: tuple[int, ...], block_size: int) -> GroupSpec:
+def _group(name: str, rule: dict[str, Any], layers: tuple[int, ...], block_size: int) -> GroupSpec:
     if rule["kind"] in _IN_ENTRIES:
-        block_size = max(block_size, rule["ratio"])  # type: ignore[call-overload]
-    return GroupSpec(name=name, layers=layers, block_size=block_size, **rule)  # type: ignore[arg-type]
+        block_size = max(block_size, rule["ratio"])
+    return GroupSpec(name=name, layers=layers, block_size=block_size, **rule)
 
 
 def read_by(spec: GroupSpec, query: int) -> set[int]:

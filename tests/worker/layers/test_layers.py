@@ -40,7 +40,7 @@ def test_gated_mlp(dtype, quantization, biased):
     x, residual = torch.randn(9, 24).to(dtype), torch.randn(9, 24).to(dtype)
     got = GatedMlp(weights, biases, quantization=quantization).add_to(residual, x).float()
     (gate, up, down), wide = (w.float() for w in weights), x.float()
-    b = [bias.float() for bias in biases] if biased else [0.0, 0.0, 0.0]
+    b = [bias.float() for bias in biases] if biases is not None else [0.0, 0.0, 0.0]
     wanted = (F.silu(wide @ gate.T + b[0]) * (wide @ up.T + b[1])) @ down.T + b[2] + residual.float()
     limit = 1e-5 if dtype == torch.float32 and quantization == "none" else 0.05
     assert (got - wanted).norm() / wanted.norm() < limit

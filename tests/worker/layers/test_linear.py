@@ -17,7 +17,8 @@ SHAPES = [(1, 1, 1), (1, 16, 32), (3, 17, 5), (33, 64, 48), (130, 96, 7)]
 needs_packing = pytest.mark.skipif(not PackedWeight.available(), reason="this torch or CPU packs no weights")
 
 
-def operands(m, k, n, dtype):
+def operands(shape, dtype):
+    m, k, n = shape
     torch.manual_seed(m + k + n)
     return torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
 
@@ -26,7 +27,7 @@ def operands(m, k, n, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_matches_a_plain_product(shape, dtype, biased):
-    x, weight, bias = operands(*shape, dtype)
+    x, weight, bias = operands(shape, dtype)
     layer = make_linear(weight, bias if biased else None)
     wanted = x.float() @ weight.float().T + (bias.float() if biased else 0)
     limit = 1e-4 if dtype == torch.float32 else 0.02 * shape[1] ** 0.5
@@ -40,12 +41,12 @@ def test_matches_a_plain_product(shape, dtype, biased):
 @needs_packing
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_packed_post_operations(shape):
-    x, weight, bias = operands(*shape, torch.bfloat16)
+    x, weight, bias = operands(shape, torch.bfloat16)
     packed = PackedWeight(weight, bias)
     wanted = x.float() @ weight.float().T + bias.float()
     limit = 0.02 * shape[1] ** 0.5
     for name, function in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
-        torch.testing.assert_close(packed.apply(x, name).float(), function(wanted), atol=limit, rtol=0.02)
+        torch.testing.assert_close(packed.apply(x, name).float(), function(wanted), atol=limit, rtol=0.02)  # type: ignore[arg-type]
     other = torch.randn(shape[0], shape[2]).bfloat16()
     torch.testing.assert_close(packed.combine(x, other, "mul").float(), wanted * other.float(), atol=limit, rtol=0.02)
 
@@ -54,7 +55,7 @@ def test_packed_post_operations(shape):
 @pytest.mark.parametrize("product", sorted({best_product(), "float"}))
 @pytest.mark.parametrize("shape", [(1, 64, 48), (4, 576, 96), (33, 64, 16)], ids=str)
 def test_int8_error_is_that_of_rounding(shape, dtype, product):
-    x, weight, bias = operands(*shape, dtype)
+    x, weight, bias = operands(shape, dtype)
     x[0] = 0
     wanted = x.float() @ weight.float().T + bias.float()
     got = Int8Weight(weight, product).apply(x) + bias
@@ -84,7 +85,7 @@ def test_no_rows_give_no_rows():
     for layer in (PlainLinear, PackedLinear, Int8Linear):
         if layer is PackedLinear and not PackedWeight.available():
             continue
-        x, weight, _ = operands(1, 16, 8, torch.bfloat16)
+        x, weight, _ = operands((1, 16, 8), torch.bfloat16)
         assert layer(weight, None)(x[:0]).shape == (0, 8)
 
 

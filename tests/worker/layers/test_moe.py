@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transom_kernels.route import Routing
 from transom_kernels.route.reference import routes_of
 from transom_worker.layers.expert_router import ExpertRouter, Routes
 from transom_worker.layers.experts import SequentialExperts, make_experts
+from transom_worker.layers.linear import PlainLinear
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.moe import Moe
 
@@ -62,10 +64,11 @@ def reference_experts(x, routes, weights, rule, *, scales_input):
 
 def make_weights(dtype=torch.float32, *, biased=True):
     torch.manual_seed(5)
-    shapes = {"gate_up": (EXPERTS, 2 * INNER, HIDDEN), "down": (EXPERTS, HIDDEN, INNER)}
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (EXPERTS, 2 * INNER, HIDDEN), "down": (EXPERTS, HIDDEN, INNER)}
     if biased:
         shapes |= {"gate_up_bias": (EXPERTS, 2 * INNER), "down_bias": (EXPERTS, HIDDEN)}
-    return ExpertTensors(**{name: torch.randn(shape).mul(0.3).to(dtype) for name, shape in shapes.items()})
+    tensors: dict[str, Any] = {name: torch.randn(shape).mul(0.3).to(dtype) for name, shape in shapes.items()}
+    return ExpertTensors(**tensors)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
@@ -158,7 +161,9 @@ def test_weights_are_held_once():
     experts = make_experts(weights, SILU, quantization="none")
     assert experts.weight_bytes == weights.gate_up.nbytes + weights.down.nbytes
     assert isinstance(experts, SequentialExperts)
-    assert experts._down[3]._weight_NK.data_ptr() == weights.down[3].data_ptr()
+    down = experts._down[3]
+    assert isinstance(down, PlainLinear)
+    assert down._weight_NK.data_ptr() == weights.down[3].data_ptr()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -18,6 +18,7 @@ from tests.engine_driver import make_request, run
 from tests.thread_ranks import make_sharded_engine
 from tests.worker.models.interpreted import SETTINGS, kernels_of
 from transom_worker.execution import model_loading
+from transom_worker.models.registry import build_model
 
 
 class Launches(TorchDispatchMode):
@@ -72,7 +73,7 @@ def decoding_step(folder: Path, **settings: Any) -> Counter[str]:
     steps: list[Counter[str]] = []
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        model = made(*args, **kwargs)
+        model = build_model(*args, **kwargs)
         forward = model.forward
 
         def counting(batch: Any) -> torch.Tensor:
@@ -81,10 +82,9 @@ def decoding_step(folder: Path, **settings: Any) -> Counter[str]:
             steps.append(counts)
             return logits
 
-        model.forward = counting
+        model.forward = counting  # type: ignore[method-assign]
         return model
 
-    made = model_loading.build_model
     with kernels_of("interpreted"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_loading, "build_model", build)
         engine, _ = make_sharded_engine(str(folder), 1, **(SETTINGS | settings))

@@ -84,6 +84,7 @@ def bfloat16_errors(folder: Path, ids: list[int]) -> tuple[list[float], list[flo
     (steps,) = [event.prompt_logprobs for event in events if event.prompt_logprobs]
     our_errors, their_errors = [], []
     for position, step in enumerate(steps[1:]):
+        assert step is not None
         tokens = [logprob.token_id for logprob in (step.chosen, *step.top)]
         ours = torch.tensor([logprob.logprob for logprob in (step.chosen, *step.top)])
         our_errors.append(float((ours - exact[position, tokens]).abs().mean()))
@@ -131,7 +132,7 @@ def test_a_missing_or_wrong_tensor_is_named(folder: Path, tmp_path: Path, publis
 
     def build(name: str, tensor: torch.Tensor | None) -> None:
         changed = OneChanged(weights, name, tensor)
-        build_model(architecture, changed, dtype=torch.float32, device="cpu")
+        build_model(architecture, changed, dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
 
     for name in weights.names:
         if ".experts." in name and ".experts.1." not in name:
@@ -151,7 +152,9 @@ def test_sinks_and_wrong_values_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--sinks and --chunk were given; deepseek_v4 layers have windows only"):
         make_engine(str(folder), window=16, sinks=4)
     config = resolve_model(str(folder)).config
-    assert runnable(read_architecture(config)).deepseek_v4.hashed == (True, True, False, False)
+    shape = runnable(read_architecture(config)).deepseek_v4
+    assert shape is not None
+    assert shape.hashed == (True, True, False, False)
     for change, message in (
         ({"scoring_func": "tanh"}, "scoring_func is 'tanh'"),
         ({"mlp_layer_types": ["moe"]}, "for each of 4 layers"),

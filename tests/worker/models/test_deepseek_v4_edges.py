@@ -13,6 +13,7 @@ from tests.checkpoints import greedy, load_oracle, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
+from transom_kernels.latent_attention import select_entries
 from transom_worker.contract import TokenLogprobs
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.runner import ModelRunner
@@ -33,8 +34,13 @@ def oracle(folder: Path) -> PreTrainedModel:
     return load_oracle(folder)
 
 
-def start(folder: Path, **settings: object) -> Engine:
-    values = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": "32MiB", "max_num_seqs": 64}
+def start(folder: Path, **settings: Any) -> Engine:
+    values: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": "32MiB",
+        "max_num_seqs": 64,
+    }
     return make_engine(str(folder), **(values | settings))
 
 
@@ -135,7 +141,7 @@ def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runners: list[ModelRunner] = []
-    prepare, choose = ModelRunner.__init__, compressor.select_entries
+    prepare, choose = ModelRunner.__init__, select_entries
 
     def kept(self: ModelRunner, *args: Any, **kwargs: Any) -> None:
         runners.append(self)

@@ -6,6 +6,7 @@ Two small models in `make test`, more in `make test-all`; every family and sever
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ SEVERAL_RANKS = ("gpt_oss", "gpt_oss in MXFP4", "gemma4", "gemma4 with experts",
 
 def test_windows_and_sinks(tmp_path: Path) -> None:
     tiny_llama(tmp_path, layers=2, hidden=48, heads=4, kv_heads=2)
-    settings = {"window": WINDOW, "sinks": 2, "window_pattern": "SF"}
+    settings: dict[str, Any] = {"window": WINDOW, "sinks": 2, "window_pattern": "SF"}
     assert check(tmp_path, **settings).outcomes["repaired"] > 0
 
 
@@ -46,7 +47,7 @@ def test_learned_sinks_and_experts(tmp_path: Path) -> None:
 
 def make_three_layers(folder: Path) -> None:
     """Write a DeepSeek V4 checkpoint that has a layer of each kind."""
-    layers = {"layer_types": [SLIDING, SPARSE, HEAVY], "mlp_layer_types": ["hash_moe", "moe", "moe"]}
+    layers: dict[str, Any] = {"layer_types": [SLIDING, SPARSE, HEAVY], "mlp_layer_types": ["hash_moe", "moe", "moe"]}
     make_deepseek_v4(folder, num_hidden_layers=3, sliding_window=WINDOW, **layers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_launches_of_other_layers(tmp_path: Path, name: str) -> None:
 
 def test_launches_of_a_layer_with_hyper_connections(tmp_path: Path) -> None:
     def make(num_layers: int) -> Path:
-        kinds = {"layer_types": [SLIDING] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
+        kinds: dict[str, Any] = {"layer_types": [SLIDING] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
         return make_deepseek_v4(tmp_path / str(num_layers), num_hidden_layers=num_layers, hc_sinkhorn_iters=20, **kinds)
 
     assert added_by_a_layer(make) == WINDOW_LAYER

@@ -1,5 +1,7 @@
 """The llama model against transformers' own, on tiny random weights."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -176,9 +178,9 @@ def test_weight_bytes_count_each_tensor_once():
 
 def test_what_is_not_supported_is_refused():
     _, _, architecture = make_pair()
-    options = {"dtype": torch.float32, "device": "cpu"}
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     with pytest.raises(ConfigError, match=r"6 query heads.*at most 6"):
-        build_model(architecture, lambda name: torch.zeros(1), parallel=Parallel(rank=0, size=7), **options)
+        build_model(architecture, lambda name: torch.zeros(1), parallel=Parallel(rank=0, size=7), **options)  # type: ignore[arg-type]
     unknown = type(architecture)(**{**{f: getattr(architecture, f) for f in architecture.__slots__}, "family": "x"})
     with pytest.raises(ModelError, match="'x'"):
-        build_model(unknown, lambda name: torch.zeros(1), **options)
+        build_model(unknown, lambda name: torch.zeros(1), **options)  # type: ignore[arg-type]

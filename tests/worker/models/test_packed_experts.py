@@ -72,14 +72,18 @@ def test_packed_experts_are_the_same_numbers(tmp_path: Path, form: str, rank: in
     assert isinstance(packed.gate_up, MxTensor)
     assert isinstance(packed.down, MxTensor)
     assert isinstance(plain.gate_up, torch.Tensor)
+    assert isinstance(plain.down, torch.Tensor)
     rows, bias = packed.gate_up.dequantised(), packed.gate_up_bias
     if packed.interleaved:
         assert bias is not None
         rows, bias = (torch.cat([part[:, ::2], part[:, 1::2]], dim=1) for part in (rows, bias))
     assert rows.equal(plain.gate_up)
     assert packed.down.dequantised().equal(plain.down)
-    assert (bias is None) == (plain.gate_up_bias is None)
-    assert bias is None or bias.equal(plain.gate_up_bias)
+    if plain.gate_up_bias is None:
+        assert bias is None
+    else:
+        assert bias is not None
+        assert bias.equal(plain.gate_up_bias)
     experts = make_experts(packed, rule=None, quantization="none")  # type: ignore[arg-type]
     assert isinstance(experts, GroupedExperts)
     elements = 3 * EXPERTS * HIDDEN * INNER // size

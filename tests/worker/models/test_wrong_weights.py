@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transom_worker.config import ModelConfig
 from transom_worker.errors import ModelError
 from transom_worker.execution.model_loading import load_model
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen3": {},
     "cohere2": {"sliding_window": 16},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from transom_worker.planner.blocks import DTYPE_BYTES, KV_CACHE_DTYPES, cache_gr
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
 
 
-def groups_of(name: str, dtype: str = BF16, ranks: int = 1, **changes: object) -> dict[str, GroupLayout]:
+def groups_of(name: str, dtype: str = BF16, ranks: int = 1, **changes: Any) -> dict[str, GroupLayout]:
     architecture = read_architecture(CONFIGS[name] | changes)
     groups = cache_groups(architecture, block_size=16, dtype=dtype, tensor_parallel_size=ranks)
     return {group.spec.name: group for group in groups}
@@ -77,7 +78,12 @@ def test_deepseek_v4_rows() -> None:
 
 
 def test_latent_attention_of_deepseek_v3() -> None:
-    config = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
+    config: dict[str, Any] = {
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "num_hidden_layers": 61,
+    }
     group = groups_of("llama-3-8b", **config)["latent"]
     assert group.block_bytes == 61 * 16 * 576 * 2
     assert group.layers[3].v_offset == group.layers[3].k_offset

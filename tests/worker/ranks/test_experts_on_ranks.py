@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint, prompt
 from tests.engine_driver import Whole, make_engine, make_request, run
 
-CONFIG = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 16, "swiglu_limit": 1.5}
+CONFIG: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 16, "swiglu_limit": 1.5}
 LENGTHS = (1, 17, 40, 90)
-SAMPLED = {"temperature": 0.8, "logprobs": 2, "repetition_penalty": 1.1}
-LOOKED_AT = {"prompt_logprobs": 1, "logprobs": 0}  # these read no cache
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "logprobs": 2, "repetition_penalty": 1.1}
+LOOKED_AT: dict[str, Any] = {"prompt_logprobs": 1, "logprobs": 0}  # these read no cache
 
 
-def answers(model: Path, **settings: object) -> list[Whole]:
+def answers(model: Path, **settings: Any) -> list[Whole]:
     engine = make_engine(
         str(model), block_size=8, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32, device="cpu", **settings
     )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,12 @@ def test_an_end_without_warning_in_start_up(tiny_model: Path) -> None:
 
 
 def test_a_model_that_is_forgotten_leaves_no_rank(tiny_model: Path) -> None:
-    settings = {"device": "cpu", "tensor_parallel_size": 2, "kv_cache_memory_bytes": "8MiB", "num_threads": 1}
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "tensor_parallel_size": 2,
+        "kv_cache_memory_bytes": "8MiB",
+        "num_threads": 1,
+    }
     llm = LLM(str(tiny_model), **settings)
     pids = process_ids(llm.engine)
     del llm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ SILENCE_S = 10.0
 class NoProcesses(Launcher):
     """Starts no process, so that no message ever arrives."""
 
-    ip = None  # type: ignore[assignment]
+    ip = None
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -51,7 +52,7 @@ class Script:
 
     def __init__(self, messages: list[tuple[float, int, object]], monkeypatch: pytest.MonkeyPatch) -> None:
         self._messages, self.now_s = messages, 0.0
-        monkeypatch.setattr(startup.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
     def send(self, rank: int, message: object) -> None:
         pass

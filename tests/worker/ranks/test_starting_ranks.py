@@ -19,7 +19,7 @@ from transom_worker.errors import ConfigError, ModelError, RankLost
 from transom_worker.execution.ranks import channel, executor
 from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.execution.ranks.group import RankGroup
-from transom_worker.execution.ranks.messages import Allocate, Load, OpenRendezvous
+from transom_worker.execution.ranks.messages import Allocate, Load, OpenRendezvous, encode
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.settings import Settings
 
@@ -45,7 +45,6 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
     """Have `action` done when the first message of a kind is about to be sent."""
-    encode = channel.encode
 
     def act_and_encode(sent: object) -> bytes:
         if isinstance(sent, message):
@@ -93,22 +92,22 @@ def test_a_start_that_is_interrupted(tiny_model: Path, pids: list[int], monkeypa
 
     def start() -> None:
         try:
-            executor.start()
+            ranks.start()
         except RankLost as error:
             told.put(str(error))
 
     before(Load, monkeypatch, hang)
-    executor = RanksExecutor(config(tiny_model), RankProcesses)
+    ranks = RanksExecutor(config(tiny_model), RankProcesses)
     thread = threading.Thread(target=start)
     thread.start()
     assert hangs.wait(120)
-    executor.interrupt()
+    ranks.interrupt()
     assert "interrupted" in told.get(timeout=120)
     thread.join()
     wait_until_gone(*pids)
     assert not left_behind(os.getpid())
     with pytest.raises(RankLost, match="interrupted"):
-        executor.restart()
+        ranks.restart()
     wait_until_gone(*pids)
 
 

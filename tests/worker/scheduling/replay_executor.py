@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from transom_worker.contract import Logprob, TokenLogprobs
@@ -194,7 +195,7 @@ class ReplayExecutor:
                 for written in _written(spec, position):
                     self._write(layer, group, sequence, written, WRONG if position in wrong else tags[written])
             # Outside of repairs the first and the last query are enough: the first reads the earliest keys, the last the latest.
-            queries = range(start, end) if repairs else {start, end - 1}
+            queries: Iterable[int] = range(start, end) if repairs else {start, end - 1}
             # Compressor state is read to compute entries, and entries below the repair's end are cached.
             if spec.kind is GroupKind.COMPRESSOR_STATE:
                 queries = [query for query in queries if query >= exact_from]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,8 @@ from transom_worker.errors import Overloaded, PromptTooLong, RequestError, Reque
 from transom_worker.scheduling.request_validation import check_request
 
 
-def driver(num_pages: int = 100, **config: object) -> Driver:
-    return Driver(layout(["full", "window"], num_pages=num_pages), **config)  # type: ignore[arg-type]
+def driver(num_pages: int = 100, **config: Any) -> Driver:
+    return Driver(layout(["full", "window"], num_pages=num_pages), **config)
 
 
 def test_a_request_of_another_version_goes_to_another_worker() -> None:
@@ -56,7 +57,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
         ({"grammar": "root ::= 'a'"}, "grammar"),
     ],
 )
-def test_what_no_worker_supports_yet_is_named(fields: dict[str, object], param: str) -> None:
+def test_what_no_worker_supports_yet_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError, match="not supported yet") as caught:
         driver().add(request("r", [1], **fields))
     assert caught.value.param == param

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -29,7 +30,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 class Traced:
     """An engine whose spans stay in memory."""
 
-    def __init__(self, model: Path, sample_ratio: float = 1.0, **settings: object) -> None:
+    def __init__(self, model: Path, sample_ratio: float = 1.0, **settings: Any) -> None:
         self.engine: Engine = make_engine(str(model), **settings)
         self.exporter = InMemorySpanExporter()
         config = TracingConfig(endpoint=ENDPOINT, sample_ratio=sample_ratio)
@@ -53,7 +54,7 @@ def parent_of(flags: str = "01") -> str:
     return f"00-{TRACE}-{PARENT}-{flags}"
 
 
-def with_parent(request_id: str, parent: str | None, **params: object) -> Request:
+def with_parent(request_id: str, parent: str | None, **params: Any) -> Request:
     return replace(make_request(request_id, list(range(1, 30)), **params), trace_parent=parent)
 
 

@@ -63,7 +63,7 @@ TOOLS = [
         },
     }
 ]
-TOOL_CHAT = [
+TOOL_CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather in Köln?"},
     {
         "role": "assistant",

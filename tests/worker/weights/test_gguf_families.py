@@ -218,10 +218,10 @@ def test_tensors_and_architecture_are_the_checkpoints(tmp_path: Path, name: str)
             torch.testing.assert_close(got, want(tensor)[part], rtol=0, atol=0)
     ours, oracle = read_architecture(files.config), read_architecture(theirs.config)
     ropes = tuple(
-        None if a is None or b is None else replace(a, attention_factor=pytest.approx(b.attention_factor))
+        None if a is None or b is None else replace(a, attention_factor=pytest.approx(b.attention_factor))  # type: ignore[arg-type]
         for a, b in zip(ours.ropes, oracle.ropes, strict=True)
     )
-    assert replace(ours, ropes=ropes) == replace(oracle, rms_norm_eps=pytest.approx(oracle.rms_norm_eps))
+    assert replace(ours, ropes=ropes) == replace(oracle, rms_norm_eps=pytest.approx(oracle.rms_norm_eps))  # type: ignore[arg-type]
     assert [rope is None for rope in ours.ropes] == [rope is None for rope in oracle.ropes]
 
 

@@ -113,7 +113,7 @@ def test_what_was_written_is_read_back(
     assert (files.config["dtype"], files.config["tie_word_embeddings"]) == (dtype, False)
 
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 24},
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16},
