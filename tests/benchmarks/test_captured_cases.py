@@ -34,6 +34,7 @@ class TakesNote:
         return Timing(seconds=1.0, spread=0.0, repeats=1, launch="cpu", host_s=1.0)
 
 
+@pytest.mark.exhaustive
 def test_what_reads_host_memory_at_every_run_is_no_graph() -> None:
     """A graph would copy the blocks' numbers from where they were when it was captured, which is freed memory by then."""
     seen: dict[str, bool | None] = {}

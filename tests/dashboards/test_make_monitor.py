@@ -95,6 +95,7 @@ def value_when_there(url: str, query: str) -> Any:
     raise AssertionError(f"{query} stayed empty")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("prometheus")
 def test_it_starts_both_and_leaves_nothing_behind(router: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"

@@ -31,7 +31,11 @@ logger = logging.getLogger("transom.worker")
 
 
 class WorkerReplica:
-    """One worker. `transom_cluster.router.worker_client` calls its methods; all but the constructor run on Serve's event loop."""
+    """One worker.
+
+    Routers call the public methods, which run on Serve's event loop. The constructor runs before there is a loop, and the
+    engine's thread calls `_deliver` once per step.
+    """
 
     def __init__(
         self, config: EngineConfig, model_name: str = "", worker: str = "0", *, engine: Engine | None = None

@@ -26,7 +26,12 @@ def moe_triton(
     *,
     scales_input: bool = False,
 ) -> torch.Tensor:
-    """The contract is that of `op.moe`."""
+    """Return the weighted sum of each token's experts, [T, N] in the dtype of `x`.
+
+    `x` [T, N]: hidden states. `experts` [T, K] and `weights` [T, K]: each token's experts and their routing weights. `tensors`: the
+    matrices and biases of the experts. `rule`: the gated activation between the two matrices. With `scales_input` the routing
+    weight multiplies an expert's input (Llama 4), else its output. `op.moe` has checked shapes and dtypes.
+    """
     (tokens, width), chosen = x.shape, experts.shape[1]
     num_experts, double, _ = tensors.gate_up.shape
     inner, num_pairs = double // 2, tokens * chosen

@@ -152,6 +152,7 @@ def check_steps(
     assert runner.info.num_graphs == len(device.graphs) == 2 * len([num for num in (1, 2, 3) if num <= max_num_seqs])
 
 
+@pytest.mark.exhaustive
 def test_random_steps_give_the_same_logits(checkpoint: Path) -> None:
     """As torch computes them; `test_many_random_steps` has the interpreter on both sides."""
     check_steps(checkpoint, seed=3, num_steps=12, max_num_seqs=2, beside="reference")

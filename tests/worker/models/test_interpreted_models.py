@@ -51,6 +51,7 @@ def make_three_layers(folder: Path) -> None:
     make_deepseek_v4(folder, num_hidden_layers=3, sliding_window=WINDOW, **layers)
 
 
+@pytest.mark.exhaustive
 def test_latent_attention_without_a_cached_prefix(tmp_path: Path) -> None:
     make_three_layers(tmp_path)
     check(tmp_path, lengths=(3, 26), situations=("cold",))

@@ -49,6 +49,7 @@ def test_launches_of_other_layers(tmp_path: Path, name: str) -> None:
     assert layer_of(tmp_path, name) == LAYERS[name]
 
 
+@pytest.mark.exhaustive
 def test_launches_of_a_layer_with_hyper_connections(tmp_path: Path) -> None:
     def make(num_layers: int) -> Path:
         kinds: dict[str, Any] = {"layer_types": [SLIDING] * num_layers, "mlp_layer_types": ["moe"] * num_layers}

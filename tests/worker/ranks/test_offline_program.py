@@ -67,6 +67,7 @@ def test_an_end_without_warning_in_start_up(tiny_model: Path) -> None:
         assert not left_behind(process.pid)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_forgotten_leaves_no_rank(tiny_model: Path) -> None:
     settings: dict[str, Any] = {
         "device": "cpu",

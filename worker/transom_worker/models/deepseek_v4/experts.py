@@ -1,5 +1,8 @@
 """DeepSeek V4's MoE layer: routed experts, chosen by score or looked up by token id (hash routing), and one shared expert.
 
+Every rank holds a part of the inner width of each expert, routed or shared, so each rank's output is a partial sum over the
+inner width. Routed and shared partial sums are added first; then one all-reduce completes both.
+
 Legend: T tokens, N hidden width, I inner width, E experts, V vocabulary, K experts chosen per token.
 """
 
@@ -21,7 +24,10 @@ _NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"
 
 
 class ExpertLayer:
-    """The experts of one layer; `load` reads names within `ffn`. `hashed`: a table gives the experts of each token id."""
+    """The experts of one layer.
+
+    `load` reads the tensors below the prefix `ffn.` of the layer. With `hashed`, a table gives the experts of each token id.
+    """
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, *, hashed: bool) -> None:
         mixture = architecture.mixture
@@ -37,9 +43,12 @@ class ExpertLayer:
         self._rule = GateRule(limit=mixture.clamp)
         weights = experts_by_name(load, _NAMES, mixture, hidden)
         self._experts = make_experts(weights, self._rule, quantization=load.quantization)
-        load, own, self._comm = load.under("shared_experts."), load.cut(inner), load.comm
-        self._shared_in = load.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
-        self._shared_out = load.partial().row_parallel("w2", shape=(hidden, inner), columns=own)
+        self._comm = load.comm
+        own = load.cut(inner)  # this rank's part of the inner width
+        shared = load.under("shared_experts.")
+        self._shared_in = shared.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
+        # `partial`: without an all-reduce of its own, since the layer reduces routed and shared outputs together
+        self._shared_out = shared.partial().row_parallel("w2", shape=(hidden, inner), columns=own)
         parts = (self._router, self._experts, self._shared_in, self._shared_out)
         table_bytes = 0 if self._chosen_VK is None else self._chosen_VK.nbytes
         self.weight_bytes = table_bytes + sum(part.weight_bytes for part in parts)
