@@ -1,0 +1,38 @@
+"""A child as `cpu_decode` and `cpu_peers` start it, whose engine computes nothing: its speed is what SECONDS_PER_STEP says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from peer_engines.json_child import answer_calls
+
+SECONDS_PER_STEP = float(os.environ.get("SECONDS_PER_STEP", "0.25"))
+running = 0
+
+
+def load(settings: dict[str, Any]) -> dict[str, Any]:
+    print("what a library prints")  # must not come between the answers
+    if settings.get("model") == "broken":
+        raise ValueError("no such model")
+    return {"seconds": 1.0}
+
+
+def prefill(num_tokens: int) -> dict[str, Any]:
+    return {"seconds": num_tokens * SECONDS_PER_STEP}
+
+
+def start(batch: int, context: int) -> dict[str, Any]:
+    global running
+    running = batch
+    if context == 13:
+        os._exit(3)
+    return {"first_tokens": [int(1000 * SECONDS_PER_STEP), *range(1, batch)]}
+
+
+def decode(steps: int) -> dict[str, Any]:
+    return {"seconds": steps * SECONDS_PER_STEP, "tokens": steps * running, "outside_forward_s": 0.0}
+
+
+if __name__ == "__main__":
+    answer_calls({"load": load, "prefill": prefill, "start": start, "decode": decode})
