@@ -1,8 +1,8 @@
-"""Decides whether torch or Triton computes an operator, and sizes Triton launches.
+"""Decides whether torch, Triton or a CPU kernel computes an operator, and sizes Triton launches.
 
 The environment variable TRANSOM_KERNELS chooses:
 
-    auto         Triton for CUDA tensors, torch for all others (default)
+    auto         Triton for CUDA tensors, compiled CPU kernels for CPU tensors, torch where there is no kernel (default)
     reference    torch for all tensors: to find out whether a kernel causes a wrong result
     interpreted  Triton for all tensors, on CPUs in Triton's interpreter, which is a thousand times slower: for tests
 """
@@ -42,6 +42,15 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return has_triton() if tensor.device.type == "cuda" else kernels == "interpreted"
 
 
+def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
+    """Whether operators compute with compiled CPU kernels on this tensor; an operator without one goes on with torch.
+
+    Raises:
+        ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
+    """
+    return (_chosen or _of_environment()) == "auto" and tensor.device.type == "cpu" and has_cpu_kernels()
+
+
 @contextmanager
 def prefer(kernels: Kernels) -> Iterator[None]:
     """Within this context all operators of the process, in all threads, use `kernels` instead of TRANSOM_KERNELS."""
@@ -61,6 +70,21 @@ def has_triton() -> bool:
         return True
     logging.getLogger("transom.worker").warning("Triton is not installed: attention and experts will be slow on CUDA.")
     return False
+
+
+@cache
+def has_cpu_kernels() -> bool:
+    """Whether kernels can be compiled and run on this processor. If not, torch computes, which is logged once."""
+    try:
+        from transom_kernels.cpu.pool import pool
+
+        pool()
+    except Exception as error:  # no numba, no compiler for this processor, no futex: all of them mean torch
+        logging.getLogger("transom.worker").warning(
+            "CPU kernels cannot be used, so torch computes, which is slower: %s: %s", type(error).__name__, error
+        )
+        return False
+    return True
 
 
 @cache

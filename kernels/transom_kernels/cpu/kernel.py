@@ -1,0 +1,199 @@
+"""Compiles kernels to object code, keeps it in the user's cache directory, and loads it.
+
+A kernel is named by its module, the function there that makes it, and the parameters that this function takes:
+
+    norm = cpu_kernel("transom_kernels.rms_norm.cpu_kernel", "make_rms_norm", dtype="bf16")
+    norm.address                  # loads it; compiles it if it is not in the cache
+
+Only compiling imports numba. The cache's key holds all that the code depends on: the sources of `transom_kernels.cpu` and of the
+kernel's package, the parameters, the processor, and the versions of Python, numba and llvmlite. A file is written under another
+name and renamed, so that processes that compile at the same time do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from transom_kernels.cpu.bounds import CHECKED
+from transom_kernels.cpu.target import CpuTarget, cpu_target
+
+CACHE_VARIABLE = "TRANSOM_CACHE_DIR"
+
+Parameter = str | int | bool | float | None
+
+logger = logging.getLogger("transom.worker")
+
+_lock = threading.RLock()
+_engines: list[llvm.ExecutionEngine] = []  # own the loaded code, for as long as the process runs
+
+
+@dataclass(frozen=True)
+class CpuKernel:
+    """A kernel: `maker` in `module` with `parameters` returns the Python function that is compiled."""
+
+    module: str
+    maker: str
+    parameters: tuple[tuple[str, Parameter], ...]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in errors."""
+        given = ", ".join(f"{name}={value!r}" for name, value in self.parameters)
+        return f"{self.module.removeprefix('transom_kernels.')}.{self.maker}({given})"
+
+    @cached_property
+    def address(self) -> int:
+        """The address of its code. The first call loads it, and compiles it if need be."""
+        with _lock:
+            begin_s = time.perf_counter()
+            code, compiled = _cached_code(self)
+            address = _load(code, _symbol(self))
+            if compiled:
+                statistics.num_compiled += 1
+                statistics.compile_s += time.perf_counter() - begin_s
+            return address
+
+
+@dataclass(slots=True)
+class CompileStatistics:
+    """What compiling has cost this process."""
+
+    num_compiled: int = 0
+    compile_s: float = 0.0
+
+
+statistics = CompileStatistics()
+
+
+@cache
+def cpu_kernel(module: str, maker: str, **parameters: Parameter) -> CpuKernel:
+    """The kernel of these parameters; the same object each time."""
+    return CpuKernel(module, maker, tuple(sorted(parameters.items())))
+
+
+def cache_directory() -> Path:
+    """Where compiled code is kept: TRANSOM_CACHE_DIR, else the user's cache directory."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "transom"
+
+
+def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
+    """Compile a kernel with numba for this processor, or turn its code into `target`'s."""
+    import numba
+    from numba import types
+
+    function = getattr(import_module(kernel.module), kernel.maker)(**dict(kernel.parameters))
+    entry = numba.cfunc(
+        types.void(types.int64, types.int64), nopython=True, nogil=True, boundscheck=False, error_model="numpy"
+    )(function)
+    text = str(entry._library._final_module).replace(entry._wrapper_name, _symbol(kernel))
+    return _emit(text, target or cpu_target())
+
+
+def _emit(text: str, target: CpuTarget) -> bytes:
+    """Object code of LLVM's text."""
+    _initialise()
+    module = llvm.parse_assembly(text)
+    module.triple = target.triple
+    module.verify()
+    machine = llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.name,
+        features=target.features,
+        opt=3,
+        reloc="pic",
+        codemodel="jitdefault" if target.x86 else "small",
+        jit=True,
+    )
+    return machine.emit_object(module)
+
+
+def _symbol(kernel: CpuKernel) -> str:
+    digest = hashlib.sha256(repr((kernel.module, kernel.maker, kernel.parameters)).encode()).hexdigest()
+    return f"transom_kernel_{digest[:24]}"
+
+
+def _cached_code(kernel: CpuKernel) -> tuple[bytes, bool]:
+    """The kernel's object code, and whether it was compiled now."""
+    if CHECKED:  # checked code holds the address of this process's table of ranges
+        return object_code(kernel), True
+    path = cache_directory() / "kernels" / f"{_key(kernel)}.o"
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        digest, code = data[:32], data[32:]
+        if hashlib.sha256(code).digest() == digest:
+            return code, False
+    _say_that_it_compiles()
+    code = object_code(kernel)
+    with contextlib.suppress(OSError):  # a read-only or full disk costs the next start its time, and nothing else
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(temporary, path)
+    return code, True
+
+
+@cache
+def _say_that_it_compiles() -> None:
+    logger.info("Compiling kernels for this CPU (once; later starts read them from %s).", cache_directory())
+
+
+def _key(kernel: CpuKernel) -> str:
+    target = cpu_target()
+    versions = (sys.version, version("numba"), version("llvmlite"))
+    package = kernel.module.rpartition(".")[0]
+    parts = (repr(kernel), _sources("transom_kernels.cpu"), _sources(package), repr(target), repr(versions))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@cache
+def _sources(package: str) -> str:
+    """A digest of the Python files of a package."""
+    spec = find_spec(package)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _initialise() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def _load(code: bytes, symbol: str) -> int:
+    """Load object code into this process; return the address of a function in it."""
+    _initialise()
+    engine = llvm.create_mcjit_compiler(
+        llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine()
+    )
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    address = int(engine.get_function_address(symbol))
+    if not address:
+        raise RuntimeError(f"{symbol} is not in the compiled code.")
+    return address

@@ -1,0 +1,38 @@
+"""Where the words lie that the pool's threads share: plain numbers, read by Python and compiled into kernels.
+
+All words are int64. A *tag* is the number of a run of the pool. A claim word is `tag << ITEM_BITS | next item`, and a done word
+`tag << ITEM_BITS | finished items`, so that a thread that is late by a run changes nothing.
+"""
+
+ITEM_BITS = 24
+ITEM_MASK = (1 << ITEM_BITS) - 1
+LINE = 128  # two cache lines, which processors fetch together: what two threads write lies so far apart
+
+# an instruction, in words
+INSTRUCTION_WORDS = 64
+KERNEL, ITEMS, OWN_ITEMS, ARGUMENTS = (
+    0,
+    1,
+    2,
+    4,
+)  # kernel's address; address of the number of items; that number; arguments
+MAX_ARGUMENTS = INSTRUCTION_WORDS - ARGUMENTS
+
+# an instruction's claim word, and its done word DONE bytes behind
+SYNC_BYTES = 2 * LINE
+DONE = LINE
+
+# a thread's words
+SYNC_OF, TAG_OF, ITEMS_OF, SCRATCH_OF, THREAD_OF, THREADS_OF = range(6)
+THREAD_BYTES = 2 * LINE
+
+# the pool's words
+RUN, STOP, PARKED = (
+    0,
+    LINE // 8,
+    2 * LINE // 8,
+)  # tag of the newest run; whether threads end; how many threads are parked
+INSTRUCTIONS, COUNT, SYNC, SPIN = (
+    3 * LINE // 8 + word for word in range(4)
+)  # of the newest run; rounds to spin when idle
+POOL_BYTES = 4 * LINE

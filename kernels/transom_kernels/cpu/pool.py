@@ -1,0 +1,214 @@
+"""The threads that run CPU kernels: one pool a process, shared by all of its models.
+
+The thread that launches takes part in the work. The others spin for a moment after a run, so that the next run of the same step
+finds them awake, and then park, so that an idle server costs nothing. Items of work are claimed one by one: a thread that lost
+its core to another process delays only the item that it has.
+
+- run: one handover to the threads, of one instruction or of a program's.
+- instruction: a kernel, its number of items and its arguments (`layout.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transom_kernels.cpu import layout
+from transom_kernels.cpu.bounds import CHECKED, raise_fault, set_ranges
+from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
+
+SPINS_BEFORE_PARKING = (
+    2000  # about 50 microseconds: a step launches again sooner, and a parked thread wakes in about 40
+)
+_MAX_ITEMS = layout.ITEM_MASK
+_FIRST_SCRATCH_BYTES = 1 << 20
+
+_Words = NDArray[np.int64]
+_Entry = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # calls release the interpreter's lock
+
+
+class Pool:
+    """`num_threads` threads, the launching one counted."""
+
+    def __init__(self, num_threads: int) -> None:
+        """Start the threads.
+
+        Raises:
+            OSError: the system is not Linux, whose futex parks the threads.  Any other error: kernels cannot be compiled.
+        """
+        if platform.system() != "Linux":
+            raise OSError(f"CPU kernels run on Linux, not on {platform.system()}")
+        self.num_threads = num_threads
+        self._lock = threading.Lock()
+        self._words = _aligned_words(layout.POOL_BYTES)
+        self._words[layout.SPIN] = SPINS_BEFORE_PARKING
+        self._threads: list[threading.Thread] = []
+        self._thread_words = [_aligned_words(layout.THREAD_BYTES) for _ in range(num_threads)]
+        self._scratch: list[mmap.mmap] = []
+        self._scratch_bytes = 0
+        self._kept: list[_Words] = []
+        self._sync = _aligned_words(layout.SYNC_BYTES)
+        self._eager = _aligned_words(layout.INSTRUCTION_WORDS * 8)
+        self._run_entry = _Entry(cpu_kernel("transom_kernels.cpu.pool_kernel", "make_run").address)
+        self._pool_address = self._words.ctypes.data
+        for index, words in enumerate(self._thread_words):
+            words[layout.THREAD_OF], words[layout.THREADS_OF] = index, num_threads
+        self._grow_scratch(_FIRST_SCRATCH_BYTES)
+        self._main = self._thread_words[0].ctypes.data
+        self._start_threads()
+
+    def run_one(
+        self,
+        kernel: CpuKernel,
+        num_items: int,
+        arguments: Sequence[int],
+        ranges: list[tuple[int, int]],
+        scratch_bytes: int,
+    ) -> None:
+        """Run one kernel and wait for it.
+
+        Raises:
+            IndexError: a checked kernel touched memory outside of `ranges`.
+        """
+        address = kernel.address
+        with self._lock:
+            write_instruction(self._eager, address, num_items, arguments)
+            self._run(self._eager, 1, scratch_bytes, kernel.name, ranges)
+
+    def run_program(self, instructions: _Words, count: int, scratch_bytes: int, ranges: list[tuple[int, int]]) -> None:
+        """Run `count` instructions, each after the one before. `instructions` must come from `keep`."""
+        with self._lock:
+            self._run(instructions, count, scratch_bytes, "program", ranges)
+
+    def keep(self, num_instructions: int) -> _Words:
+        """Memory for instructions. It is never freed, because a late thread may still read it."""
+        words = _aligned_words(max(1, num_instructions) * layout.INSTRUCTION_WORDS * 8)
+        self._kept.append(words)
+        return words
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._lock:
+            self._words[layout.STOP] = 1
+            self._words[layout.COUNT] = 0
+            if self._threads:
+                self._run_entry(self._pool_address, self._main)
+            for thread in self._threads:
+                thread.join()
+            self._threads = []
+
+    def _run(
+        self, instructions: _Words, count: int, scratch_bytes: int, name: str, ranges: list[tuple[int, int]]
+    ) -> None:
+        if scratch_bytes > self._scratch_bytes:
+            self._grow_scratch(scratch_bytes)
+        if count * layout.SYNC_BYTES > self._sync.nbytes:
+            self._kept.append(self._sync)
+            self._sync = _aligned_words(2 * count * layout.SYNC_BYTES)
+        words = self._words
+        words[layout.INSTRUCTIONS] = instructions.ctypes.data
+        words[layout.COUNT] = count
+        words[layout.SYNC] = self._sync.ctypes.data
+        if CHECKED:
+            scratch = [(int(own[layout.SCRATCH_OF]), self._scratch_bytes) for own in self._thread_words]
+            set_ranges([*ranges, *scratch])
+        self._run_entry(self._pool_address, self._main)
+        if CHECKED:
+            raise_fault(name)
+
+    def _grow_scratch(self, num_bytes: int) -> None:
+        """Give every thread new scratch memory; no run is going on, and a late thread does not touch its scratch."""
+        self._scratch_bytes = 1 << (num_bytes - 1).bit_length()
+        self._scratch = [_lazy_memory(self._scratch_bytes) for _ in range(self.num_threads)]
+        for words, memory in zip(self._thread_words, self._scratch, strict=True):
+            words[layout.SCRATCH_OF] = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+
+    def _start_threads(self) -> None:
+        if self.num_threads == 1:
+            return
+        serve = _Entry(cpu_kernel("transom_kernels.cpu.pool_kernel", "make_serve").address)
+        for words in self._thread_words[1:]:
+            address = words.ctypes.data
+            thread = threading.Thread(
+                target=serve, args=(self._pool_address, address), daemon=True, name="transom-kernels"
+            )
+            thread.start()
+            self._threads.append(thread)
+
+
+def write_instruction(words: _Words, address: int, num_items: int, arguments: Sequence[int]) -> None:
+    """Write an instruction whose number of items is known.
+
+    Raises:
+        ValueError: it has too many items or arguments.
+    """
+    if num_items > _MAX_ITEMS or len(arguments) > layout.MAX_ARGUMENTS:
+        raise ValueError(
+            f"{num_items} items and {len(arguments)} arguments; a launch takes up to {_MAX_ITEMS} and {layout.MAX_ARGUMENTS}."
+        )
+    words[layout.KERNEL] = address
+    words[layout.ITEMS] = words.ctypes.data + 8 * layout.OWN_ITEMS
+    words[layout.OWN_ITEMS] = num_items
+    words[layout.ARGUMENTS : layout.ARGUMENTS + len(arguments)] = arguments
+
+
+_num_threads = 0
+_pool: Pool | None = None
+_pool_lock = threading.Lock()
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set how many threads run kernels in this process; 0 means as many as the process may use cores."""
+    global _num_threads, _pool
+    with _pool_lock:
+        _num_threads = num_threads
+        if _pool is not None and _pool.num_threads != _wanted():
+            _pool.close()
+            _pool = None
+
+
+def pool() -> Pool:
+    """The process's pool; the first call starts its threads."""
+    global _pool
+    if _pool is None:
+        with _pool_lock:
+            if _pool is None:
+                _pool = Pool(_wanted())
+    return _pool
+
+
+def _wanted() -> int:
+    return _num_threads or len(os.sched_getaffinity(0))
+
+
+def _forget_pool() -> None:
+    """A forked child has none of its parent's threads."""
+    global _pool, _pool_lock
+    _pool, _pool_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _aligned_words(num_bytes: int) -> _Words:
+    """Zeroed words at a multiple of a page."""
+    raw = np.zeros(num_bytes + 4096, dtype=np.uint8)
+    begin = -raw.ctypes.data % 4096
+    return raw[begin : begin + num_bytes].view(np.int64)
+
+
+def _lazy_memory(num_bytes: int) -> mmap.mmap:
+    """Memory that the system provides on first touch."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -1,0 +1,102 @@
+"""The code that the pool's threads run: execute the instructions of a run, then spin, then park until the next run."""
+
+from __future__ import annotations
+
+import platform
+
+from numba import njit
+
+from transom_kernels.cpu import layout
+from transom_kernels.cpu.layout import ITEM_BITS, ITEM_MASK
+from transom_kernels.cpu.simd import (
+    atomic_add,
+    atomic_load,
+    call,
+    pause,
+    store_i64_unchecked,
+    system_call,
+    unchecked_i64,
+)
+
+_FUTEX, _SCHED_YIELD = (202, 24) if platform.machine() in ("x86_64", "AMD64") else (98, 124)  # Linux's numbers
+_WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
+_SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one item of work takes
+
+
+@njit
+def _wait_done(done, tag, items_of):  # type: ignore[no-untyped-def]
+    """Wait until all items are finished; return False when the run is over."""
+    spins = 0
+    while True:
+        word = atomic_load(done)
+        if word >> ITEM_BITS != tag:
+            return False
+        if word & ITEM_MASK >= unchecked_i64(items_of):
+            return True
+        pause()
+        spins += 1
+        if spins > _SPINS_BEFORE_YIELD:  # the thread that has the last item may have lost its core to another process
+            system_call(_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
+
+
+@njit
+def _execute(tag, instructions, count, sync, thread):  # type: ignore[no-untyped-def]
+    """Take part in each instruction, in order."""
+    for index in range(count):
+        instruction = instructions + index * (layout.INSTRUCTION_WORDS * 8)
+        claims = sync + index * layout.SYNC_BYTES
+        items_of = unchecked_i64(instruction + 8 * layout.ITEMS)
+        store_i64_unchecked(thread + 8 * layout.SYNC_OF, claims)
+        store_i64_unchecked(thread + 8 * layout.TAG_OF, tag)
+        store_i64_unchecked(thread + 8 * layout.ITEMS_OF, items_of)
+        if atomic_load(claims) >> ITEM_BITS == tag:
+            call(unchecked_i64(instruction + 8 * layout.KERNEL), instruction + 8 * layout.ARGUMENTS, thread)
+        if not _wait_done(claims + layout.DONE, tag, items_of):
+            return
+
+
+def make_run():  # type: ignore[no-untyped-def]
+    """The caller's part of a run: publish it, wake parked threads, and take part in it."""
+
+    def run(pool, thread):  # type: ignore[no-untyped-def]
+        tag = atomic_load(pool + 8 * layout.RUN) + 1
+        count = unchecked_i64(pool + 8 * layout.COUNT)
+        sync = unchecked_i64(pool + 8 * layout.SYNC)
+        for index in range(count):
+            claims = sync + index * layout.SYNC_BYTES
+            store_i64_unchecked(claims, tag << ITEM_BITS)
+            store_i64_unchecked(claims + layout.DONE, tag << ITEM_BITS)
+        atomic_add(pool + 8 * layout.RUN, 1)
+        if atomic_load(pool + 8 * layout.PARKED) > 0:
+            system_call(_FUTEX, pool + 8 * layout.RUN, _WAKE_PRIVATE, 1 << 20, 0, 0, 0)
+        _execute(tag, unchecked_i64(pool + 8 * layout.INSTRUCTIONS), count, sync, thread)
+
+    return run
+
+
+def make_serve():  # type: ignore[no-untyped-def]
+    """A pool thread's whole life."""
+
+    def serve(pool, thread):  # type: ignore[no-untyped-def]
+        seen = unchecked_i64(thread + 8 * layout.TAG_OF)
+        spins = 0
+        while atomic_load(pool + 8 * layout.STOP) == 0:
+            tag = atomic_load(pool + 8 * layout.RUN)
+            if tag == seen:
+                pause()
+                spins += 1
+                if spins > unchecked_i64(pool + 8 * layout.SPIN):
+                    atomic_add(pool + 8 * layout.PARKED, 1)
+                    system_call(_FUTEX, pool + 8 * layout.RUN, _WAIT_PRIVATE, tag & 0xFFFFFFFF, 0, 0, 0)
+                    atomic_add(pool + 8 * layout.PARKED, -1)
+                    spins = 0
+                continue
+            instructions = atomic_load(pool + 8 * layout.INSTRUCTIONS)
+            count = atomic_load(pool + 8 * layout.COUNT)
+            sync = atomic_load(pool + 8 * layout.SYNC)
+            if atomic_load(pool + 8 * layout.RUN) != tag:
+                continue  # a newer run began in between, and these words may be its own
+            seen, spins = tag, 0
+            _execute(tag, instructions, count, sync, thread)
+
+    return serve

@@ -1,0 +1,680 @@
+"""Vectors for kernels that numba compiles: types of 16 lanes, loads and stores at raw addresses, products and reductions.
+
+A kernel is a Python function over integers (addresses in bytes), scalars and these vectors. A vector lives in a register; it is
+made by `load_*` and `splat`, and combined by `+ - *` and the functions here. On processors with narrower registers LLVM
+splits it. Where a processor has an instruction of its own (bfloat16 pairs, 8-bit quads), this module alone chooses it.
+
+- part: the first `count` of 16 lanes, for widths that are no multiple of 16; the other lanes are 0 and are not stored.
+- pair: two bfloat16 numbers in the 32 bits of one lane; the first is in the low half.
+- quad: four 8-bit integers in the 32 bits of one lane.
+
+With TRANSOM_CHECKED_KERNELS=1 each access is compared with the memory that the launch named (`bounds.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
+
+from transom_kernels.cpu.bounds import checked_address
+from transom_kernels.cpu.target import cpu_target
+
+LANES = 16
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+F16 = ir.HalfType()
+F32_16, I32_16 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+BF16 = _BFloat()
+
+
+class Vector(types.Type):
+    """Numba's type of a vector of 16 lanes of float32 or int32."""
+
+    def __init__(self, element: str) -> None:
+        super().__init__(name=f"{element}x{LANES}")
+
+
+f32x16, i32x16 = Vector("float32"), Vector("int32")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Vector) -> None:
+        super().__init__(manager, numba_type, F32_16 if numba_type is f32x16 or numba_type == f32x16 else I32_16)
+
+
+# --- code generation helpers, for this module and for kernels that build their inner loop themselves
+
+
+def function(b: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Function:
+    """Declare an LLVM function (an intrinsic) in the builder's module, once."""
+    found = b.module.globals.get(name)
+    return found if found is not None else ir.Function(b.module, ir.FunctionType(result, arguments), name)
+
+
+def int64(value: int) -> ir.Constant:
+    """A constant of 64 bits."""
+    return ir.Constant(I64, value)
+
+
+def int32(value: int) -> ir.Constant:
+    """A constant of 32 bits."""
+    return ir.Constant(I32, value)
+
+
+def constant(vector: ir.VectorType, value: float) -> ir.Constant:
+    """A vector with `value` in every lane."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+    """Load a value of `kind` at an address."""
+    address = checked_address(b, address, _num_bytes(kind))
+    return b.load(b.inttoptr(address, ir.PointerType(kind)), align=align)
+
+
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 1) -> None:
+    """Store a value at an address."""
+    address = checked_address(b, address, _num_bytes(value.type))
+    b.store(value, b.inttoptr(address, ir.PointerType(value.type)), align=align)
+
+
+def broadcast(b: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
+    """A vector with `scalar` in every lane."""
+    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, int32(0))
+    lanes = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    return b.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes)
+
+
+def shuffle(b: ir.IRBuilder, first: ir.Value, second: ir.Value, lanes: list[int]) -> ir.Value:
+    """The lanes of two vectors, numbered through, in a new order."""
+    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x * y + z, rounded once."""
+    return b.call(function(b, f"llvm.fma.v{LANES}f32", F32_16, [F32_16] * 3), [x, y, z])
+
+
+def dot_pairs(b: ir.IRBuilder, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    """total + x.low * y.low + x.high * y.high in float32, lane by lane; x and y are pairs."""
+    if cpu_target().bf16:
+        pairs = ir.VectorType(BF16, 2 * LANES)
+        product = function(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32_16, [F32_16, pairs, pairs])
+        return b.call(product, [total, b.bitcast(x, pairs), b.bitcast(y, pairs)])
+    for widen in (pair_low, pair_high):
+        total = multiply_add(b, widen(b, x), widen(b, y), total)
+    return total
+
+
+def pair_low(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    """The first number of each pair, in float32."""
+    return b.bitcast(b.shl(pairs, constant(I32_16, 16)), F32_16)
+
+
+def pair_high(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    """The second number of each pair, in float32."""
+    return b.bitcast(b.and_(pairs, constant(I32_16, 0xFFFF0000)), F32_16)
+
+
+def dot_quads(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """total + the four products of unsigned and signed 8-bit integers of each lane, in int32, exactly."""
+    if cpu_target().vnni:
+        bytes_ = ir.VectorType(I8, 4 * LANES)
+        product = function(b, "llvm.x86.avx512.vpdpbusd.512", I32_16, [I32_16, bytes_, bytes_])
+        return b.call(product, [total, b.bitcast(unsigned, bytes_), b.bitcast(signed, bytes_)])
+    for index in range(4):
+        left = b.and_(b.lshr(unsigned, constant(I32_16, 8 * index)), constant(I32_16, 0xFF))
+        right = b.ashr(b.shl(signed, constant(I32_16, 24 - 8 * index)), constant(I32_16, 24))
+        total = b.add(total, b.mul(left, right))
+    return total
+
+
+def round_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """float32 rounded to bfloat16 (to nearest, ties to even), as 16-bit integers; NaN stays NaN."""
+    half = ir.VectorType(I16, LANES)
+    if cpu_target().bf16:
+        return b.bitcast(b.fptrunc(x, ir.VectorType(BF16, LANES)), half)
+    bits = b.bitcast(x, I32_16)
+    lowest = b.and_(b.lshr(bits, constant(I32_16, 16)), constant(I32_16, 1))
+    rounded = b.lshr(b.add(bits, b.add(lowest, constant(I32_16, 0x7FFF))), constant(I32_16, 16))
+    quiet = b.or_(b.lshr(bits, constant(I32_16, 16)), constant(I32_16, 0x40))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), half)
+
+
+def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """The sum of the lanes, added in halves, so that the order is fixed."""
+    for half in (8, 4, 2, 1):
+        lanes = list(range(LANES))
+        x = b.fadd(x, shuffle(b, x, x, [(lane + half) % LANES for lane in lanes]))
+    return b.extract_element(x, int32(0))
+
+
+class Loop:
+    """`for k in range(0, stop, step)` with carried values, in LLVM; `results` are the values after the last round.
+
+    The body runs at least once: callers give a `stop` above 0.
+    """
+
+    def __init__(
+        self,
+        b: ir.IRBuilder,
+        stop: ir.Value,
+        step: int,
+        carried: list[ir.Value],
+        body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+    ) -> None:
+        before = b.block
+        head, end = b.append_basic_block("loop"), b.append_basic_block("end")
+        b.branch(head)
+        b.position_at_end(head)
+        k = b.phi(I64)
+        values = [b.phi(value.type) for value in carried]
+        k.add_incoming(int64(0), before)
+        for value, initial in zip(values, carried, strict=True):
+            value.add_incoming(initial, before)
+        self.results = body(k, list(values))
+        following = b.add(k, int64(step))
+        last = b.block
+        k.add_incoming(following, last)
+        for value, result in zip(values, self.results, strict=True):
+            value.add_incoming(result, last)
+        b.cbranch(b.icmp_signed("<", following, stop), head, end)
+        b.position_at_end(end)
+
+
+def _num_bytes(kind: ir.Type) -> int:
+    if isinstance(kind, ir.VectorType):
+        return kind.count * _num_bytes(kind.element)
+    if isinstance(kind, ir.IntType):
+        return max(1, kind.width // 8)
+    return {"float": 4, "half": 2, "bfloat": 2, "double": 8}[str(kind)]
+
+
+# --- operators on vectors
+
+
+def _operators() -> None:
+    cases: list[tuple[Any, Vector, str]] = [
+        (operator.add, f32x16, "fadd"),
+        (operator.sub, f32x16, "fsub"),
+        (operator.mul, f32x16, "fmul"),
+        (operator.truediv, f32x16, "fdiv"),
+        (operator.add, i32x16, "add"),
+        (operator.sub, i32x16, "sub"),
+        (operator.mul, i32x16, "mul"),
+        (operator.and_, i32x16, "and_"),
+        (operator.or_, i32x16, "or_"),
+    ]
+    for key in {key for key, _, _ in cases}:
+        kinds = [kind for of, kind, _ in cases if of is key]
+
+        def generic(self: Any, args: Any, kws: Any, kinds: list[Vector] = kinds) -> Any:
+            return signature(args[0], *args) if len(args) == 2 and args[0] == args[1] and args[0] in kinds else None
+
+        infer_global(key)(type(f"Vector_{key.__name__}", (AbstractTemplate,), {"generic": generic, "key": key}))
+    for key, kind, method in cases:
+
+        def lower(context: Any, b: Any, sig: Any, args: Any, method: str = method) -> Any:
+            return getattr(b, method)(*args)
+
+        lower_builtin(key, kind, kind)(lower)
+
+
+_operators()
+
+
+def _emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a numba intrinsic of a function (builder, *values) -> value. `result` and `arguments` are numba types."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        names = ", ".join(f"a{index}" for index in range(len(arguments)))
+        scope: dict[str, Any] = {}
+
+        def implement(given: Any) -> Any:
+            def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+                values = [
+                    context.cast(b, value, have, want)
+                    for value, have, want in zip(args, sig.args, arguments, strict=True)
+                ]
+                made = emit(b, *values)
+                return context.get_dummy_value() if made is None else made
+
+            return signature(result, *arguments), generate
+
+        text = f"def {emit.__name__}(typingctx{', ' + names if names else ''}):\n    return implement(None)\n"
+        exec(text, {"implement": implement}, scope)  # numba reads the intrinsic's arguments from its signature
+        made = scope[emit.__name__]
+        made.__doc__ = emit.__doc__
+        return intrinsic(made)
+
+    return decorate
+
+
+_i, _f = types.int64, types.float32
+
+# --- vectors from and to memory
+
+
+@_emits(f32x16, _f)
+def splat(b, x):
+    """A vector with `x` in every lane."""
+    return broadcast(b, x, F32_16)
+
+
+@_emits(i32x16, _i)
+def splat_int(b, x):
+    """A vector with the low 32 bits of `x` in every lane."""
+    return broadcast(b, b.trunc(x, I32), I32_16)
+
+
+@_emits(f32x16, _i)
+def load_f32(b, address):
+    """16 float32 numbers."""
+    return load(b, address, F32_16, 4)
+
+
+@_emits(f32x16, _i)
+def load_bf16(b, address):
+    """16 bfloat16 numbers, in float32."""
+    bits = b.zext(load(b, address, ir.VectorType(I16, LANES), 2), I32_16)
+    return b.bitcast(b.shl(bits, constant(I32_16, 16)), F32_16)
+
+
+@_emits(f32x16, _i)
+def load_f16(b, address):
+    """16 float16 numbers, in float32."""
+    return b.fpext(load(b, address, ir.VectorType(F16, LANES), 2), F32_16)
+
+
+@_emits(types.void, _i, f32x16)
+def store_f32(b, address, x):
+    """Store 16 float32 numbers."""
+    store(b, x, address, 4)
+
+
+@_emits(types.void, _i, f32x16)
+def store_bf16(b, address, x):
+    """Round to bfloat16 and store."""
+    store(b, round_bf16(b, x), address, 2)
+
+
+@_emits(types.void, _i, f32x16)
+def store_f16(b, address, x):
+    """Round to float16 and store."""
+    store(b, b.fptrunc(x, ir.VectorType(F16, LANES)), address, 2)
+
+
+def _mask(b, count):
+    lanes = ir.Constant(I32_16, list(range(LANES)))
+    return b.icmp_signed("<", lanes, broadcast(b, b.trunc(count, I32), I32_16))
+
+
+def _load_part(b, address, count, element, name):
+    vector, masks = ir.VectorType(element, LANES), ir.VectorType(I1, LANES)
+    address = checked_address(b, address, b.mul(count, int64(_num_bytes(element))))
+    pointer = b.inttoptr(address, ir.PointerType(vector))
+    masked = function(b, f"llvm.masked.load.v{LANES}{name}.p0", vector, [pointer.type, I32, masks, vector])
+    zero = ir.Constant(vector, [0] * LANES)
+    return b.call(masked, [pointer, int32(_num_bytes(element)), _mask(b, count), zero])
+
+
+def _store_part(b, address, value, count, name):
+    vector, masks = value.type, ir.VectorType(I1, LANES)
+    address = checked_address(b, address, b.mul(count, int64(_num_bytes(vector.element))))
+    pointer = b.inttoptr(address, ir.PointerType(vector))
+    masked = function(b, f"llvm.masked.store.v{LANES}{name}.p0", ir.VoidType(), [vector, pointer.type, I32, masks])
+    b.call(masked, [value, pointer, int32(_num_bytes(vector.element)), _mask(b, count)])
+
+
+@_emits(f32x16, _i, _i)
+def load_part_f32(b, address, count):
+    """The first `count` of 16 float32 numbers; the other lanes are 0, and their memory is not read."""
+    return _load_part(b, address, count, F32, "f32")
+
+
+@_emits(f32x16, _i, _i)
+def load_part_bf16(b, address, count):
+    """The first `count` of 16 bfloat16 numbers."""
+    bits = b.zext(_load_part(b, address, count, I16, "i16"), I32_16)
+    return b.bitcast(b.shl(bits, constant(I32_16, 16)), F32_16)
+
+
+@_emits(f32x16, _i, _i)
+def load_part_f16(b, address, count):
+    """The first `count` of 16 float16 numbers."""
+    bits = _load_part(b, address, count, I16, "i16")
+    return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
+
+
+@_emits(types.void, _i, f32x16, _i)
+def store_part_f32(b, address, x, count):
+    """Store the first `count` lanes."""
+    _store_part(b, address, x, count, "f32")
+
+
+@_emits(types.void, _i, f32x16, _i)
+def store_part_bf16(b, address, x, count):
+    """Round the first `count` lanes to bfloat16 and store them."""
+    _store_part(b, address, round_bf16(b, x), count, "i16")
+
+
+@_emits(types.void, _i, f32x16, _i)
+def store_part_f16(b, address, x, count):
+    """Round the first `count` lanes to float16 and store them."""
+    half = b.bitcast(b.fptrunc(x, ir.VectorType(F16, LANES)), ir.VectorType(I16, LANES))
+    _store_part(b, address, half, count, "i16")
+
+
+@_emits(i32x16, _i)
+def load_words(b, address):
+    """16 words of 32 bits: integers, pairs or quads."""
+    return load(b, address, I32_16, 4)
+
+
+@_emits(types.void, _i, i32x16)
+def store_words(b, address, x):
+    """Store 16 words of 32 bits."""
+    store(b, x, address, 4)
+
+
+@_emits(i32x16, _i)
+def splat_word(b, address):
+    """The 32 bits at an address in every lane: one pair, or one quad."""
+    return broadcast(b, load(b, address, I32, 4), I32_16)
+
+
+LOAD = {"f32": load_f32, "bf16": load_bf16, "f16": load_f16}
+STORE = {"f32": store_f32, "bf16": store_bf16, "f16": store_f16}
+LOAD_PART = {"f32": load_part_f32, "bf16": load_part_bf16, "f16": load_part_f16}
+STORE_PART = {"f32": store_part_f32, "bf16": store_part_bf16, "f16": store_part_f16}
+NUM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+# --- arithmetic
+
+
+@_emits(f32x16, f32x16, f32x16, f32x16)
+def fma(b, x, y, z):
+    """x * y + z, rounded once."""
+    return multiply_add(b, x, y, z)
+
+
+@_emits(f32x16, f32x16, i32x16, i32x16)
+def dot_bf16(b, total, x, y):
+    """total + the products of pairs, in float32."""
+    return dot_pairs(b, total, x, y)
+
+
+@_emits(i32x16, i32x16, i32x16, i32x16)
+def dot_u8s8(b, total, unsigned, signed):
+    """total + the products of quads, in int32."""
+    return dot_quads(b, total, unsigned, signed)
+
+
+@_emits(f32x16, i32x16)
+def to_float(b, x):
+    """int32 as float32."""
+    return b.sitofp(x, F32_16)
+
+
+@_emits(i32x16, f32x16)
+def to_int(b, x):
+    """float32 rounded to the nearest int32 (ties to even)."""
+    return b.fptosi(b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [x]), I32_16)
+
+
+@_emits(f32x16, f32x16, f32x16)
+def vector_max(b, x, y):
+    """The larger of each two lanes; NaN loses."""
+    return b.call(function(b, f"llvm.maxnum.v{LANES}f32", F32_16, [F32_16] * 2), [x, y])
+
+
+@_emits(f32x16, f32x16, f32x16)
+def vector_min(b, x, y):
+    """The smaller of each two lanes; NaN loses."""
+    return b.call(function(b, f"llvm.minnum.v{LANES}f32", F32_16, [F32_16] * 2), [x, y])
+
+
+@_emits(f32x16, f32x16)
+def vector_abs(b, x):
+    """Absolute values."""
+    return b.call(function(b, f"llvm.fabs.v{LANES}f32", F32_16, [F32_16]), [x])
+
+
+# Taylor's series of 2 ** x around 0, from x ** 6 down
+_EXP2_FACTORS = (
+    1.5403530393381608e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2, 0.2402265069591007,
+    0.6931471805599453, 1.0,
+)  # fmt: skip
+
+
+def emit_exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2 ** x for x up to 127, within 3e-7 of its value; 0 for x below -126."""
+    low = b.fcmp_ordered("<", x, constant(F32_16, -126.0))
+    clamped = b.call(function(b, f"llvm.maxnum.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, -126.0)])
+    whole = b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [clamped])
+    part = b.fsub(clamped, whole)
+    total = constant(F32_16, _EXP2_FACTORS[0])
+    for factor in _EXP2_FACTORS[1:]:
+        total = multiply_add(b, total, part, constant(F32_16, factor))
+    scaled = b.add(b.bitcast(total, I32_16), b.shl(b.fptosi(whole, I32_16), constant(I32_16, 23)))
+    return b.select(low, constant(F32_16, 0.0), b.bitcast(scaled, F32_16))
+
+
+@_emits(f32x16, f32x16)
+def exp2(b, x):
+    """2 ** x, for x up to 127; 0 below -126."""
+    return emit_exp2(b, x)
+
+
+LOG2_E = 1.4426950408889634
+
+
+@_emits(f32x16, f32x16)
+def exp(b, x):
+    """e ** x, for x up to 88; 0 below -87."""
+    return emit_exp2(b, b.fmul(x, constant(F32_16, LOG2_E)))
+
+
+@_emits(f32x16, f32x16)
+def sigmoid(b, x):
+    """1 / (1 + e ** -x)."""
+    limited = b.call(function(b, f"llvm.maxnum.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, -87.0)])
+    other = emit_exp2(b, b.fmul(limited, constant(F32_16, -LOG2_E)))
+    return b.fdiv(constant(F32_16, 1.0), b.fadd(constant(F32_16, 1.0), other))
+
+
+@_emits(f32x16, f32x16)
+def tanh(b, x):
+    """tanh(x) = 1 - 2 / (e ** 2x + 1), with x limited to 20 either way, where it is 1 in float32."""
+    for name, bound in (("maxnum", -20.0), ("minnum", 20.0)):
+        x = b.call(function(b, f"llvm.{name}.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, bound)])
+    power = emit_exp2(b, b.fmul(x, constant(F32_16, 2 * LOG2_E)))
+    two = b.fdiv(constant(F32_16, 2.0), b.fadd(power, constant(F32_16, 1.0)))
+    return b.fsub(constant(F32_16, 1.0), two)
+
+
+@_emits(_f, f32x16)
+def lane_sum(b, x):
+    """The sum of the lanes, in a fixed order."""
+    return horizontal_sum(b, x)
+
+
+@_emits(_f, f32x16)
+def lane_max(b, x):
+    """The largest lane."""
+    return b.call(function(b, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [F32_16]), [x])
+
+
+@_emits(f32x16, f32x16, _i, _f)
+def keep_part(b, x, count, other):
+    """The first `count` lanes of `x`, and `other` in the lanes behind them."""
+    return b.select(_mask(b, count), x, broadcast(b, other, F32_16))
+
+
+# --- scalars
+
+
+@_emits(_i, _i)
+def load_i64(b, address):
+    """An int64."""
+    return load(b, address, I64, 8)
+
+
+@_emits(types.void, _i, _i)
+def store_i64(b, address, x):
+    """Store an int64."""
+    store(b, x, address, 8)
+
+
+@_emits(_i, _i)
+def load_i32(b, address):
+    """An int32, as int64."""
+    return b.sext(load(b, address, I32, 4), I64)
+
+
+@_emits(types.void, _i, _i)
+def store_i32(b, address, x):
+    """Store the low 32 bits."""
+    store(b, b.trunc(x, I32), address, 4)
+
+
+@_emits(_i, _i)
+def load_u8(b, address):
+    """A byte, as int64."""
+    return b.zext(load(b, address, I8, 1), I64)
+
+
+@_emits(types.void, _i, _i)
+def store_u8(b, address, x):
+    """Store the low 8 bits."""
+    store(b, b.trunc(x, I8), address, 1)
+
+
+@_emits(_f, _i)
+def load_scalar_f32(b, address):
+    """A float32."""
+    return load(b, address, F32, 4)
+
+
+@_emits(types.void, _i, _f)
+def store_scalar_f32(b, address, x):
+    """Store a float32."""
+    store(b, x, address, 4)
+
+
+@_emits(_f, _i)
+def load_scalar_bf16(b, address):
+    """A bfloat16, as float32."""
+    return b.bitcast(b.shl(b.zext(load(b, address, I16, 2), I32), int32(16)), F32)
+
+
+@_emits(_f, _i)
+def load_scalar_f16(b, address):
+    """A float16, as float32."""
+    return b.fpext(load(b, address, F16, 2), F32)
+
+
+LOAD_SCALAR = {"f32": load_scalar_f32, "bf16": load_scalar_bf16, "f16": load_scalar_f16}
+
+
+@_emits(_f, _i)
+def float_of_bits(b, word):
+    """The float32 whose bits are the low 32 of an argument word (`launch.float_bits`)."""
+    return b.bitcast(b.trunc(word, I32), F32)
+
+
+@_emits(_f, _f)
+def sqrt(b, x):
+    """The square root."""
+    return b.call(function(b, "llvm.sqrt.f32", F32, [F32]), [x])
+
+
+# --- memory and threads
+
+
+@_emits(_i, _i)
+def unchecked_i64(b, address):
+    """An int64 of a kernel's arguments or of its thread, which checked kernels do not compare."""
+    return b.load(b.inttoptr(address, ir.PointerType(I64)), align=8)
+
+
+@_emits(types.void, _i, _i)
+def store_i64_unchecked(b, address, x):
+    """Store an int64 of a thread or of the pool."""
+    b.store(x, b.inttoptr(address, ir.PointerType(I64)), align=8)
+
+
+@_emits(types.void, _i)
+def prefetch(b, address):
+    """Ask for a cache line that is read soon; any address is allowed."""
+    byte = ir.PointerType(I8)
+    fetch = function(b, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
+    b.call(fetch, [b.inttoptr(address, byte), int32(0), int32(3), int32(1)])
+
+
+@_emits(_i, _i)
+def atomic_load(b, address):
+    """Load an int64; what was stored before by the thread that released it is visible."""
+    return b.load_atomic(b.inttoptr(address, ir.PointerType(I64)), "acquire", 8)
+
+
+@_emits(types.void, _i, _i)
+def atomic_store(b, address, x):
+    """Store an int64 and release what was stored before."""
+    b.store_atomic(x, b.inttoptr(address, ir.PointerType(I64)), "release", 8)
+
+
+@_emits(_i, _i, _i)
+def atomic_add(b, address, x):
+    """Add to an int64; return what it was."""
+    return b.atomic_rmw("add", b.inttoptr(address, ir.PointerType(I64)), x, "seq_cst")
+
+
+@_emits(types.boolean, _i, _i, _i)
+def compare_and_swap(b, address, old, new):
+    """Replace `old` by `new` at an address; whether it was `old`."""
+    pair = b.cmpxchg(b.inttoptr(address, ir.PointerType(I64)), old, new, "seq_cst", "seq_cst")
+    return b.extract_value(pair, 1)
+
+
+@_emits(types.void)
+def pause(b):
+    """Tell the processor that this is a spinning loop."""
+    if cpu_target().x86:
+        b.call(function(b, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+
+
+@_emits(types.void, _i, _i, _i)
+def call(b, kernel, arguments, thread):
+    """Call a compiled kernel by its address."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+    b.call(b.inttoptr(kernel, ir.PointerType(kind)), [arguments, thread])
+
+
+system_call = types.ExternalFunction("syscall", _i(_i, _i, _i, _i, _i, _i, _i))

@@ -1,0 +1,78 @@
+"""What every kernel does: read its argument words, and claim items of work until none is left.
+
+A kernel is a function (arguments, thread) without a result. `arguments` is the address of its argument words (int64); `thread` is
+the address of this thread's words. All threads of the pool call the kernel at once, and each item goes to one of them:
+
+    def kernel(arguments, thread):
+        item = claim(thread)
+        while item >= 0:
+            x = argument(arguments, 0)
+            ...
+            finish(thread)
+            item = claim(thread)
+
+A kernel must not read what its arguments point at before its first claim: a thread that comes late, when the step is over and
+its memory belongs to others, gets no item.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from transom_kernels.cpu.layout import (
+    DONE,
+    ITEM_BITS,
+    ITEM_MASK,
+    ITEMS_OF,
+    SCRATCH_OF,
+    SYNC_OF,
+    TAG_OF,
+    THREAD_OF,
+    THREADS_OF,
+)
+from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, unchecked_i64
+
+
+@njit(inline="always")
+def argument(arguments, index):  # type: ignore[no-untyped-def]
+    """Argument word `index`."""
+    return unchecked_i64(arguments + 8 * index)
+
+
+@njit
+def claim(thread):  # type: ignore[no-untyped-def]
+    """The next item that no thread has, or -1."""
+    sync, tag = unchecked_i64(thread + 8 * SYNC_OF), unchecked_i64(thread + 8 * TAG_OF)
+    while True:
+        word = atomic_load(sync)
+        if word >> ITEM_BITS != tag:
+            return -1
+        item = word & ITEM_MASK
+        if item >= unchecked_i64(unchecked_i64(thread + 8 * ITEMS_OF)):
+            return -1
+        if compare_and_swap(sync, word, word + 1):
+            return item
+
+
+@njit(inline="always")
+def finish(thread):  # type: ignore[no-untyped-def]
+    """Say that a claimed item is done: what this thread stored is then visible to all."""
+    atomic_add(unchecked_i64(thread + 8 * SYNC_OF) + DONE, 1)
+
+
+@njit(inline="always")
+def scratch(thread):  # type: ignore[no-untyped-def]
+    """The address of this thread's own memory; the launch says how much of it the kernel needs. Aligned to 4096."""
+    return unchecked_i64(thread + 8 * SCRATCH_OF)
+
+
+@njit(inline="always")
+def thread_index(thread):  # type: ignore[no-untyped-def]
+    """This thread's number, from 0."""
+    return unchecked_i64(thread + 8 * THREAD_OF)
+
+
+@njit(inline="always")
+def num_threads(thread):  # type: ignore[no-untyped-def]
+    """How many threads the pool has."""
+    return unchecked_i64(thread + 8 * THREADS_OF)

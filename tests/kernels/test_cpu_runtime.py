@@ -1,0 +1,119 @@
+"""The pool and the compiler of CPU kernels, tested with the kernel of `rms_norm`."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from transom_kernels.cpu.kernel import cpu_kernel, statistics
+from transom_kernels.cpu.launching import launch
+from transom_kernels.cpu.pool import Pool, pool, set_num_threads
+
+NORM = ("transom_kernels.rms_norm.cpu_kernel", "make_rms_norm")
+
+
+def norm(x, weight, eps=1e-5):
+    out = torch.full_like(x, float("nan"))
+    kernel = cpu_kernel(*NORM, dtype="f32", weight_dtype="f32")
+    launch(kernel, len(x), [x, weight, out, x.shape[1], x.stride(0) * 4, out.stride(0) * 4, eps])
+    return out
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_the_result_does_not_depend_on_the_number_of_threads(num_threads):
+    x, weight = torch.randn(100, 77), torch.randn(77)
+    expected = norm(x, weight)
+    set_num_threads(num_threads)
+    try:
+        for _ in range(200):
+            assert torch.equal(norm(x, weight), expected)
+    finally:
+        set_num_threads(0)
+
+
+def test_threads_that_launch_at_the_same_time_do_not_disturb_each_other():
+    weight = torch.randn(50)
+    inputs = [torch.randn(rows, 50) for rows in (1, 3, 20, 64)]
+    expected = [norm(x, weight) for x in inputs]
+    wrong = []
+
+    def work(x, want):
+        wrong.extend(1 for _ in range(300) if not torch.equal(norm(x, weight), want))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_pool_ends_its_threads():
+    before = threading.active_count()
+    own = Pool(3)
+    assert threading.active_count() == before + 2
+    own.close()
+    assert threading.active_count() == before
+
+
+def test_a_forked_child_has_a_pool_of_its_own():
+    x, weight = torch.randn(4, 20), torch.randn(20)
+    expected = norm(x, weight)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(norm(x, weight), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_code_in_the_cache_is_loaded_without_numba(tmp_path):
+    program = (
+        "import sys\n"
+        "from transom_kernels.cpu.kernel import cpu_kernel, statistics\n"
+        f"assert cpu_kernel('{NORM[0]}', '{NORM[1]}', dtype='f32', weight_dtype='f32').address\n"
+        "print(statistics.num_compiled, 'numba' in sys.modules)\n"
+    )
+    environment = {**os.environ, "TRANSOM_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [run.stdout.split() for run in runs] == [["1", "True"], ["0", "False"]]
+
+
+def test_damaged_code_in_the_cache_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRANSOM_CACHE_DIR", str(tmp_path))
+    kernel = cpu_kernel(*NORM, dtype="f32", weight_dtype="bf16")
+    assert kernel.address
+    (path,) = (tmp_path / "kernels").iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    vars(kernel).pop("address")
+    before = statistics.num_compiled
+    assert kernel.address
+    assert statistics.num_compiled == before + 1
+
+
+def test_a_checked_kernel_raises_where_it_touches_other_memory():
+    program = (
+        "import torch\n"
+        "from transom_kernels.cpu.kernel import cpu_kernel\n"
+        "from transom_kernels.cpu.launching import launch\n"
+        f"kernel = cpu_kernel('{NORM[0]}', '{NORM[1]}', dtype='f32', weight_dtype='f32')\n"
+        "x, weight = torch.randn(3, 20), torch.randn(20)\n"
+        "out = torch.empty(3, 20)\n"
+        "launch(kernel, 3, [x, weight, out, 20, 80, 80, 1e-5])\n"
+        "try:\n"
+        "    launch(kernel, 4, [x, weight, out, 20, 80, 80, 1e-5])\n"
+        "except IndexError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "TRANSOM_CHECKED_KERNELS": "1"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "accesses outside of its memory" in run.stdout
+
+
+def test_too_many_arguments_are_refused():
+    with pytest.raises(ValueError, match="arguments"):
+        pool().run_one(cpu_kernel(*NORM, dtype="f32", weight_dtype="f32"), 1, list(range(100)), [], 0)
