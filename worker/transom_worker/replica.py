@@ -25,6 +25,7 @@ from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
 from transom_worker.logs import show_logs
+from transom_worker.openmp import call_on_thread
 from transom_worker.startup import build_engine
 
 logger = logging.getLogger("transom.worker")
@@ -43,7 +44,7 @@ class WorkerReplica:
         """Build the engine that `config` describes, unless it is there already, and start its thread."""
         show_logs(config.log_format, f"worker/{worker}")
         begin_s = time.perf_counter()
-        self.engine = engine or build_engine(config, model_name=model_name, worker=worker)
+        self.engine = engine or call_on_thread(lambda: build_engine(config, model_name=model_name, worker=worker))
         gc.collect()
         gc.freeze()  # the objects of loading stay for good; a collection over them would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transom_worker.openmp import wait_variables
 from transom_worker.settings import Settings
 
 ROUTER_CPUS = 0.25
@@ -92,9 +93,8 @@ def _resources(threads: int, num_ranks: int, *, replica: dict[str, float], rank:
             **({"num_gpus": actor["GPU"]} if "GPU" in actor else {}),
             "runtime_env": {
                 "env_vars": {
-                    # Ray would set the thread count to num_cpus, and spinning threads starve the router on small machines.
-                    "OMP_NUM_THREADS": str(threads),
-                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "OMP_NUM_THREADS": str(threads),  # Ray would set it to num_cpus
+                    **wait_variables(os.environ),
                 }
             },
         },

@@ -14,6 +14,7 @@ from transom_cluster.serve.worker_resources import (
     count_visible_gpus,
     worker_resources,
 )
+from transom_worker.openmp import SPIN_ROUNDS
 from transom_worker.settings import Settings
 
 LAPTOP = ClusterResources(node_cpus=(2.0,), num_gpus=0)
@@ -53,7 +54,16 @@ def test_threads_are_divided_among_workers_and_ranks():
     assert of(several, replicas=4, tensor_parallel_size=2).num_threads == 4
     given = of(LAPTOP, num_threads=1)
     assert given.num_threads == 1
-    assert given.actor_options["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def test_waiting_threads_of_a_worker_spin_for_a_moment_unless_the_user_has_chosen(monkeypatch):
+    def variables() -> dict[str, str]:
+        return of(LAPTOP, num_threads=1).actor_options["runtime_env"]["env_vars"]
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert variables() == {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert variables() == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("cuda", 0), ("auto", 1)])

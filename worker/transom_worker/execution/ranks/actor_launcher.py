@@ -6,6 +6,7 @@ Ray ends the actors when this process ends, for whatever reason it ends.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transom_worker.errors import ConfigError
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import RankSetup
+from transom_worker.openmp import wait_variables
 
 KILL_TIMEOUT_S = 10.0
 POLL_PERIOD_S = (
@@ -102,7 +104,7 @@ def _create(group: PlacementGroup, bundle: int) -> Any:
         "num_cpus": resources.get("CPU", 0),
         "num_gpus": resources.get("GPU", 0),
         "max_restarts": 0,
-        "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
+        "runtime_env": {"env_vars": wait_variables(os.environ)},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
     }
     return ray.remote(RankActor).options(**options).remote()

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from transom_worker.errors import ConfigError, RankLost
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import RankSetup
+from transom_worker.openmp import wait_variables
 
 PROGRAM = (sys.executable, "-P", "-m", "transom_worker.execution.ranks.rank_main")
 KILL_TIMEOUT_S = 10.0
@@ -127,10 +128,10 @@ class _RankProcess(threading.Thread):
 def _environment(setup: RankSetup) -> dict[str, str]:
     """Return the environment of a rank's process.
 
-    It is the caller's, with two changes: OpenMP threads sleep instead of spinning, since the ranks share the cores; and on GPUs
-    each rank sees only its own device.
+    It is the caller's, with two changes: waiting OpenMP threads spin only for a moment, since the ranks share the cores; and on
+    GPUs each rank sees only its own device.
     """
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    environment = {**os.environ, **wait_variables(os.environ)}
     if setup.config.model.device == "cpu":
         return environment
     visible = environment.get(VISIBLE_DEVICES)

@@ -1,0 +1,69 @@
+"""The OpenMP variables that a rank's process or actor is started with."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from transom_worker.execution.ranks import actor_launcher, process_launcher
+from transom_worker.execution.ranks.actor_launcher import RankActors
+from transom_worker.execution.ranks.messages import RankSetup
+from transom_worker.execution.ranks.process_launcher import RankProcesses
+from transom_worker.openmp import SPIN_ROUNDS
+from transom_worker.settings import Settings
+
+WRITES_ITS_VARIABLES = (
+    "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text("
+    "' '.join(f'{name}={os.environ[name]}' for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY') if name in os.environ))"
+)
+CHOICES = pytest.mark.parametrize(
+    ("policy", "expected"), [(None, f"GOMP_SPINCOUNT={SPIN_ROUNDS}"), ("ACTIVE", "OMP_WAIT_POLICY=ACTIVE")]
+)
+
+
+def one_setup() -> RankSetup:
+    config = Settings.parse(model="m", device="cpu").engine_config()
+    return RankSetup(config=config, rank=0, size=1, endpoint="", server_key=b"")
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, policy: str | None) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+
+
+@CHOICES
+def test_a_rank_s_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None, expected: str) -> None:
+    choose(monkeypatch, policy)
+    written, exits = tmp_path / "variables", queue.Queue[tuple[int, str | None]]()
+    monkeypatch.setattr(process_launcher, "PROGRAM", (sys.executable, "-c", WRITES_ITS_VARIABLES, str(written)))
+    launcher = RankProcesses()
+    launcher.launch([one_setup()], lambda rank, how: exits.put((rank, how)))
+    assert exits.get(timeout=120) == (0, None)
+    launcher.close()
+    assert written.read_text() == expected
+
+
+@CHOICES
+def test_a_rank_s_actor(monkeypatch: pytest.MonkeyPatch, policy: str | None, expected: str) -> None:
+    choose(monkeypatch, policy)
+    asked: list[dict[str, Any]] = []
+
+    class Remote:
+        def options(self, **options: Any) -> Any:
+            asked.append(options)
+            raise InterruptedError
+
+    group = SimpleNamespace(bundle_count=2, bundle_specs=[{}, {"CPU": 1}])
+    monkeypatch.setattr(actor_launcher, "get_current_placement_group", lambda: group)
+    monkeypatch.setattr(actor_launcher, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr("ray.remote", lambda _: Remote())
+    with pytest.raises(InterruptedError):
+        RankActors().launch([one_setup()], lambda rank, how: None)
+    variables = asked[0]["runtime_env"]["env_vars"]
+    assert " ".join(f"{name}={value}" for name, value in variables.items()) == expected

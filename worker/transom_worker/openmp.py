@@ -1,0 +1,51 @@
+"""Settings of OpenMP, whose threads run torch's CPU operators, for the processes of workers and ranks.
+
+Between two operators an OpenMP thread waits for its next piece of work. It *spins* (looks again and again) for a number of rounds,
+and then sleeps. Waking a sleeping thread takes 35 to 100 microseconds, as long as a small operator; a thread that spins takes a
+core from the router and the proxy. So the threads of a server spin for about as long as waking one takes, and sleep after that.
+
+GNU's OpenMP library (libgomp, which comes with torch) reads its variables once, when it is loaded, so they are set for a new
+process. Two facts decide whether they count:
+
+- Every thread that runs operators has OpenMP threads of its own until it ends. Where all of these together are more than the cores,
+  libgomp spins 100 rounds at most, whatever the variables say. `call_on_thread` loads a model on a thread that ends, so that the
+  OpenMP threads of the thread which runs the steps are the only ones.
+- `GOMP_SPINCOUNT` counts before `OMP_WAIT_POLICY`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+SPIN_ROUNDS = 2000  # 20 to 100 microseconds, by processor
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+T = TypeVar("T")
+
+
+def wait_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that say how long waiting threads of a new process spin: those of `environment`, if it has any."""
+    given = {name: environment[name] for name in WAIT_VARIABLES if name in environment}
+    return given or {"GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
+
+
+def call_on_thread(function: Callable[[], T]) -> T:
+    """Run `function` on a thread that has ended, with its OpenMP threads, when this returns the function's result or raises its
+    error."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="transom-load")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
