@@ -18,7 +18,8 @@ NORM = ("transom_kernels.rms_norm.cpu_kernel", "make_rms_norm")
 def norm(x, weight, eps=1e-5):
     out = torch.full_like(x, float("nan"))
     kernel = cpu_kernel(*NORM, dtype="f32", weight_dtype="f32")
-    launch(kernel, len(x), [x, weight, out, x.shape[1], x.stride(0) * 4, out.stride(0) * 4, eps])
+    rows, width = x.shape
+    launch(kernel, rows, [x, None, None, weight, out, out, rows, 1, width, x.stride(0) * 4, 0, 1.0, eps])
     return out
 
 
@@ -103,9 +104,9 @@ def test_a_checked_kernel_raises_where_it_touches_other_memory():
         f"kernel = cpu_kernel('{NORM[0]}', '{NORM[1]}', dtype='f32', weight_dtype='f32')\n"
         "x, weight = torch.randn(3, 20), torch.randn(20)\n"
         "out = torch.empty(3, 20)\n"
-        "launch(kernel, 3, [x, weight, out, 20, 80, 80, 1e-5])\n"
+        "launch(kernel, 3, [x, None, None, weight, out, out, 3, 1, 20, 80, 0, 1.0, 1e-5])\n"
         "try:\n"
-        "    launch(kernel, 4, [x, weight, out, 20, 80, 80, 1e-5])\n"
+        "    launch(kernel, 4, [x, None, None, weight, out, out, 4, 1, 20, 80, 0, 1.0, 1e-5])\n"
         "except IndexError as error:\n"
         "    print(error)\n"
     )

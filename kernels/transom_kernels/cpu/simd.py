@@ -409,10 +409,29 @@ def splat_word(b, address):
     return broadcast(b, load(b, address, I32, 4), I32_16)
 
 
+@_emits(f32x16, f32x16)
+def round_f32(b, x):
+    """float32 itself: the counterpart of the other roundings."""
+    return x
+
+
+@_emits(f32x16, f32x16)
+def round_to_bf16(b, x):
+    """Round to bfloat16, and back to float32."""
+    return b.bitcast(b.shl(b.zext(round_bf16(b, x), I32_16), constant(I32_16, 16)), F32_16)
+
+
+@_emits(f32x16, f32x16)
+def round_to_f16(b, x):
+    """Round to float16, and back to float32."""
+    return b.fpext(b.fptrunc(x, ir.VectorType(F16, LANES)), F32_16)
+
+
 LOAD = {"f32": load_f32, "bf16": load_bf16, "f16": load_f16}
 STORE = {"f32": store_f32, "bf16": store_bf16, "f16": store_f16}
 LOAD_PART = {"f32": load_part_f32, "bf16": load_part_bf16, "f16": load_part_f16}
 STORE_PART = {"f32": store_part_f32, "bf16": store_part_bf16, "f16": store_part_f16}
+ROUND = {"f32": round_f32, "bf16": round_to_bf16, "f16": round_to_f16}
 NUM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 # --- arithmetic

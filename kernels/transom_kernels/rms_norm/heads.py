@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
 def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
@@ -27,6 +27,12 @@ def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None
 
         head_norm_triton_(x, weight, eps)
         return
+    if uses_cpu_kernels(x):
+        from transom_kernels.rms_norm.cpu import head_norm_cpu_, head_norm_fits
+
+        if head_norm_fits(x, weight):
+            head_norm_cpu_(x, weight, eps)
+            return
     wide = x if weight is None or weight.dtype == x.dtype else x.to(weight.dtype)
     normed = F.rms_norm(wide, x.shape[-1:], None, eps)
     if weight is None:

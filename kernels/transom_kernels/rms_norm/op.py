@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 _FEW_ROWS = 64  # with fewer, torch's own operator is faster (fewer calls); with more, fewer passes over memory are
 
@@ -38,6 +38,11 @@ def rms_norm(
         if x.dim() == 2:
             return rms_norm_triton(x, weight, eps, residual, inner=inner, factor=factor)
         return rms_norm_triton(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
+    if uses_cpu_kernels(x):
+        from transom_kernels.rms_norm.cpu import rms_norm_cpu, rms_norm_fits
+
+        if rms_norm_fits(x, weight, residual, inner):
+            return rms_norm_cpu(x, weight, eps, residual, inner=inner, factor=factor)
     if residual is not None:
         x = residual + (x if inner is None else _normalised(x, inner, eps))
         x = x if factor == 1.0 else x * factor

@@ -1,0 +1,26 @@
+"""Runs a function of a test module in a child process whose kernels are checked, or compiled for another processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+
+def run_in_child(case: Callable[[], None], **environment: str) -> None:
+    """Run a module's function `case` in a new process with these environment variables; fail with its output if it fails."""
+    program = f"from {case.__module__} import {case.__name__}; {case.__name__}()"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def run_checked(case: Callable[[], None]) -> None:
+    """Run `case` with kernels that compare each access with the memory that their launch names."""
+    run_in_child(case, TRANSOM_CHECKED_KERNELS="1")

@@ -1,0 +1,124 @@
+"""The CPU kernels of `rms_norm` and `head_norm_` against the reference: odd widths, strides, sums, batches, threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.checked import run_checked, run_in_child
+from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.rms_norm import head_norm_, rms_norm
+from transom_kernels.rms_norm.cpu import ITEM_ELEMENTS, head_norm_fits, rms_norm_fits
+from transom_kernels.rms_norm.reference import head_norm_reference, rms_norm_reference
+
+EPS = 1e-5
+PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+WIDTHS = [1, 15, 16, 17, 32, 33, 576]
+
+
+def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows in the middle of wider rows of NaN."""
+    wide = torch.full((rows, width + 5), float("nan"))
+    wide[:, 2 : width + 2] = torch.randn(rows, width)
+    return wide.to(dtype)[:, 2 : width + 2]
+
+
+def limit(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 2e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), PAIRS, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows(dtype, weight_dtype, width):
+    x, weight = strided(5, width, dtype), torch.randn(width).to(weight_dtype)
+    assert uses_cpu_kernels(x)
+    assert rms_norm_fits(x, weight, None, None)
+    out, same = rms_norm(x, weight, EPS)
+    assert same is x
+    torch.testing.assert_close(out, rms_norm_reference(x, weight, EPS), **limit(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), PAIRS, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sums(dtype, weight_dtype, width):
+    x, residual = strided(5, width, dtype), strided(5, width, dtype)
+    inner, weight = torch.randn(width).to(weight_dtype), torch.randn(width).to(weight_dtype)
+    out, total = rms_norm(x, weight, EPS, residual)
+    assert total.equal(residual + x)
+    assert out.equal(rms_norm(total, weight, EPS)[0])
+    out, total = rms_norm(x, weight, EPS, residual, inner=inner, factor=0.3)
+    assert total.equal((residual + rms_norm(x, inner, EPS)[0]) * 0.3)
+    assert out.equal(rms_norm(total, weight, EPS)[0])
+    same, total = rms_norm(x, None, EPS, residual)
+    assert same is total
+    assert total.equal(residual + x)
+
+
+def test_more_dimensions():
+    x, weight = torch.randn(3, 4, 20), torch.randn(20)
+    torch.testing.assert_close(rms_norm(x, weight, EPS)[0], rms_norm_reference(x, weight, EPS))
+    turned = x.transpose(0, 1)
+    assert not rms_norm_fits(turned, weight, None, None)
+    torch.testing.assert_close(rms_norm(turned, weight, EPS)[0], rms_norm_reference(turned, weight, EPS))
+
+
+def test_a_row_does_not_depend_on_its_batch_or_on_threads():
+    width = 100
+    rows = 3 * (ITEM_ELEMENTS // width) + 1
+    x, residual, weight = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
+    whole = rms_norm(x, weight, EPS, residual)
+    for row in (0, 1, rows - 1):
+        alone = rms_norm(x[row : row + 1], weight, EPS, residual[row : row + 1])
+        assert all(one.equal(many[row : row + 1]) for one, many in zip(alone, whole, strict=True))
+    for threads in (1, 3):
+        set_num_threads(threads)
+        try:
+            assert all(map(torch.equal, rms_norm(x, weight, EPS, residual), whole))
+        finally:
+            set_num_threads(0)
+
+
+def test_no_rows():
+    out, total = rms_norm(torch.zeros(0, 20), torch.ones(20), EPS, torch.zeros(0, 20))
+    assert out.shape == total.shape == (0, 20)
+    head_norm_(torch.zeros(0, 2, 20), None, EPS)
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [*PAIRS, (torch.bfloat16, None)], ids=str)
+@pytest.mark.parametrize(("heads", "width"), [(1, 10), (7, 64), (5, 500), (9, 33)])
+def test_heads(dtype, weight_dtype, heads, width):
+    wide = torch.randn(3, heads + 3, width + 2).to(dtype)
+    before, x = wide.clone(), wide[:, 1 : heads + 1, :width]
+    weight = None if weight_dtype is None else torch.randn(heads, width).to(weight_dtype)
+    wanted = head_norm_reference(x, weight, EPS)
+    assert head_norm_fits(x, weight)
+    head_norm_(x, weight, EPS)
+    torch.testing.assert_close(x, wanted, **limit(dtype))
+    before[:, 1 : heads + 1, :width] = x
+    assert wide.equal(before)
+
+
+def test_nan_stays_in_its_row():
+    x = torch.randn(3, 50).bfloat16()
+    x[1, 7] = float("nan")
+    out = rms_norm(x, torch.ones(50).bfloat16(), EPS)[0]
+    assert out.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def small_case() -> None:
+    for dtype, weight_dtype in PAIRS:
+        x, weight = torch.randn(3, 37).to(dtype), torch.randn(37).to(weight_dtype)
+        out, total = rms_norm(x, weight, EPS, x, inner=weight)
+        torch.testing.assert_close(out, rms_norm_reference(total, weight, EPS), **limit(dtype))
+        head_norm_(x.view(3, 1, 37), weight[None], EPS)
+    assert uses_cpu_kernels(x)
+
+
+def test_no_access_outside_of_its_memory():
+    run_checked(small_case)
+
+
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "x86-64"])
+def test_other_processors(processor):
+    run_in_child(small_case, TRANSOM_CPU=processor)
