@@ -84,6 +84,27 @@ def test_code_in_the_cache_is_loaded_without_numba(tmp_path):
     assert [run.stdout.split() for run in runs] == [["1", "True"], ["0", "False"]]
 
 
+def test_code_in_the_cache_runs_in_a_process_without_numba(tmp_path):
+    program = (
+        "import sys, time, torch\n"
+        "from transom_kernels.cpu.pool import set_num_threads\n"
+        "from transom_kernels.rms_norm import rms_norm\n"
+        "set_num_threads(2)\n"
+        "x = torch.randn(40, 200)\n"
+        "for _ in range(2):\n"
+        "    y = rms_norm(x, torch.ones(200), 1e-5)[0]\n"
+        "    time.sleep(0.05)\n"  # the other thread parks
+        "torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (200,), None, 1e-5))\n"
+        "print('numba' in sys.modules)\n"
+    )
+    environment = {**os.environ, "TRANSOM_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [run.stdout.strip() for run in runs] == ["True", "False"]
+
+
 def test_damaged_code_in_the_cache_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("TRANSOM_CACHE_DIR", str(tmp_path))
     kernel = cpu_kernel(*NORM, dtype="f32", weight_dtype="bf16")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return wide.to(dtype)[:, 2 : width + 2]
 
 
-def limit(dtype: torch.dtype) -> dict[str, float]:
+def limit(dtype: torch.dtype) -> dict[str, Any]:
     return {"rtol": 2e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
 
 
@@ -119,6 +121,6 @@ def test_no_access_outside_of_its_memory():
     run_checked(small_case)
 
 
-@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "x86-64"])
+@pytest.mark.parametrize("processor", ["haswell", "x86-64"])
 def test_other_processors(processor):
     run_in_child(small_case, TRANSOM_CPU=processor)

@@ -13,6 +13,7 @@ name and renamed, so that processes that compile at the same time do not disturb
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import logging
 import os
@@ -35,6 +36,10 @@ from transom_kernels.cpu.target import CpuTarget, cpu_target
 CACHE_VARIABLE = "TRANSOM_CACHE_DIR"
 
 Parameter = str | int | bool | float | None
+
+_NUMBA_FUNCTIONS = (
+    "numba_gil_ensure", "numba_gil_release", "numba_do_raise", "numba_unpickle", "numba_runtime_build_excinfo_struct", "NRT_Free",
+)  # fmt: skip
 
 logger = logging.getLogger("transom.worker")
 
@@ -182,6 +187,19 @@ def _initialise() -> None:
     llvm.initialize_all_asmprinters()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    _define_numba_functions()
+
+
+def _define_numba_functions() -> None:
+    """Define the functions of numba that compiled code names, as `abort`. Importing numba defines them properly.
+
+    They are called only where a kernel raises an exception, which no kernel does. But with one name undefined LLVM would leave all
+    names of the code undefined, those of the C library too.
+    """
+    abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+    for name in _NUMBA_FUNCTIONS:
+        if llvm.address_of_symbol(name) is None:
+            llvm.add_symbol(name, abort)
 
 
 def _load(code: bytes, symbol: str) -> int:

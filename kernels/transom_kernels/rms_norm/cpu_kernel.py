@@ -40,7 +40,7 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
     inverse_rms = _make_inverse_rms(dtype)
 
-    @njit
+    @njit(error_model="numpy")
     def add(x, residual, inner, sums, width, factor, eps):  # type: ignore[no-untyped-def]
         """Store the sum of one row."""
         full, rest = width // 16 * 16, width % 16
@@ -57,7 +57,7 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
             total = rounded(load_part(residual + full * size, rest) + y) * factor
             store_part(sums + full * size, total, rest)
 
-    @njit
+    @njit(error_model="numpy")
     def normalise(x, weight, out, width, eps):  # type: ignore[no-untyped-def]
         """Store one normalised row."""
         full, rest = width // 16 * 16, width % 16
@@ -100,7 +100,7 @@ def make_norm_heads(dtype: str, weight_dtype: str) -> Any:
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
     inverse_rms = _make_inverse_rms(dtype)
 
-    @njit
+    @njit(error_model="numpy")
     def normalise(x, weight, width, eps):  # type: ignore[no-untyped-def]
         full, rest = width // 16 * 16, width % 16
         scale = splat(inverse_rms(x, width, eps))
@@ -134,7 +134,7 @@ def _make_inverse_rms(dtype: str) -> Any:
     """1 / sqrt(mean(x ** 2) + eps) of a row."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
-    @njit
+    @njit(error_model="numpy")
     def inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
         full, rest = width // 16 * 16, width % 16
         total = splat(0.0)
