@@ -71,9 +71,12 @@ def test_a_forked_child_has_a_pool_of_its_own():
 
 def test_code_in_the_cache_is_loaded_without_numba(tmp_path):
     program = (
-        "import sys\n"
+        "import sys, time\n"
         "from transom_kernels.cpu.kernel import cpu_kernel, statistics\n"
         f"assert cpu_kernel('{NORM[0]}', '{NORM[1]}', dtype='f32', weight_dtype='f32').address\n"
+        "from transom_kernels.cpu.pool import Pool\n"
+        "Pool(2)\n"
+        "time.sleep(0.2)\n"  # the second thread parks, which calls the C library
         "print(statistics.num_compiled, 'numba' in sys.modules)\n"
     )
     environment = {**os.environ, "TRANSOM_CACHE_DIR": str(tmp_path)}
@@ -81,7 +84,7 @@ def test_code_in_the_cache_is_loaded_without_numba(tmp_path):
         subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
         for _ in range(2)
     ]
-    assert [run.stdout.split() for run in runs] == [["1", "True"], ["0", "False"]]
+    assert [run.stdout.split() for run in runs] == [["3", "True"], ["0", "False"]]
 
 
 def test_code_in_the_cache_runs_in_a_process_without_numba(tmp_path):

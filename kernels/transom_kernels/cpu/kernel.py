@@ -106,11 +106,18 @@ def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
     from numba import types
 
     function = getattr(import_module(kernel.module), kernel.maker)(**dict(kernel.parameters))
-    entry = numba.cfunc(
-        types.void(types.int64, types.int64), nopython=True, nogil=True, boundscheck=False, error_model="numpy"
-    )(function)
-    text = str(entry._library._final_module).replace(entry._wrapper_name, _symbol(kernel))
-    return _emit(text, target or cpu_target())
+    kind = types.void(types.int64, types.int64)
+    compiled = numba.njit(
+        kind, nogil=True, boundscheck=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )(function).overloads[kind.args]
+    name = compiled.fndesc.llvm_func_name
+    # Numba's own wrapper refers to functions of numba, which is not in processes that only load code.
+    wrapper = (
+        f"define void @{_symbol(kernel)}(i64 %arguments, i64 %thread) {{\n"
+        "  %result = alloca ptr\n  %error = alloca ptr\n"
+        f"  call i32 @{name}(ptr %result, ptr %error, i64 %arguments, i64 %thread)\n  ret void\n}}\n"
+    )
+    return _emit(f"{compiled.library._final_module}\n{wrapper}", target or cpu_target())
 
 
 def _emit(text: str, target: CpuTarget) -> bytes:
@@ -183,6 +190,9 @@ def _sources(package: str) -> str:
 
 @cache
 def _initialise() -> None:
+    library = ctypes.CDLL(None)
+    for name in ("syscall", "memcpy", "memmove", "memset"):  # all that code may call
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     llvm.initialize_native_target()
