@@ -178,7 +178,7 @@ def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 class Loop:
     """`for k in range(0, stop, step)` with carried values, in LLVM; `results` are the values after the last round.
 
-    The body runs at least once: callers give a `stop` above 0.
+    The body runs at least once unless `may_be_empty`: otherwise callers give a `stop` above 0.
     """
 
     def __init__(
@@ -188,10 +188,15 @@ class Loop:
         step: int,
         carried: list[ir.Value],
         body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+        *,
+        may_be_empty: bool = False,
     ) -> None:
         before = b.block
         head, end = b.append_basic_block("loop"), b.append_basic_block("end")
-        b.branch(head)
+        if may_be_empty:
+            b.cbranch(b.icmp_signed("<", int64(0), stop), head, end)
+        else:
+            b.branch(head)
         b.position_at_end(head)
         k = b.phi(I64)
         values = [b.phi(value.type) for value in carried]
@@ -206,6 +211,18 @@ class Loop:
             value.add_incoming(result, last)
         b.cbranch(b.icmp_signed("<", following, stop), head, end)
         b.position_at_end(end)
+        if may_be_empty:
+            self.results = [
+                _either(b, result, last, initial, before) for result, initial in zip(self.results, carried, strict=True)
+            ]
+
+
+def _either(b: ir.IRBuilder, value: ir.Value, block: ir.Block, other: ir.Value, other_block: ir.Block) -> ir.Value:
+    """The value that comes with the block that was left."""
+    merged = b.phi(value.type)
+    merged.add_incoming(value, block)
+    merged.add_incoming(other, other_block)
+    return merged
 
 
 def _num_bytes(kind: ir.Type) -> int:
@@ -293,23 +310,32 @@ def splat_int(b, x):
     return broadcast(b, b.trunc(x, I32), I32_16)
 
 
-@_emits(f32x16, _i)
-def load_f32(b, address):
-    """16 float32 numbers."""
-    return load(b, address, F32_16, 4)
-
-
-@_emits(f32x16, _i)
-def load_bf16(b, address):
-    """16 bfloat16 numbers, in float32."""
+def emit_load(b: ir.IRBuilder, address: ir.Value, dtype: str) -> ir.Value:
+    """16 numbers of a dtype, in float32."""
+    if dtype == "f32":
+        return load(b, address, F32_16, 4)
+    if dtype == "f16":
+        return b.fpext(load(b, address, ir.VectorType(F16, LANES), 2), F32_16)
     bits = b.zext(load(b, address, ir.VectorType(I16, LANES), 2), I32_16)
     return b.bitcast(b.shl(bits, constant(I32_16, 16)), F32_16)
 
 
 @_emits(f32x16, _i)
+def load_f32(b, address):
+    """16 float32 numbers."""
+    return emit_load(b, address, "f32")
+
+
+@_emits(f32x16, _i)
+def load_bf16(b, address):
+    """16 bfloat16 numbers, in float32."""
+    return emit_load(b, address, "bf16")
+
+
+@_emits(f32x16, _i)
 def load_f16(b, address):
     """16 float16 numbers, in float32."""
-    return b.fpext(load(b, address, ir.VectorType(F16, LANES), 2), F32_16)
+    return emit_load(b, address, "f16")
 
 
 @_emits(types.void, _i, f32x16)
@@ -352,24 +378,32 @@ def _store_part(b, address, value, count, name):
     b.call(masked, [value, pointer, int32(_num_bytes(vector.element)), _mask(b, count)])
 
 
+def emit_load_part(b: ir.IRBuilder, address: ir.Value, count: ir.Value, dtype: str) -> ir.Value:
+    """The first `count` of 16 numbers of a dtype, in float32."""
+    if dtype == "f32":
+        return _load_part(b, address, count, F32, "f32")
+    bits = _load_part(b, address, count, I16, "i16")
+    if dtype == "f16":
+        return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
+    return b.bitcast(b.shl(b.zext(bits, I32_16), constant(I32_16, 16)), F32_16)
+
+
 @_emits(f32x16, _i, _i)
 def load_part_f32(b, address, count):
     """The first `count` of 16 float32 numbers; the other lanes are 0, and their memory is not read."""
-    return _load_part(b, address, count, F32, "f32")
+    return emit_load_part(b, address, count, "f32")
 
 
 @_emits(f32x16, _i, _i)
 def load_part_bf16(b, address, count):
     """The first `count` of 16 bfloat16 numbers."""
-    bits = b.zext(_load_part(b, address, count, I16, "i16"), I32_16)
-    return b.bitcast(b.shl(bits, constant(I32_16, 16)), F32_16)
+    return emit_load_part(b, address, count, "bf16")
 
 
 @_emits(f32x16, _i, _i)
 def load_part_f16(b, address, count):
     """The first `count` of 16 float16 numbers."""
-    bits = _load_part(b, address, count, I16, "i16")
-    return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
+    return emit_load_part(b, address, count, "f16")
 
 
 @_emits(types.void, _i, f32x16, _i)
@@ -536,6 +570,34 @@ def tanh(b, x):
     power = emit_exp2(b, b.fmul(x, constant(F32_16, 2 * LOG2_E)))
     two = b.fdiv(constant(F32_16, 2.0), b.fadd(power, constant(F32_16, 1.0)))
     return b.fsub(constant(F32_16, 1.0), two)
+
+
+# 1 / 3, 1 / 5, ... of the series of atanh, from the last one down
+_ATANH_FACTORS = tuple(1.0 / (2 * term + 1) for term in range(8, 0, -1))
+
+
+@_emits(f32x16, f32x16)
+def log1p(b, x):
+    """log(1 + x) for x from 0 to 1, with all of a small x's digits: 2 atanh(z), where z = x / (2 + x) is at most 1 / 3."""
+    z = b.fdiv(x, b.fadd(x, constant(F32_16, 2.0)))
+    square = b.fmul(z, z)
+    total = constant(F32_16, _ATANH_FACTORS[0])
+    for factor in _ATANH_FACTORS[1:]:
+        total = multiply_add(b, total, square, constant(F32_16, factor))
+    double = b.fadd(z, z)
+    return multiply_add(b, b.fmul(total, square), double, double)
+
+
+@_emits(f32x16, f32x16)
+def vector_sqrt(b, x):
+    """Square roots."""
+    return b.call(function(b, f"llvm.sqrt.v{LANES}f32", F32_16, [F32_16]), [x])
+
+
+@_emits(f32x16, f32x16, f32x16)
+def keep_nan(b, result, x):
+    """`result`, but NaN in the lanes where `x` is NaN: `exp`, `sigmoid` and others do not care for NaN."""
+    return b.select(b.fcmp_unordered("uno", x, x), x, result)
 
 
 @_emits(_f, f32x16)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.route.reference import route_reference
 from transom_kernels.route.rule import Routing
 
@@ -27,7 +27,7 @@ def route(
     Logits are `x @ weight.T + bias` in float32 whatever the dtype of `x`, since two experts may be close together. `correction` [E]
     is added to scores for the choice only; `expert_scale` [E] multiplies final weights; `chosen` [T, K] int64 (ids within the
     experts) fixes the choice. Equal experts are chosen in their order, and NaN counts as largest, so a token always gets K
-    different experts. With Triton a token's experts and weights do not depend on the other tokens.
+    different experts. With kernels a token's experts and weights do not depend on the other tokens.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or more experts are to be chosen than there are.
@@ -39,6 +39,13 @@ def route(
         return route_triton(
             x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
         )
+    if uses_cpu_kernels(x):
+        from transom_kernels.route.cpu import fits_cpu, route_cpu
+
+        if fits_cpu(x, weight):
+            return route_cpu(
+                x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
+            )
     return route_reference(
         x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
     )
