@@ -102,13 +102,14 @@ def test_given_experts_are_weighed_by_their_scores():
 
 
 def test_a_router_computes_in_float32():
-    weight, bias = torch.randn(EXPERTS, HIDDEN).bfloat16(), torch.randn(EXPERTS).bfloat16()
-    x = torch.randn(5, HIDDEN).bfloat16()
+    """Logits here are multiples of 1 / 64 up to 2 ** 8, exact in float32 in any order of the sum; bfloat16 rounds them to 8 bits."""
+    weight, bias = (torch.randint(-64, 65, shape).bfloat16() / 64 for shape in ((EXPERTS, HIDDEN), (EXPERTS,)))
+    x = torch.randint(-8, 9, (5, HIDDEN)).bfloat16()
     got = ExpertRouter(weight, Routing(num_chosen=2), bias_E=bias)(x)
     wanted = route(F.linear(x.float(), weight.float(), bias.float()), Routing(num_chosen=2))
     assert got.experts_TK.equal(wanted.experts_TK)
     assert got.weights_TK.dtype == torch.float32
-    assert got.weights_TK.equal(wanted.weights_TK)
+    torch.testing.assert_close(got.weights_TK, wanted.weights_TK, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scales_input", [False, True])
