@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.typing.templates import signature
@@ -143,7 +142,7 @@ def make_choose_experts(score: str) -> Any:
     rounded up to 16.
     """
     is_softmax, is_sigmoid = score == "softmax", score == "sigmoid"
-    no_logit = np.float32(-np.inf)
+    no_logit = float("-inf")
 
     def choose_experts(arguments, thread):  # type: ignore[no-untyped-def]
         token = claim(thread)
@@ -199,9 +198,9 @@ def make_choose_experts(score: str) -> Any:
                     store_i32(keys + 4 * best, _NEVER)
             # weights
             weights, expert_scale = argument(arguments, 6) + token * num_chosen * 4, argument(arguments, 3)
-            factor = np.float64(float_of_bits(argument(arguments, 10)))
+            factor = 1.0 * float_of_bits(argument(arguments, 10))  # in float64
             if argument(arguments, 9) != 0:
-                found = np.float64(0.0)
+                found = 0.0
                 for rank in range(num_chosen):
                     found += load_scalar_f32(scores + 4 * load_i64(experts + 8 * rank))
                 factor /= found + float_of_bits(argument(arguments, 11))

@@ -102,7 +102,7 @@ def test_given_experts_are_weighed_by_their_scores():
 
 
 def test_a_router_computes_in_float32():
-    """Logits here are multiples of 1 / 64 up to 2 ** 8, exact in float32 in any order of the sum; bfloat16 rounds them to 8 bits."""
+    """Logits here are multiples of 1 / 64 up to 2 ** 8: exact in float32 in any order of the sum, and not in bfloat16."""
     weight, bias = (torch.randint(-64, 65, shape).bfloat16() / 64 for shape in ((EXPERTS, HIDDEN), (EXPERTS,)))
     x = torch.randint(-8, 9, (5, HIDDEN)).bfloat16()
     got = ExpertRouter(weight, Routing(num_chosen=2), bias_E=bias)(x)
