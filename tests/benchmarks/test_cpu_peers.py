@@ -1,0 +1,192 @@
+"""The comparison of engines, with engines that compute nothing and a server that answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import cpu_peers
+from peer_engines import turns
+from peer_engines.engine import ChildRun, Engine, OfflineRun, ServerCommand, clean_environment
+from peer_engines.figures import Figures
+from peer_engines.json_child import Child
+from peer_engines.llama_cpp_engine import LlamaCpp, bench_result, decode_speed
+from peer_engines.read_bandwidth import ReadBandwidth
+from peer_engines.running_server import RunningServer, ServerError, free_port
+from peer_engines.safetensors_size import bytes_of_a_step
+from peer_engines.transformers_engine import Transformers
+from peer_engines.transom_engine import Transom
+from peer_engines.turns import rotated
+from peer_engines.vllm_engine import Vllm
+from tests.benchmarks import stub_engine_child, stub_server_process
+
+ROOT = Path(stub_engine_child.__file__).parents[2]
+PATHS = os.pathsep.join((str(ROOT), str(ROOT / "benchmarks")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StubEngine(Engine):
+    name: ClassVar[str] = "vllm"
+    seconds_per_step: float = 0.5
+
+    def missing(self) -> str:
+        return ""
+
+    def version(self) -> str:
+        return "1"
+
+    def offline(self) -> OfflineRun:
+        environment = clean_environment(PYTHONPATH=PATHS, SECONDS_PER_STEP=str(self.seconds_per_step))
+        child = Child(self.name, [sys.executable, stub_engine_child.__file__], environment)
+        return ChildRun(child, {"model": self.model})
+
+    def server(self, port: int) -> ServerCommand | None:
+        command = [sys.executable, stub_server_process.__file__, str(port)]
+        return ServerCommand(command=command, environment=clean_environment(PYTHONPATH=PATHS))
+
+
+class FasterEngine(StubEngine):
+    name: ClassVar[str] = "transom"
+
+
+class BrokenEngine(StubEngine):
+    name: ClassVar[str] = "broken"
+
+    def server(self, port: int) -> ServerCommand | None:
+        return ServerCommand(command=[sys.executable, "-c", "raise SystemExit('no model')"], environment={})
+
+
+class AbsentEngine(StubEngine):
+    name: ClassVar[str] = "absent"
+
+    def missing(self) -> str:
+        return "install it"
+
+
+@pytest.fixture
+def stub_engines(monkeypatch):
+    engines = [
+        StubEngine(model="m", num_threads=1),
+        FasterEngine(model="m", num_threads=1, seconds_per_step=0.25),
+        BrokenEngine(model="broken", num_threads=1),
+        AbsentEngine(model="m", num_threads=1),
+    ]
+    monkeypatch.setattr(cpu_peers, "all_engines", lambda options: engines)
+    monkeypatch.setattr(turns, "PAUSE_S", 0.0)
+    monkeypatch.setattr(cpu_peers, "ReadBandwidth", lambda threads: ReadBandwidth(threads, array_bytes=1 << 20))
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    file = tmp_path / "figures.json"
+    cpu_peers.main(["--quick", "--json", str(file), *arguments])
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_offline_figures_are_ratios_against_vllm(stub_engines, tmp_path, capsys):
+    found = run(tmp_path, "--only", "decode,prefill", "--rounds", "2")
+    rows = {row["label"]: row for row in found["figures"]}
+    assert rows["prefill 512"]["median"] == {"vllm": 2.0, "transom": 4.0}
+    assert rows["prefill 512"]["ratio"] == {"transom": 2.0}
+    assert rows["decode, batch 8 at 512 to 520"]["median"] == {"vllm": 16.0, "transom": 32.0}
+    assert rows["read bandwidth"]["median"]["memory"] > 0
+    assert found["left_out"] == {"absent": "install it"}
+    assert "broken, load: broken: load failed: ValueError: no such model" in found["failures"]
+    assert "| prefill 512, tokens/s | 2 | 4 (2.00) | - | - |" in capsys.readouterr().out
+
+
+def test_servers_are_measured_and_end(stub_engines, tmp_path):
+    found = run(tmp_path, "--only", "start,http", "--engines", "vllm,broken")
+    rows = {row["label"]: row for row in found["figures"]}
+    assert 0 < rows["start to the first answer"]["median"]["vllm"] < 30
+    assert rows["HTTP, 4 clients: output"]["median"]["vllm"] > 0
+    (failure,) = found["failures"]
+    assert failure.startswith("broken, server: broken: the server ended with code 1: no model")
+
+
+def test_a_servers_processes_are_counted_and_ended():
+    spin = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
+    command = ServerCommand(command=[sys.executable, "-c", spin], environment=clean_environment())
+    server = RunningServer("spinning", command, free_port())
+    try:
+        with pytest.raises(ServerError, match=r"spinning: no answer in 0 s"):
+            server.first_answer(0.2)
+        assert server.idle_share(1.0, 1.0) > 0.05  # the descendant's, which gets a core where one is free
+        assert len(server._processes()) == 2
+        assert server.memory_bytes() > 1e6
+    finally:
+        server.stop(timeout_s=0.5)
+    assert server._processes() == []
+
+
+def test_engines_say_what_is_missing(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    common: dict[str, Any] = {"model": str(tmp_path), "num_threads": 2}
+    assert "--vllm-python" in Vllm(**common, python="").missing()
+    assert "does not exist" in Vllm(**common, python=str(tmp_path / "python")).missing()
+    assert "safetensors" in Vllm(model="smollm2", num_threads=2, python=sys.executable).missing()
+    assert "--llama-cpp" in LlamaCpp(**common, folder="", gguf="").missing()
+    assert "has no llama-bench" in LlamaCpp(**common, folder=str(tmp_path), gguf="").missing()
+    assert Transformers(model="smollm2", num_threads=2).missing()
+    assert Transom(**common).missing() == ""
+
+
+def test_figures_pair_the_values_of_one_round():
+    figures = Figures()
+    row = figures.row("start", "s", higher_is_better=False)
+    for number, value in enumerate((10.0, None, 30.0)):
+        row.add("vllm", number, value)
+    for number, value in enumerate((5.0, 1.0, 10.0)):
+        row.add("transom", number, value)
+    assert row.median("vllm") == 20
+    assert row.ratio("transom", "vllm") == 2.5  # of 10 / 5 and 30 / 10; the second round has no pair
+    assert row.ratio("transom", "absent") is None
+    assert figures.table(["vllm", "transom", "absent"], "vllm")[-1] == "| start, s | 20.0 | 5.0 (2.50) | - |"
+
+
+def test_the_floor_is_the_time_to_read_the_weights(tmp_path):
+    tensors = {"model.embed_tokens.weight": [0, 600], "a": [600, 1000]}
+    write_safetensors(tmp_path, tensors)
+    assert bytes_of_a_step(tmp_path) == 1000
+    figures = Figures()
+    figures.row("read bandwidth", "GB/s").add("memory", 0, 1e-6)  # 1,000 bytes per second
+    figures.row("decode, batch 1 at 16 to 144", "tokens/s").add("vllm", 0, 0.25)
+    cpu_peers.add_floor(figures, ["vllm", "transom"], str(tmp_path))
+    row = figures.find("batch-1 step")
+    assert row is not None
+    assert row.values == {"vllm": {0: pytest.approx(4.0)}}
+
+
+def test_a_step_reads_no_embedding_beside_a_head_of_its_own(tmp_path):
+    write_safetensors(tmp_path, {"model.embed_tokens.weight": [0, 600], "lm_head.weight": [600, 1000]})
+    assert bytes_of_a_step(tmp_path) == 400
+
+
+def write_safetensors(folder: Path, offsets: dict[str, list[int]]) -> None:
+    header = {name: {"dtype": "U8", "shape": [], "data_offsets": ends} for name, ends in offsets.items()}
+    text = json.dumps(header | {"__metadata__": {}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_llama_cpps_output_is_read():
+    lines = 'main: n_kv_max = 8192\n\n{"pp": 16, "tg": 32, "pl": 8, "t_tg": 0.5, "speed_tg": 512.5}\nllama_perf: done\n'
+    assert decode_speed(lines) == 512.5
+    assert bench_result('[{"n_prompt": 512, "avg_ts": 138.5}]')["avg_ts"] == 138.5
+
+
+def test_each_engine_begins_a_round_in_turn():
+    assert [rotated(["a", "b", "c"], number) for number in range(2)] == [["a", "b", "c"], ["b", "c", "a"]]
+    assert rotated([], 3) == []
+
+
+def test_unknown_sections_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        cpu_peers.main(["--only", "speed"])
+    assert "'speed' is not among prefill, decode, http, start, idle" in capsys.readouterr().err
