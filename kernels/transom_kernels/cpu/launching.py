@@ -8,6 +8,7 @@ becomes an instruction of the recorder's program.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +47,13 @@ class Recorder(Protocol):
         """Memory for an instruction's result, which later instructions of the program may use again once it is unused."""
 
 
+class NotRecordable(Exception):
+    """A function cannot become a program, because it reads computed values in Python."""
+
+
 class _Local(threading.local):
     recorder: Recorder | None = None
+    paused: bool = False  # inside of a Python call that is recorded as a whole
 
 
 _local = _Local()
@@ -65,31 +71,52 @@ def launch(
         IndexError: a checked kernel touched memory outside of its tensors.
     """
     words = [_word(argument) for argument in arguments]
-    count = int(num_items) if isinstance(num_items, torch.Tensor) else num_items
+    count = _read_int(num_items) if isinstance(num_items, torch.Tensor) else num_items
     ranges = [memory_of(argument) for argument in arguments if isinstance(argument, torch.Tensor)] if CHECKED else []
     if count:
         pool().run_one(kernel, count, words, ranges, scratch_bytes)
-    if _local.recorder is not None:
+    if _local.recorder is not None and not _local.paused:
         _local.recorder.add(kernel, num_items, words, arguments, scratch_bytes)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory for a result."""
-    if _local.recorder is not None:
+    if _local.recorder is not None and not _local.paused:
         return _local.recorder.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
 
 
 def host_call(call: Callable[[], None]) -> None:
     """Call Python code now, and in every replay of the program that is being recorded."""
-    call()
-    if _local.recorder is not None:
-        _local.recorder.add_call(call)
+    if _local.recorder is None or _local.paused:
+        call()
+        return
+    _local.paused = True
+    try:
+        call()
+    finally:
+        _local.paused = False
+    _local.recorder.add_call(call)
+
+
+def refuse_recording(reason: str) -> None:
+    """Do nothing, except while a program is recorded: operators call this where they read computed values in Python.
+
+    Raises:
+        NotRecordable: a program is being recorded.
+    """
+    if is_recording():
+        raise NotRecordable(reason)
 
 
 def is_recording() -> bool:
-    """Whether this thread records a program."""
-    return _local.recorder is not None
+    """Whether this thread's launches are recorded."""
+    return _local.recorder is not None and not _local.paused
+
+
+def recording_paused() -> bool:
+    """Whether this thread is inside of a Python call that is recorded as a whole."""
+    return _local.paused
 
 
 @contextmanager
@@ -111,6 +138,11 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Address and bytes of the whole memory that a tensor's storage has."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def _read_int(tensor: torch.Tensor) -> int:
+    """The value of an int64 tensor of one element, read without a torch operator, which a recording would refuse."""
+    return ctypes.c_int64.from_address(tensor.data_ptr()).value
 
 
 def _word(argument: Argument) -> int:

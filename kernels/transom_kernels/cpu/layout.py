@@ -1,7 +1,8 @@
 """Where the words lie that the pool's threads share: plain numbers, read by Python and compiled into kernels.
 
 All words are int64. A *tag* is the number of a run of the pool. A claim word is `tag << ITEM_BITS | next item`, and a done word
-`tag << ITEM_BITS | finished items`, so that a thread that is late by a run changes nothing.
+`tag << ITEM_BITS | finished items`. Tags begin at 1, and a claim word is 0 between runs, so that a thread that is late by a run
+finds another tag and changes nothing.
 """
 
 ITEM_BITS = 24
@@ -26,13 +27,11 @@ DONE = LINE
 SYNC_OF, TAG_OF, ITEMS_OF, SCRATCH_OF, THREAD_OF, THREADS_OF = range(6)
 THREAD_BYTES = 2 * LINE
 
-# the pool's words
-RUN, STOP, PARKED = (
-    0,
-    LINE // 8,
-    2 * LINE // 8,
-)  # tag of the newest run; whether threads end; how many threads are parked
-INSTRUCTIONS, COUNT, SYNC, SPIN = (
-    3 * LINE // 8 + word for word in range(4)
-)  # of the newest run; rounds to spin when idle
+# what one run executes, in words: address of the instructions, their number, address of their claim and done words.
+# These words never change, so a thread that is late may still read them.
+INSTRUCTIONS, COUNT, SYNC = range(3)
+RUNNABLE_BYTES = LINE
+
+# the pool's words: tag of the newest run; whether threads end; how many are parked; what the newest run executes; rounds to spin
+RUN, STOP, PARKED, RUNNABLE, SPIN = 0, LINE // 8, 2 * LINE // 8, 3 * LINE // 8, 3 * LINE // 8 + 1
 POOL_BYTES = 4 * LINE

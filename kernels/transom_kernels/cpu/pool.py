@@ -10,7 +10,6 @@ its core to another process delays only the item that it has.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from transom_kernels.cpu import layout
 from transom_kernels.cpu.bounds import CHECKED, raise_fault, set_ranges
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
+from transom_kernels.cpu.memory import lazy_memory
 
 SPINS_BEFORE_PARKING = (
     2000  # about 50 microseconds: a step launches again sooner, and a parked thread wakes in about 40
@@ -54,9 +54,9 @@ class Pool:
         self._thread_words = [_aligned_words(layout.THREAD_BYTES) for _ in range(num_threads)]
         self._scratch: list[mmap.mmap] = []
         self._scratch_bytes = 0
-        self._kept: list[_Words] = []
-        self._sync = _aligned_words(layout.SYNC_BYTES)
-        self._eager = _aligned_words(layout.INSTRUCTION_WORDS * 8)
+        self._kept: list[Runnable] = []  # never freed, because a late thread may still read them
+        self._one = Runnable(1)
+        self._none = Runnable(0)
         self._run_entry = _Entry(cpu_kernel("transom_kernels.cpu.pool_kernel", "make_run").address)
         self._pool_address = self._words.ctypes.data
         for index, words in enumerate(self._thread_words):
@@ -76,47 +76,38 @@ class Pool:
         """Run one kernel and wait for it.
 
         Raises:
+            ValueError: there are too many items or arguments.
             IndexError: a checked kernel touched memory outside of `ranges`.
         """
         address = kernel.address
         with self._lock:
-            write_instruction(self._eager, address, num_items, arguments)
-            self._run(self._eager, 1, scratch_bytes, kernel.name, ranges)
+            self._one.write(0, address, num_items, arguments)
+            self._run(self._one, scratch_bytes, kernel.name, ranges)
 
-    def run_program(self, instructions: _Words, count: int, scratch_bytes: int, ranges: list[tuple[int, int]]) -> None:
-        """Run `count` instructions, each after the one before. `instructions` must come from `keep`."""
+    def run(self, runnable: Runnable, scratch_bytes: int, ranges: list[tuple[int, int]]) -> None:
+        """Run instructions, each after the one before. Raises IndexError as `run_one` does."""
         with self._lock:
-            self._run(instructions, count, scratch_bytes, "program", ranges)
+            self._run(runnable, scratch_bytes, "program", ranges)
 
-    def keep(self, num_instructions: int) -> _Words:
-        """Memory for instructions. It is never freed, because a late thread may still read it."""
-        words = _aligned_words(max(1, num_instructions) * layout.INSTRUCTION_WORDS * 8)
-        self._kept.append(words)
-        return words
+    def runnable(self, num_instructions: int) -> Runnable:
+        """Room for instructions."""
+        self._kept.append(Runnable(num_instructions))
+        return self._kept[-1]
 
     def close(self) -> None:
         """End the threads."""
         with self._lock:
             self._words[layout.STOP] = 1
-            self._words[layout.COUNT] = 0
             if self._threads:
-                self._run_entry(self._pool_address, self._main)
+                self._run(self._none, 0, "", [])
             for thread in self._threads:
                 thread.join()
             self._threads = []
 
-    def _run(
-        self, instructions: _Words, count: int, scratch_bytes: int, name: str, ranges: list[tuple[int, int]]
-    ) -> None:
+    def _run(self, runnable: Runnable, scratch_bytes: int, name: str, ranges: list[tuple[int, int]]) -> None:
         if scratch_bytes > self._scratch_bytes:
             self._grow_scratch(scratch_bytes)
-        if count * layout.SYNC_BYTES > self._sync.nbytes:
-            self._kept.append(self._sync)
-            self._sync = _aligned_words(2 * count * layout.SYNC_BYTES)
-        words = self._words
-        words[layout.INSTRUCTIONS] = instructions.ctypes.data
-        words[layout.COUNT] = count
-        words[layout.SYNC] = self._sync.ctypes.data
+        self._words[layout.RUNNABLE] = runnable.address
         if CHECKED:
             scratch = [(int(own[layout.SCRATCH_OF]), self._scratch_bytes) for own in self._thread_words]
             set_ranges([*ranges, *scratch])
@@ -127,7 +118,7 @@ class Pool:
     def _grow_scratch(self, num_bytes: int) -> None:
         """Give every thread new scratch memory; no run is going on, and a late thread does not touch its scratch."""
         self._scratch_bytes = 1 << (num_bytes - 1).bit_length()
-        self._scratch = [_lazy_memory(self._scratch_bytes) for _ in range(self.num_threads)]
+        self._scratch = [lazy_memory(self._scratch_bytes) for _ in range(self.num_threads)]
         for words, memory in zip(self._thread_words, self._scratch, strict=True):
             words[layout.SCRATCH_OF] = np.frombuffer(memory, dtype=np.uint8).ctypes.data
 
@@ -144,20 +135,35 @@ class Pool:
             self._threads.append(thread)
 
 
-def write_instruction(words: _Words, address: int, num_items: int, arguments: Sequence[int]) -> None:
-    """Write an instruction whose number of items is known.
+class Runnable:
+    """Instructions that a run executes, and the words by which threads claim their items."""
 
-    Raises:
-        ValueError: it has too many items or arguments.
-    """
-    if num_items > _MAX_ITEMS or len(arguments) > layout.MAX_ARGUMENTS:
-        raise ValueError(
-            f"{num_items} items and {len(arguments)} arguments; a launch takes up to {_MAX_ITEMS} and {layout.MAX_ARGUMENTS}."
-        )
-    words[layout.KERNEL] = address
-    words[layout.ITEMS] = words.ctypes.data + 8 * layout.OWN_ITEMS
-    words[layout.OWN_ITEMS] = num_items
-    words[layout.ARGUMENTS : layout.ARGUMENTS + len(arguments)] = arguments
+    def __init__(self, num_instructions: int) -> None:
+        self._instructions = _aligned_words(max(1, num_instructions) * layout.INSTRUCTION_WORDS * 8)
+        self._sync = _aligned_words(max(1, num_instructions) * layout.SYNC_BYTES)
+        self._words = _aligned_words(layout.RUNNABLE_BYTES)
+        self._words[layout.INSTRUCTIONS] = self._instructions.ctypes.data
+        self._words[layout.COUNT] = num_instructions
+        self._words[layout.SYNC] = self._sync.ctypes.data
+        self._own_items = self._instructions.ctypes.data + 8 * layout.OWN_ITEMS
+        self.address = self._words.ctypes.data
+
+    def write(
+        self, index: int, kernel_address: int, num_items: int, arguments: Sequence[int], *, items_address: int = 0
+    ) -> None:
+        """Write instruction `index`; with `items_address` the threads read the number of items there.
+
+        Raises:
+            ValueError: there are too many items or arguments.
+        """
+        if num_items > _MAX_ITEMS or len(arguments) > layout.MAX_ARGUMENTS:
+            raise ValueError(
+                f"{num_items} items, {len(arguments)} arguments; a launch takes up to {_MAX_ITEMS} and {layout.MAX_ARGUMENTS}."
+            )
+        begin = index * layout.INSTRUCTION_WORDS
+        items_address = items_address or self._own_items + 8 * begin
+        first = begin + layout.ARGUMENTS
+        self._instructions[begin : first + len(arguments)] = [kernel_address, items_address, num_items, 0, *arguments]
 
 
 _num_threads = 0
@@ -203,12 +209,3 @@ def _aligned_words(num_bytes: int) -> _Words:
     raw = np.zeros(num_bytes + 4096, dtype=np.uint8)
     begin = -raw.ctypes.data % 4096
     return raw[begin : begin + num_bytes].view(np.int64)
-
-
-def _lazy_memory(num_bytes: int) -> mmap.mmap:
-    """Memory that the system provides on first touch."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

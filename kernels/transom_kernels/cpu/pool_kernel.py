@@ -11,6 +11,7 @@ from transom_kernels.cpu.layout import ITEM_BITS, ITEM_MASK
 from transom_kernels.cpu.simd import (
     atomic_add,
     atomic_load,
+    atomic_store,
     call,
     pause,
     store_i64_unchecked,
@@ -40,9 +41,11 @@ def _wait_done(done, tag, items_of):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _execute(tag, instructions, count, sync, thread):  # type: ignore[no-untyped-def]
-    """Take part in each instruction, in order."""
-    for index in range(count):
+def _execute(tag, runnable, thread):  # type: ignore[no-untyped-def]
+    """Take part in each instruction of a run, in order."""
+    instructions = unchecked_i64(runnable + 8 * layout.INSTRUCTIONS)
+    sync = unchecked_i64(runnable + 8 * layout.SYNC)
+    for index in range(unchecked_i64(runnable + 8 * layout.COUNT)):
         instruction = instructions + index * (layout.INSTRUCTION_WORDS * 8)
         claims = sync + index * layout.SYNC_BYTES
         items_of = unchecked_i64(instruction + 8 * layout.ITEMS)
@@ -56,20 +59,22 @@ def _execute(tag, instructions, count, sync, thread):  # type: ignore[no-untyped
 
 
 def make_run():  # type: ignore[no-untyped-def]
-    """The caller's part of a run: publish it, wake parked threads, and take part in it."""
+    """The caller's part of a run: publish it, wake parked threads, take part in it, and close it to threads that are late."""
 
     def run(pool, thread):  # type: ignore[no-untyped-def]
         tag = atomic_load(pool + 8 * layout.RUN) + 1
-        count = unchecked_i64(pool + 8 * layout.COUNT)
-        sync = unchecked_i64(pool + 8 * layout.SYNC)
+        runnable = unchecked_i64(pool + 8 * layout.RUNNABLE)
+        count, sync = unchecked_i64(runnable + 8 * layout.COUNT), unchecked_i64(runnable + 8 * layout.SYNC)
         for index in range(count):
             claims = sync + index * layout.SYNC_BYTES
-            store_i64_unchecked(claims, tag << ITEM_BITS)
             store_i64_unchecked(claims + layout.DONE, tag << ITEM_BITS)
+            atomic_store(claims, tag << ITEM_BITS)
         atomic_add(pool + 8 * layout.RUN, 1)
         if atomic_load(pool + 8 * layout.PARKED) > 0:
             system_call(_FUTEX, pool + 8 * layout.RUN, _WAKE_PRIVATE, 1 << 20, 0, 0, 0)
-        _execute(tag, unchecked_i64(pool + 8 * layout.INSTRUCTIONS), count, sync, thread)
+        _execute(tag, runnable, thread)
+        for index in range(count):  # from here on the caller may write new numbers of items and new instructions
+            atomic_store(sync + index * layout.SYNC_BYTES, 0)
 
     return run
 
@@ -82,21 +87,16 @@ def make_serve():  # type: ignore[no-untyped-def]
         spins = 0
         while atomic_load(pool + 8 * layout.STOP) == 0:
             tag = atomic_load(pool + 8 * layout.RUN)
-            if tag == seen:
-                pause()
-                spins += 1
-                if spins > unchecked_i64(pool + 8 * layout.SPIN):
-                    atomic_add(pool + 8 * layout.PARKED, 1)
-                    system_call(_FUTEX, pool + 8 * layout.RUN, _WAIT_PRIVATE, tag & 0xFFFFFFFF, 0, 0, 0)
-                    atomic_add(pool + 8 * layout.PARKED, -1)
-                    spins = 0
+            if tag != seen:
+                seen, spins = tag, 0
+                _execute(tag, atomic_load(pool + 8 * layout.RUNNABLE), thread)
                 continue
-            instructions = atomic_load(pool + 8 * layout.INSTRUCTIONS)
-            count = atomic_load(pool + 8 * layout.COUNT)
-            sync = atomic_load(pool + 8 * layout.SYNC)
-            if atomic_load(pool + 8 * layout.RUN) != tag:
-                continue  # a newer run began in between, and these words may be its own
-            seen, spins = tag, 0
-            _execute(tag, instructions, count, sync, thread)
+            pause()
+            spins += 1
+            if spins > unchecked_i64(pool + 8 * layout.SPIN):
+                atomic_add(pool + 8 * layout.PARKED, 1)
+                system_call(_FUTEX, pool + 8 * layout.RUN, _WAIT_PRIVATE, tag & 0xFFFFFFFF, 0, 0, 0)
+                atomic_add(pool + 8 * layout.PARKED, -1)
+                spins = 0
 
     return serve

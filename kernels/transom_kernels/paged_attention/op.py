@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import refuse_recording, uses_triton
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.cpu import paged_attention_torch
 from transom_kernels.paged_attention.rule import MaskRule
@@ -48,7 +48,11 @@ def paged_attention(
     _check(q, k_cache, v_cache, batch)
     _check_options(window, num_sink_tokens, chunk, soft_cap, sink_logits, q.shape[1])
     rule = MaskRule(window=window, num_sink_tokens=num_sink_tokens, chunk=chunk)
-    attend = _triton_path() if uses_triton(q) else paged_attention_torch
+    if uses_triton(q):
+        attend = _triton_path()
+    else:
+        refuse_recording("attention in torch reads block tables in Python")
+        attend = paged_attention_torch
     return attend(q, k_cache, v_cache, batch, scale=scale, rule=rule, soft_cap=soft_cap, sink_logits=sink_logits)
 
 

@@ -1,4 +1,6 @@
-"""Runs the model's forward pass: replays a CUDA graph where one was captured for the step, and launches the kernels otherwise."""
+"""Runs the model's forward pass: replays a decode step that was captured (a CUDA graph) or recorded (a program, on CPUs), and
+launches the kernels one by one otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,17 @@ from functools import partial
 
 import torch
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_worker.config import EngineConfig
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
 from transom_worker.execution.graphs.decode_sizes import DecodeSizes
 from transom_worker.execution.graphs.graph_capture import capture_device
 from transom_worker.execution.graphs.graph_warm_up import capture_decode_graphs
+from transom_worker.execution.programs.decode_programs import DecodePrograms, StepNotRecorded
+from transom_worker.execution.programs.static_inputs import StaticInputs
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.parallel import Parallel
@@ -29,8 +34,9 @@ class ForwardPass:
     def __init__(self, model: Model, builder: BatchBuilder) -> None:
         self._model, self._builder = model, builder
         self._graphs: DecodeGraphs | None = None
+        self._programs: DecodePrograms | None = None
         self.num_eager_steps = 0  # steps whose kernels the host launched one by one
-        self.num_graph_steps = 0  # steps that were replayed from a graph
+        self.num_graph_steps = 0  # steps that were replayed from a graph or a program
 
     @property
     def num_graphs(self) -> int:
@@ -43,6 +49,11 @@ class ForwardPass:
         if device is not None:
             self._graphs = capture_decode_graphs(self._model, self._builder, sizes, device, slab=slab)
 
+    def record_programs(self, *, max_num_seqs: int, max_model_len: int) -> None:
+        """From now on record decode steps as programs and replay them."""
+        inputs = StaticInputs(self._builder, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._programs = DecodePrograms(self._model, inputs)
+
     def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
         """Copy the inputs of a step to the device, and return the function that then computes its logits, [R, V].
 
@@ -50,12 +61,27 @@ class ForwardPass:
             ValueError: the plan contradicts what this rank knows of the sequences.
         """
         arrays = self._builder.arrays(plan, store)
-        replay = None if self._graphs is None else self._graphs.prepare(arrays)
+        replays = self._graphs or self._programs
+        replay = None if replays is None else replays.prepare(arrays)
         if replay is not None:
             self.num_graph_steps += 1
-            return replay
+            return partial(self._replayed, replay, arrays)
         self.num_eager_steps += 1
         return partial(self._model.forward, self._builder.batch(arrays))
+
+    def _replayed(self, replay: Callable[[], torch.Tensor], arrays: StepArrays) -> torch.Tensor:
+        try:
+            return replay()
+        except StepNotRecorded:
+            self.num_graph_steps -= 1
+            self.num_eager_steps += 1
+            return self._model.forward(self._builder.batch(arrays))
+
+
+def records_programs(config: EngineConfig, groups: list[GroupSpec], slab: torch.Tensor) -> bool:
+    """Whether decode steps are recorded: on CPUs with kernels, unless a group's rows of a step depend on positions."""
+    recordable = all(spec.kind in _CAPTURED_KINDS for spec in groups)
+    return recordable and not config.model.enforce_eager and uses_cpu_kernels(slab)
 
 
 def decode_sizes(

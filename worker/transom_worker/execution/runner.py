@@ -26,10 +26,11 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import allocate_slab
 from transom_worker.execution.dummy_run import dummy_run, warm_up, worst_case_counts, worst_case_start
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUsage
-from transom_worker.execution.forward_pass import ForwardPass, decode_sizes
+from transom_worker.execution.forward_pass import ForwardPass, decode_sizes, records_programs
 from transom_worker.execution.graphs.graph_memory import graph_bytes
 from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
+from transom_worker.execution.programs.recorded_collectives import with_recorded_collectives
 from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
@@ -67,6 +68,7 @@ class ModelRunner:
             ConfigError: the model cannot meet the settings.  ModelError: the model cannot be loaded.
         """
         set_threads(config.num_threads, ranks_on_host=ranks_on_host)
+        parallel = with_recorded_collectives(parallel)
         self._config, self._parallel, self._ranks_on_host = config, parallel, ranks_on_host
         self._loaded = loaded or load_model(config.model, parallel, on_progress)
         self._model = self._loaded.model
@@ -298,3 +300,5 @@ class ModelRunner:
             self._sampler.remove(warm_up_id)
         if self._decode_sizes is not None:
             self._forward.capture(self._decode_sizes, self._slab)
+        if records_programs(self._config, list(self._groups), self._slab):
+            self._forward.record_programs(max_num_seqs=scheduler.max_num_seqs, max_model_len=self._max_model_len)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from transom_kernels.gated_mlp import gated_activation
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import refuse_recording, uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, moe
 from transom_worker.layers.expert_router import Routes
 from transom_worker.layers.linear import Linear, Quantization, make_linear
@@ -107,6 +107,7 @@ class SequentialExperts(Experts):
         if self._scales_input:
             x_PN = (x_PN.float() * routes.weights_TK.flatten()[order_P, None]).to(x_TN.dtype)
         y_PN = torch.empty_like(x_PN)
+        refuse_recording("experts in torch read the number of tokens of each expert in Python")
         y_PN[order_P] = self._apply(x_PN, torch.bincount(chosen_P, minlength=len(self._down)).tolist())
         y_TKN = y_PN.view(*routes.experts_TK.shape, x_TN.shape[1]).float()
         if self._scales_input:

@@ -1,0 +1,218 @@
+"""Programs: the launches of a decode step, recorded once and replayed without going through the model's Python code.
+
+`record_program` runs a function as usual and takes down what it launches. A replay does the same work on the same addresses, so
+inputs are given by writing into the tensors that the recorded function read, and results are found in the tensors that it
+returned. Between kernels a program may have Python calls: torch operators that have no kernel, and the sums over ranks.
+
+Memory for results comes from a `ReplayMemory`, which all programs of a model share, because one replay ends before the next
+begins. A result's memory is used again by later instructions of the same program as soon as the recorded function has dropped it.
+
+A program must not depend on values that Python read while it was recorded. Torch operators that hand values to Python raise
+`NotRecordable`; operators of this package that do so call `launching.refuse_recording`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transom_kernels.cpu import launching
+from transom_kernels.cpu.bounds import CHECKED
+from transom_kernels.cpu.kernel import CpuKernel
+from transom_kernels.cpu.launching import Argument, NotRecordable, memory_of
+from transom_kernels.cpu.memory import lazy_memory
+from transom_kernels.cpu.pool import pool
+
+_ALIGNMENT = 64
+_CHUNK_BYTES = 1 << 24
+
+T = TypeVar("T")
+
+_READS_VALUES = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+_ONLY_ALLOCATES = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+}
+
+
+class ReplayMemory:
+    """Memory for the results of programs. It grows by chunks, which never move."""
+
+    def __init__(self) -> None:
+        self.chunks: list[mmap.mmap] = []
+
+    def add_chunk(self, num_bytes: int) -> None:
+        """Add a chunk of at least this size."""
+        self.chunks.append(lazy_memory(max(_CHUNK_BYTES, -(-num_bytes // _CHUNK_BYTES) * _CHUNK_BYTES)))
+
+
+class _Allocator:
+    """Hands out pieces of a `ReplayMemory` during one recording; the first piece that is large enough."""
+
+    def __init__(self, memory: ReplayMemory) -> None:
+        self._memory = memory
+        self._free = [(chunk, 0, len(memory.chunks[chunk])) for chunk in range(len(memory.chunks))]  # sorted
+
+    def allocate(self, num_bytes: int) -> Any:
+        """A ctypes array over free memory, which is free again when the array is collected."""
+        size = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
+        index = next((index for index, piece in enumerate(self._free) if piece[2] >= size), None)
+        if index is None:
+            self._memory.add_chunk(size)
+            self._free.append((len(self._memory.chunks) - 1, 0, len(self._memory.chunks[-1])))
+            index = len(self._free) - 1
+        chunk, begin, free = self._free.pop(index)
+        if free > size:
+            self._free.insert(index, (chunk, begin + size, free - size))
+        array = (ctypes.c_char * num_bytes).from_buffer(self._memory.chunks[chunk], begin)
+        weakref.finalize(array, self._release, chunk, begin, size)
+        return array
+
+    def _release(self, chunk: int, begin: int, size: int) -> None:
+        merged: list[tuple[int, int, int]] = []
+        for piece in sorted([*self._free, (chunk, begin, size)]):
+            if merged and merged[-1][0] == piece[0] and merged[-1][1] + merged[-1][2] == piece[1]:
+                merged[-1] = (piece[0], merged[-1][1], merged[-1][2] + piece[2])
+            else:
+                merged.append(piece)
+        self._free = merged
+
+
+class Program:
+    """A recorded function. It takes launches down as `launching.Recorder`; `close` ends the recording."""
+
+    def __init__(self, memory: ReplayMemory) -> None:
+        self._allocator = _Allocator(memory)
+        self._memory = memory
+        self._steps: list[Callable[[], None]] = []
+        self._pending: list[tuple[int, int | torch.Tensor, Sequence[int]]] = []
+        self._ranges: list[tuple[int, int]] = []
+        self._kept: list[torch.Tensor] = []  # what the instructions' addresses point at, beyond the replay memory
+        self._scratch_bytes = 0
+        self.num_instructions = 0
+        self.num_calls = 0
+
+    def add(
+        self,
+        kernel: CpuKernel,
+        num_items: int | torch.Tensor,
+        words: Sequence[int],
+        arguments: Sequence[Argument],
+        scratch_bytes: int,
+    ) -> None:
+        """Add an instruction."""
+        self._pending.append((kernel.address, num_items, words))
+        self._scratch_bytes = max(self._scratch_bytes, scratch_bytes)
+        tensors = [argument for argument in (*arguments, num_items) if isinstance(argument, torch.Tensor)]
+        self._kept.extend(tensor for tensor in tensors if not self._is_own(tensor))
+        if CHECKED:
+            self._ranges.extend(memory_of(tensor) for tensor in tensors)
+        self.num_instructions += 1
+
+    def add_call(self, call: Callable[[], None]) -> None:
+        """Add a Python call."""
+        self._end_run()
+        self._steps.append(call)
+        self.num_calls += 1
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._allocator.allocate(num_bytes), dtype=dtype).view(shape)
+
+    def close(self) -> None:
+        """End the recording."""
+        self._end_run()
+
+    def replay(self) -> None:
+        """Do what was recorded, over what the inputs hold now.
+
+        Raises:
+            IndexError: a checked kernel touched memory outside of its tensors.
+        """
+        for step in self._steps:
+            step()
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        for chunk in self._memory.chunks:
+            begin = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+            if begin <= address < begin + len(chunk):
+                return True
+        return False
+
+    def _end_run(self) -> None:
+        """Make one step of the instructions since the last call."""
+        if not self._pending:
+            return
+        pending, ranges = self._pending, self._ranges
+        self._pending, self._ranges = [], []
+        runnable = pool().runnable(len(pending))
+        for index, (address, num_items, words) in enumerate(pending):
+            if isinstance(num_items, torch.Tensor):
+                runnable.write(index, address, 0, words, items_address=num_items.data_ptr())
+            else:
+                runnable.write(index, address, num_items, words)
+        scratch_bytes = self._scratch_bytes
+        self._steps.append(lambda: pool().run(runnable, scratch_bytes, ranges))
+
+
+def record_program(function: Callable[[], T], memory: ReplayMemory) -> tuple[Program, T]:
+    """Run a function, and return the program that does the same again, and what the function returned.
+
+    Raises:
+        NotRecordable: the function reads computed values in Python.
+    """
+    program = Program(memory)
+    with launching.record(program), _TorchCalls(program):
+        result = function()
+    program.close()
+    return program, result
+
+
+class _TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds every torch operator that computes something to a program, as a Python call."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._program = program
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema
+        if launching.recording_paused() or schema.name in _ONLY_ALLOCATES:
+            return result
+        if schema.name in _READS_VALUES:
+            raise NotRecordable(f"{schema.name} reads a computed value")
+        if schema.is_mutable:
+            self._program.add_call(lambda: func(*args, **kwargs))
+        elif not _is_view(func):
+            self._program.add_call(lambda: _copy_into(result, func(*args, **kwargs)))
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator returns a view of its argument, so that a replay has nothing to do."""
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+
+
+def _copy_into(targets: Any, sources: Any) -> None:
+    if isinstance(targets, torch.Tensor):
+        targets.copy_(sources)
+    elif isinstance(targets, list | tuple):
+        for target, source in zip(targets, sources, strict=True):
+            _copy_into(target, source)

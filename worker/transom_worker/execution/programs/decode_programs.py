@@ -1,0 +1,100 @@
+"""Records a decode step of each size when it first occurs, and replays it from then on.
+
+A program is trusted only after a replay over another step's inputs has given the same bits as the forward pass over them. If a
+model's step cannot be recorded, or fails this check, its forward pass always runs.
+
+Legend: B sequences of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from transom_kernels.cpu.program import Program, ReplayMemory, record_program
+from transom_worker.errors import RankLost
+from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.programs.static_inputs import StaticInputs
+from transom_worker.models.model import Model
+
+logger = logging.getLogger("transom.worker")
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """One size's program and the logits that it writes, [B, V]."""
+
+    program: Program
+    logits_BV: torch.Tensor
+    is_checked: bool = False
+
+
+class DecodePrograms:
+    """The programs of one model's decode steps, by number of sequences."""
+
+    def __init__(self, model: Model, inputs: StaticInputs) -> None:
+        self._model, self._inputs, self._memory = model, inputs, ReplayMemory()
+        self._recorded: dict[int, _Recorded] = {}
+        self._is_refused = False
+
+    @property
+    def num_programs(self) -> int:
+        """How many sizes are recorded."""
+        return len(self._recorded)
+
+    def prepare(self, arrays: StepArrays) -> Callable[[], torch.Tensor] | None:
+        """Write a decode step's inputs, and return the function that computes its logits, [B, V].
+
+        The logits stay valid until the next step. For other steps, and where no program can be used, `prepare` returns None.
+        """
+        if self._is_refused or not arrays.only_decodes or not self._inputs.write(arrays):
+            return None
+        num_seqs = len(arrays.token_ids)
+        recorded = self._recorded.get(num_seqs)
+        if recorded is None:
+            return partial(self._record, num_seqs)
+        if not recorded.is_checked:
+            return partial(self._check, num_seqs, recorded)
+        return partial(_replay, recorded)
+
+    def _record(self, num_seqs: int) -> torch.Tensor:
+        """Run the forward pass and record it."""
+        batch = self._inputs.forward_batch(num_seqs)
+        try:
+            program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
+        except RankLost:
+            raise
+        except Exception as error:  # the forward pass below raises it again if the recording was not its reason
+            self._refuse(f"{type(error).__name__}: {error}")
+            raise StepNotRecorded from error
+        self._recorded[num_seqs] = _Recorded(program, logits_BV)
+        return logits_BV
+
+    def _check(self, num_seqs: int, recorded: _Recorded) -> torch.Tensor:
+        """Replay a program for the first time, and compare it with the forward pass."""
+        replayed_BV = _replay(recorded).clone()
+        logits_BV = self._model.forward(self._inputs.forward_batch(num_seqs))
+        if torch.equal(replayed_BV.nan_to_num(), logits_BV.nan_to_num()):
+            recorded.is_checked = True
+        else:
+            differs = float((replayed_BV - logits_BV).abs().max())
+            self._refuse(f"the replay for {num_seqs} sequences differs by up to {differs:.3g} from the forward pass")
+        return logits_BV
+
+    def _refuse(self, reason: str) -> None:
+        logger.warning("Decode steps run without recorded programs, which is slower: %s", reason)
+        self._is_refused = True
+        self._recorded.clear()
+
+
+class StepNotRecorded(Exception):
+    """The step could not be recorded; its forward pass must run instead."""
+
+
+def _replay(recorded: _Recorded) -> torch.Tensor:
+    recorded.program.replay()
+    return recorded.logits_BV
