@@ -130,7 +130,7 @@ def _emit(text: str, target: CpuTarget) -> bytes:
         cpu=target.name,
         features=target.features,
         opt=3,
-        reloc="pic",
+        reloc="static",
         codemodel="jitdefault" if target.x86 else "small",
         jit=True,
     )
