@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from tests.cpu_threads import NUM_THREADS
 from tests.language_patches import look_up_once
+from transom_kernels.cpu import threads
 
 pytest_plugins = ["tests.seeded_inputs", "pytester"]
 
@@ -28,6 +29,7 @@ settings.register_profile("untimed", deadline=None)  # how fast an example runs 
 settings.load_profile("untimed")
 
 torch.set_num_threads(NUM_THREADS)
+threads.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(scope="module", autouse=True)

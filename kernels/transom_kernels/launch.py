@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -50,18 +49,6 @@ def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
         ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
     """
     return (_chosen or _of_environment()) == "auto" and tensor.device.type == "cpu" and has_cpu_kernels()
-
-
-def refuse_recording(reason: str) -> None:
-    """Do nothing, except while a program of CPU kernels is recorded: operators call this where they read values in Python.
-
-    Raises:
-        NotRecordable: a program is being recorded (`cpu/program.py`).
-    """
-    if "transom_kernels.cpu.launching" in sys.modules:
-        from transom_kernels.cpu import launching
-
-        launching.refuse_recording(reason)
 
 
 @contextmanager

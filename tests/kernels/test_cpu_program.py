@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from transom_kernels.cpu import launching
 from transom_kernels.cpu.kernel import cpu_kernel
-from transom_kernels.cpu.launching import NotRecordable, host_call, launch
+from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.program import ReplayMemory, record_program
+from transom_kernels.cpu.recording import NotRecordable, current_recorder, host_call, refuse_recording
 from transom_kernels.rms_norm import rms_norm
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -93,13 +93,13 @@ def test_two_programs_share_the_memory_of_results(memory):
 def test_a_function_that_reads_values_cannot_be_recorded(memory, read):
     with pytest.raises(NotRecordable):
         record_program(lambda: read(torch.ones(3)), memory)
-    assert not launching.is_recording()
+    assert current_recorder() is None
 
 
 def test_an_operator_can_refuse(memory):
-    launching.refuse_recording("outside of a recording this does nothing")
+    refuse_recording("outside of a recording this does nothing")
     with pytest.raises(NotRecordable, match="reads a list"):
-        record_program(lambda: launching.refuse_recording("reads a list"), memory)
+        record_program(lambda: refuse_recording("reads a list"), memory)
 
 
 def test_the_number_of_items_may_be_read_at_replay(memory):

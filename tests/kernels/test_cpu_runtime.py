@@ -10,7 +10,8 @@ import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel, statistics
 from transom_kernels.cpu.launching import launch
-from transom_kernels.cpu.pool import Pool, pool, set_num_threads
+from transom_kernels.cpu.pool import Pool, pool
+from transom_kernels.cpu.threads import set_num_threads
 
 NORM = ("transom_kernels.rms_norm.cpu_kernel", "make_rms_norm")
 
@@ -90,7 +91,7 @@ def test_code_in_the_cache_is_loaded_without_numba(tmp_path):
 def test_code_in_the_cache_runs_in_a_process_without_numba(tmp_path):
     program = (
         "import sys, time, torch\n"
-        "from transom_kernels.cpu.pool import set_num_threads\n"
+        "from transom_kernels.cpu.threads import set_num_threads\n"
         "from transom_kernels.rms_norm import rms_norm\n"
         "set_num_threads(2)\n"
         "x = torch.randn(40, 200)\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.rms_norm import head_norm_, rms_norm
 from transom_kernels.rms_norm.cpu import ITEM_ELEMENTS, head_norm_fits, rms_norm_fits

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_in_child
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.route import Routing, route
 from transom_kernels.route.cpu import TILE, route_cpu
 from transom_kernels.route.reference import route_reference

@@ -2,61 +2,24 @@
 
     launch(kernel, num_items, [x, weight, x.shape[0], eps])
 
-Arguments become words: a tensor its address, a float the bits of its float32. While a thread records (`record`), every launch also
-becomes an instruction of the recorder's program.
+Arguments become words: a tensor its address, a float the bits of its float32. Where a decode step is recorded (`recording.py`),
+every launch also becomes an instruction of its program.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import CpuKernel
 from transom_kernels.cpu.pool import pool
-
-Argument = int | float | torch.Tensor | None
-
+from transom_kernels.cpu.recording import Argument, current_recorder
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # the names that kernels take
-
-
-class Recorder(Protocol):
-    """Takes down what a thread launches."""
-
-    def add(
-        self,
-        kernel: CpuKernel,
-        num_items: int | torch.Tensor,
-        words: Sequence[int],
-        arguments: Sequence[Argument],
-        scratch_bytes: int,
-    ) -> None:
-        """Add an instruction."""
-
-    def add_call(self, call: Callable[[], None]) -> None:
-        """Add a call of Python code."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for an instruction's result, which later instructions of the program may use again once it is unused."""
-
-
-class NotRecordable(Exception):
-    """A function cannot become a program, because it reads computed values in Python."""
-
-
-class _Local(threading.local):
-    recorder: Recorder | None = None
-    paused: bool = False  # inside of a Python call that is recorded as a whole
-
-
-_local = _Local()
 
 
 def launch(
@@ -75,58 +38,17 @@ def launch(
     ranges = [memory_of(argument) for argument in arguments if isinstance(argument, torch.Tensor)] if CHECKED else []
     if count:
         pool().run_one(kernel, count, words, ranges, scratch_bytes)
-    if _local.recorder is not None and not _local.paused:
-        _local.recorder.add(kernel, num_items, words, arguments, scratch_bytes)
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.add(kernel, num_items, words, arguments, scratch_bytes)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory for a result."""
-    if _local.recorder is not None and not _local.paused:
-        return _local.recorder.empty(shape, dtype)
+    recorder = current_recorder()
+    if recorder is not None:
+        return recorder.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
-
-
-def host_call(call: Callable[[], None]) -> None:
-    """Call Python code now, and in every replay of the program that is being recorded."""
-    if _local.recorder is None or _local.paused:
-        call()
-        return
-    _local.paused = True
-    try:
-        call()
-    finally:
-        _local.paused = False
-    _local.recorder.add_call(call)
-
-
-def refuse_recording(reason: str) -> None:
-    """Do nothing, except while a program is recorded: operators call this where they read computed values in Python.
-
-    Raises:
-        NotRecordable: a program is being recorded.
-    """
-    if is_recording():
-        raise NotRecordable(reason)
-
-
-def is_recording() -> bool:
-    """Whether this thread's launches are recorded."""
-    return _local.recorder is not None and not _local.paused
-
-
-def recording_paused() -> bool:
-    """Whether this thread is inside of a Python call that is recorded as a whole."""
-    return _local.paused
-
-
-@contextmanager
-def record(recorder: Recorder) -> Iterator[None]:
-    """Within this context the thread's launches are added to the recorder."""
-    _local.recorder = recorder
-    try:
-        yield
-    finally:
-        _local.recorder = None
 
 
 def float_bits(number: float) -> int:

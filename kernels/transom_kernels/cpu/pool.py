@@ -24,6 +24,8 @@ from transom_kernels.cpu import layout
 from transom_kernels.cpu.bounds import CHECKED, raise_fault, set_ranges
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.memory import lazy_memory
+from transom_kernels.cpu.threads import num_threads
+from transom_kernels.cpu.threads import set_num_threads as set_num_threads
 
 SPINS_BEFORE_PARKING = (
     2000  # about 50 microseconds: a step launches again sooner, and a parked thread wakes in about 40
@@ -166,33 +168,20 @@ class Runnable:
         self._instructions[begin : first + len(arguments)] = [kernel_address, items_address, num_items, 0, *arguments]
 
 
-_num_threads = 0
 _pool: Pool | None = None
 _pool_lock = threading.Lock()
 
 
-def set_num_threads(num_threads: int) -> None:
-    """Set how many threads run kernels in this process; 0 means as many as the process may use cores."""
-    global _num_threads, _pool
-    with _pool_lock:
-        _num_threads = num_threads
-        if _pool is not None and _pool.num_threads != _wanted():
-            _pool.close()
-            _pool = None
-
-
 def pool() -> Pool:
-    """The process's pool; the first call starts its threads."""
+    """The process's pool; the first call, and the first after `set_num_threads`, starts its threads."""
     global _pool
-    if _pool is None:
+    if _pool is None or _pool.num_threads != num_threads():
         with _pool_lock:
-            if _pool is None:
-                _pool = Pool(_wanted())
+            if _pool is None or _pool.num_threads != num_threads():
+                before, _pool = _pool, Pool(num_threads())
+                if before is not None:
+                    before.close()
     return _pool
-
-
-def _wanted() -> int:
-    return _num_threads or len(os.sched_getaffinity(0))
 
 
 def _forget_pool() -> None:

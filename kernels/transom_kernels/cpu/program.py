@@ -8,7 +8,7 @@ Memory for results comes from a `ReplayMemory`, which all programs of a model sh
 begins. A result's memory is used again by later instructions of the same program as soon as the recorded function has dropped it.
 
 A program must not depend on values that Python read while it was recorded. Torch operators that hand values to Python raise
-`NotRecordable`; operators of this package that do so call `launching.refuse_recording`.
+`NotRecordable`; operators that do so call `recording.refuse_recording`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transom_kernels.cpu import launching
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import CpuKernel
-from transom_kernels.cpu.launching import Argument, NotRecordable, memory_of
+from transom_kernels.cpu.launching import memory_of
 from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.cpu.pool import pool
+from transom_kernels.cpu.recording import Argument, NotRecordable, current_recorder, record
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 24
@@ -88,7 +88,7 @@ class _Allocator:
 
 
 class Program:
-    """A recorded function. It takes launches down as `launching.Recorder`; `close` ends the recording."""
+    """A recorded function. It takes launches down (`recording.Recorder`); `close` ends the recording."""
 
     def __init__(self, memory: ReplayMemory) -> None:
         self._allocator = _Allocator(memory)
@@ -177,7 +177,7 @@ def record_program(function: Callable[[], T], memory: ReplayMemory) -> tuple[Pro
         NotRecordable: the function reads computed values in Python.
     """
     program = Program(memory)
-    with launching.record(program), _TorchCalls(program):
+    with record(program), _TorchCalls(program):
         result = function()
     program.close()
     return program, result
@@ -194,7 +194,7 @@ class _TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         schema = func._schema
-        if launching.recording_paused() or schema.name in _ONLY_ALLOCATES:
+        if current_recorder() is None or schema.name in _ONLY_ALLOCATES:
             return result
         if schema.name in _READS_VALUES:
             raise NotRecordable(f"{schema.name} reads a computed value")

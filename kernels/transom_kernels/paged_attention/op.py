@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from transom_kernels.launch import refuse_recording, uses_triton
+from transom_kernels.cpu.recording import refuse_recording
+from transom_kernels.launch import uses_triton
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.cpu import paged_attention_torch
 from transom_kernels.paged_attention.rule import MaskRule

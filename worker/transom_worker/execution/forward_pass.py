@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,17 +14,17 @@ from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_worker.config import EngineConfig
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
 from transom_worker.execution.graphs.decode_sizes import DecodeSizes
 from transom_worker.execution.graphs.graph_capture import capture_device
 from transom_worker.execution.graphs.graph_warm_up import capture_decode_graphs
-from transom_worker.execution.programs.decode_programs import DecodePrograms, StepNotRecorded
-from transom_worker.execution.programs.static_inputs import StaticInputs
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.parallel import Parallel
 from transom_worker.scheduling.step import StepPlan
+
+if TYPE_CHECKING:
+    from transom_worker.execution.programs.decode_programs import DecodePrograms
 
 _CAPTURED_KINDS = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.SINKS_WINDOW)
 
@@ -51,8 +52,11 @@ class ForwardPass:
 
     def record_programs(self, *, max_num_seqs: int, max_model_len: int) -> None:
         """From now on record decode steps as programs and replay them."""
-        inputs = StaticInputs(self._builder, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        self._programs = DecodePrograms(self._model, inputs)
+        from transom_worker.execution.programs.decode_programs import DecodePrograms  # it needs the compiler for CPUs
+
+        self._programs = DecodePrograms(
+            self._model, self._builder, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
 
     def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
         """Copy the inputs of a step to the device, and return the function that then computes its logits, [R, V].
@@ -65,17 +69,9 @@ class ForwardPass:
         replay = None if replays is None else replays.prepare(arrays)
         if replay is not None:
             self.num_graph_steps += 1
-            return partial(self._replayed, replay, arrays)
+            return replay
         self.num_eager_steps += 1
         return partial(self._model.forward, self._builder.batch(arrays))
-
-    def _replayed(self, replay: Callable[[], torch.Tensor], arrays: StepArrays) -> torch.Tensor:
-        try:
-            return replay()
-        except StepNotRecorded:
-            self.num_graph_steps -= 1
-            self.num_eager_steps += 1
-            return self._model.forward(self._builder.batch(arrays))
 
 
 def records_programs(config: EngineConfig, groups: list[GroupSpec], slab: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from transom_kernels.cpu import threads
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
 from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetch_with_progress
@@ -137,7 +138,9 @@ def set_threads(num_threads: int | None, *, ranks_on_host: int = 1) -> None:
 
     OMP_NUM_THREADS is ignored, because Ray sets it to an actor's share of CPUs, usually 1.
     """
-    torch.set_num_threads(num_threads or max(1, num_usable_cores() // ranks_on_host))
+    num_threads = num_threads or max(1, num_usable_cores() // ranks_on_host)
+    torch.set_num_threads(num_threads)
+    threads.set_num_threads(num_threads)
 
 
 def num_usable_cores() -> int:

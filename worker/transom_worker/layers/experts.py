@@ -13,8 +13,9 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.gated_mlp import gated_activation
-from transom_kernels.launch import refuse_recording, uses_triton
+from transom_kernels.launch import uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, moe
 from transom_worker.layers.expert_router import Routes
 from transom_worker.layers.linear import Linear, Quantization, make_linear

@@ -17,6 +17,7 @@ import torch
 
 from transom_kernels.cpu.program import Program, ReplayMemory, record_program
 from transom_worker.errors import RankLost
+from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.programs.static_inputs import StaticInputs
 from transom_worker.models.model import Model
@@ -36,8 +37,10 @@ class _Recorded:
 class DecodePrograms:
     """The programs of one model's decode steps, by number of sequences."""
 
-    def __init__(self, model: Model, inputs: StaticInputs) -> None:
-        self._model, self._inputs, self._memory = model, inputs, ReplayMemory()
+    def __init__(self, model: Model, builder: BatchBuilder, *, max_num_seqs: int, max_model_len: int) -> None:
+        """`builder` makes the batches of the model's slab."""
+        self._model, self._builder, self._memory = model, builder, ReplayMemory()
+        self._inputs = StaticInputs(builder, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         self._recorded: dict[int, _Recorded] = {}
         self._is_refused = False
 
@@ -56,13 +59,13 @@ class DecodePrograms:
         num_seqs = len(arrays.token_ids)
         recorded = self._recorded.get(num_seqs)
         if recorded is None:
-            return partial(self._record, num_seqs)
+            return partial(self._record, num_seqs, arrays)
         if not recorded.is_checked:
             return partial(self._check, num_seqs, recorded)
         return partial(_replay, recorded)
 
-    def _record(self, num_seqs: int) -> torch.Tensor:
-        """Run the forward pass and record it."""
+    def _record(self, num_seqs: int, arrays: StepArrays) -> torch.Tensor:
+        """Run the forward pass and record it; without recording where that fails."""
         batch = self._inputs.forward_batch(num_seqs)
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
@@ -70,7 +73,7 @@ class DecodePrograms:
             raise
         except Exception as error:  # the forward pass below raises it again if the recording was not its reason
             self._refuse(f"{type(error).__name__}: {error}")
-            raise StepNotRecorded from error
+            return self._model.forward(self._builder.batch(arrays))
         self._recorded[num_seqs] = _Recorded(program, logits_BV)
         return logits_BV
 
@@ -89,10 +92,6 @@ class DecodePrograms:
         logger.warning("Decode steps run without recorded programs, which is slower: %s", reason)
         self._is_refused = True
         self._recorded.clear()
-
-
-class StepNotRecorded(Exception):
-    """The step could not be recorded; its forward pass must run instead."""
 
 
 def _replay(recorded: _Recorded) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""What a thread records: a recorder takes down the launches and the Python calls of a decode step (`program.py`).
+
+This module needs no compiler, so that code which also runs on GPUs can import it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from transom_kernels.cpu.kernel import CpuKernel
+
+Argument = int | float | torch.Tensor | None
+
+
+class Recorder(Protocol):
+    """Takes down what a thread launches and calls."""
+
+    def add(
+        self,
+        kernel: CpuKernel,
+        num_items: int | torch.Tensor,
+        words: Sequence[int],
+        arguments: Sequence[Argument],
+        scratch_bytes: int,
+    ) -> None:
+        """Add a launch."""
+
+    def add_call(self, call: Callable[[], None]) -> None:
+        """Add a call of Python code."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a launch's result, which later launches of the program may use again once it is unused."""
+
+
+class NotRecordable(Exception):
+    """A function cannot become a program, because it reads computed values in Python."""
+
+
+class _Local(threading.local):
+    recorder: Recorder | None = None
+    paused: bool = False  # inside of a Python call that is recorded as a whole
+
+
+_local = _Local()
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder of this thread's launches; None where they are not recorded."""
+    return None if _local.paused else _local.recorder
+
+
+@contextmanager
+def record(recorder: Recorder) -> Iterator[None]:
+    """Within this context the thread's launches and calls are added to the recorder."""
+    _local.recorder = recorder
+    try:
+        yield
+    finally:
+        _local.recorder = None
+
+
+def host_call(call: Callable[[], None]) -> None:
+    """Call Python code now, and in every replay of the program that is being recorded."""
+    recorder = current_recorder()
+    if recorder is None:
+        call()
+        return
+    _local.paused = True
+    try:
+        call()
+    finally:
+        _local.paused = False
+    recorder.add_call(call)
+
+
+def refuse_recording(reason: str) -> None:
+    """Do nothing, except while a program is recorded: operators call this where they read computed values in Python.
+
+    Raises:
+        NotRecordable: a program is being recorded.
+    """
+    if current_recorder() is not None:
+        raise NotRecordable(reason)
