@@ -600,6 +600,12 @@ def keep_nan(b, result, x):
     return b.select(b.fcmp_unordered("uno", x, x), x, result)
 
 
+@_emits(f32x16, f32x16)
+def swap_neighbours(b, x):
+    """Lanes 1, 0, 3, 2 and so on: the two of each pair change places."""
+    return shuffle(b, x, x, [lane ^ 1 for lane in range(LANES)])
+
+
 @_emits(_f, f32x16)
 def lane_sum(b, x):
     """The sum of the lanes, in a fixed order."""

@@ -17,9 +17,9 @@ HEAD_ELEMENTS = 2048  # elements of heads that a program computes
 
 def prepare_qkv_triton(
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | None,
     v: torch.Tensor | None,
-    k_cache: torch.Tensor,
+    k_cache: torch.Tensor | None,
     v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
@@ -33,7 +33,9 @@ def prepare_qkv_triton(
     The heads of a token must be adjacent; tokens may have strides. With 0 query heads keys and values are written all the same.
     """
     tokens, heads, width = q.shape
-    kv_heads, num_written = k.shape[1], 1 if v is None else 2
+    num_written = sum(rows is not None for rows in (k, v))
+    k, k_cache = (q, q[None]) if k is None or k_cache is None else (k, k_cache)  # unused, if nothing is written
+    kv_heads = k.shape[1]
     v, v_cache = (k, k_cache) if v is None or v_cache is None else (v, v_cache)
     value_width, rotated = v.shape[2], 0 if tables is None else tables[0].shape[-1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

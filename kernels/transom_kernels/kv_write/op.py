@@ -16,7 +16,7 @@ import torch
 
 from transom_kernels.kv_write.fused import fused_target
 from transom_kernels.kv_write.prepare import PLAIN, Preparation, prepare_qkv_reference
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
 def kv_write(
@@ -41,6 +41,12 @@ def kv_write(
 
         kv_write_triton(k, v, k_cache, v_cache, slots)
         return
+    if uses_cpu_kernels(k) and heads_are_adjacent(k) and heads_are_adjacent(v):
+        from transom_kernels.kv_write.cpu import kv_write_cpu, prepare_qkv_fits
+
+        if prepare_qkv_fits(k, k, v, k_cache, v_cache, slots):
+            kv_write_cpu(k, v, k_cache, v_cache, slots)
+            return
     scratch = {} if scratch is None else scratch
     fused = fused_target(k, v, k_cache, v_cache, slots, scratch)
     if fused is not None:
@@ -54,9 +60,9 @@ def kv_write(
 
 def prepare_qkv(
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | None,
     v: torch.Tensor | None,
-    k_cache: torch.Tensor,
+    k_cache: torch.Tensor | None,
     v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
@@ -66,25 +72,35 @@ def prepare_qkv(
     """Norm, rotate and scale as `preparation` says, in float32; write keys and values, return the queries [T, H, D], contiguous.
 
     `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv] are not changed. `tables` are cosines and signed sines (see `rotary_`), [T,
-    R] or [T, 1, R]. `query_scale` [T] multiplies queries. `slots` are those of `kv_write`. Without `v` and `v_cache` only keys are
-    written. Float32 keys and values may go into a cache of any dtype.
+    R] or [T, 1, R]. `query_scale` [T] multiplies queries. `slots` are those of `kv_write`; a token whose slot is below 0 is not
+    written. Without `v` and `v_cache` only keys are written, without `k` and `k_cache` nothing is. Float32 keys and values may go
+    into a cache of any dtype.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the heads of a token are not adjacent.
     """
-    if (v is None) != (v_cache is None):
-        raise ValueError("v and v_cache belong together: give both or neither.")
-    rows_and_caches = [(k, k_cache)] if v is None or v_cache is None else [(k, k_cache), (v, v_cache)]
+    if (v is None) != (v_cache is None) or (k is None) != (k_cache is None) or (k is None and v is not None):
+        raise ValueError("k and k_cache belong together, and v and v_cache: give both or neither, and no v without k.")
+    rows_and_caches = [
+        (rows, cache) for rows, cache in ((k, k_cache), (v, v_cache)) if rows is not None and cache is not None
+    ]
     _check(rows_and_caches, slots, rounds=True)
-    if q.shape[::2] != k.shape[::2] or not all(map(heads_are_adjacent, (q, *(rows for rows, _ in rows_and_caches)))):
+    if (k is not None and q.shape[::2] != k.shape[::2]) or not all(
+        map(heads_are_adjacent, (q, *(rows for rows, _ in rows_and_caches)))
+    ):
+        parts = [(tuple(rows.shape), rows.stride()) for rows in (q, k, v) if rows is not None]
         raise ValueError(
-            f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)} {k.stride()} and v {None if v is None else v.stride()}: give "
-            "equally wide heads that follow each other in memory."
+            f"q, k and v have shapes and strides {parts}: give equally wide heads that follow each other in memory."
         )
     if uses_triton(q):
         from transom_kernels.kv_write.gpu import prepare_qkv_triton
 
         return prepare_qkv_triton(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale)
+    if uses_cpu_kernels(q):
+        from transom_kernels.kv_write.cpu import prepare_qkv_cpu, prepare_qkv_fits
+
+        if prepare_qkv_fits(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale):
+            return prepare_qkv_cpu(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale)
     flat = None if tables is None else (tables[0].flatten(0, -2), tables[1].flatten(0, -2))
     return prepare_qkv_reference(q, k, v, k_cache, v_cache, slots, flat, preparation, query_scale)
 

@@ -32,9 +32,9 @@ PLAIN = Preparation()
 
 def prepare_qkv_reference(
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | None,
     v: torch.Tensor | None,
-    k_cache: torch.Tensor,
+    k_cache: torch.Tensor | None,
     v_cache: torch.Tensor | None,
     slots: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor] | None,
@@ -44,14 +44,14 @@ def prepare_qkv_reference(
     """The specification, in float32: returns the queries, writes keys and values.
 
     `q` [T, H, D], `k` [T, KVH, D], `v` [T, KVH, E]; `tables` are cosines and signed sines [T, R] (`rotary`); `query_scale` [T]
-    multiplies queries. Without `v` only keys are written. Token `t` goes to slot `slots[t]` (block * P + offset); a token whose
-    slot is below 0 is not written.
+    multiplies queries. Without `v` only keys are written, without `k` nothing is. Token `t` goes to slot `slots[t]` (block * P +
+    offset); a token whose slot is below 0 is not written.
     """
     queries = _prepare(q, preparation.q_weight, tables, preparation)
-    keys = _prepare(k, preparation.k_weight, tables, preparation)
     if query_scale is not None:
         queries = queries * query_scale[:, None, None]
-    _write(keys, k_cache, slots)
+    if k is not None and k_cache is not None:
+        _write(_prepare(k, preparation.k_weight, tables, preparation), k_cache, slots)
     if v is not None and v_cache is not None:
         values = _normalised(v.float(), preparation.eps) if preparation.value_norm else v.float()
         _write(values * preparation.value_factor, v_cache, slots)

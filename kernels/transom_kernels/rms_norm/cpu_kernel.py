@@ -11,6 +11,7 @@ from typing import Any
 
 from numba import njit
 
+from transom_kernels.cpu.rows import make_inverse_rms
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -19,10 +20,7 @@ from transom_kernels.cpu.simd import (
     STORE,
     STORE_PART,
     float_of_bits,
-    fma,
-    lane_sum,
     splat,
-    sqrt,
 )
 from transom_kernels.cpu.work import argument, claim, finish
 
@@ -38,7 +36,7 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     store, store_part, rounded = STORE[dtype], STORE_PART[dtype], ROUND[dtype]
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
-    inverse_rms = _make_inverse_rms(dtype)
+    inverse_rms = make_inverse_rms(dtype)
 
     @njit(error_model="numpy")
     def add(x, residual, inner, sums, width, factor, eps):  # type: ignore[no-untyped-def]
@@ -98,7 +96,7 @@ def make_norm_heads(dtype: str, weight_dtype: str) -> Any:
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     store, store_part = STORE[dtype], STORE_PART[dtype]
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
-    inverse_rms = _make_inverse_rms(dtype)
+    inverse_rms = make_inverse_rms(dtype)
 
     @njit(error_model="numpy")
     def normalise(x, weight, width, eps):  # type: ignore[no-untyped-def]
@@ -128,22 +126,3 @@ def make_norm_heads(dtype: str, weight_dtype: str) -> Any:
             item = claim(thread)
 
     return norm_heads
-
-
-def _make_inverse_rms(dtype: str) -> Any:
-    """1 / sqrt(mean(x ** 2) + eps) of a row."""
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
-
-    @njit(error_model="numpy")
-    def inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
-        full, rest = width // 16 * 16, width % 16
-        total = splat(0.0)
-        for k in range(0, full, 16):
-            lanes = load(x + k * size)
-            total = fma(lanes, lanes, total)
-        if rest:
-            lanes = load_part(x + full * size, rest)
-            total = fma(lanes, lanes, total)
-        return 1.0 / sqrt(lane_sum(total) / width + eps)
-
-    return inverse_rms

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.rotary import rotary_
@@ -105,7 +105,7 @@ class Attention:
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
         shape, options = self._shape, self._options
-        fused = shape.has_cache and uses_triton(x_TN)
+        fused = uses_triton(x_TN) or uses_cpu_kernels(x_TN)
         prepare = self._prepare_fused if fused else self._prepare
         return paged_attention(
             prepare(x_TN, tables, cache, batch, query_scale_T11),
@@ -131,9 +131,9 @@ class Attention:
         """As `_prepare`, with one kernel for everything after the projection, except for a norm over all heads, which runs
         before it.
         """
-        heads, kv_heads, norm = self._shape.num_heads, self._shape.num_kv_heads, self._options.norm
+        heads, norm = self._shape.num_heads, self._options.norm
+        kv_heads = self._shape.num_kv_heads if self._shape.has_cache else 0
         qk, v = self._project(x_TN, heads, kv_heads)
-        assert v is not None
         if norm is not None and not isinstance(norm, QkNorm):
             norm(qk)
         q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
@@ -142,6 +142,8 @@ class Attention:
             preparation = replace(preparation, interleaved=True) if tables.interleaved else preparation
             cos_sin = (tables.cos, tables.signed_sin)
         scale_T = None if query_scale_T11 is None else query_scale_T11.flatten()
+        if v is None:
+            return prepare_qkv(q, None, None, None, None, batch.slots, cos_sin, preparation, scale_T)
         return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T)
 
     def _prepare(

@@ -77,7 +77,7 @@ class AllHeadsQkNorm:
         """Normalise `x` [T, query heads + key heads, D]."""
         sizes = [weight.numel() // x_THD.shape[-1] for weight in self._weights]
         for part, weight in zip(x_THD.split_with_sizes(sizes, dim=1), self._weights, strict=True):
-            part.copy_(rms_norm(part.flatten(1), weight, self._eps)[0].view_as(part))
+            head_norm_(part.view(len(part), 1, weight.numel()), weight[None], self._eps)
 
 
 class ShardedAllHeadsQkNorm:
