@@ -104,12 +104,23 @@ def build_app(settings: Mapping[str, Any]) -> serve.Application:
     Raises:
         ConfigError: a setting is wrong, is not supported yet, or belongs to Serve's proxies.
     """
+    return _bind_app(settings, inherits_environment=False)
+
+
+def build_local_app(settings: Mapping[str, Any]) -> serve.Application:
+    """Build the application for a Ray whose processes all inherit `WorkerResources.environment` already."""
+    return _bind_app(settings, inherits_environment=True)
+
+
+def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> serve.Application:
     for name, place in SERVE_PROXY_SETTINGS.items():
         if name in settings:
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
     checked = Settings.parse(**settings)
     check_api_keys(checked)
     resources = worker_resources(checked, ClusterResources.now())
+    if inherits_environment:
+        resources = replace(resources, environment={})
     worker = worker_deployment(checked, resources).bind(
         worker_engine_config(checked, resources), model_name=checked.server_config().served_model_name
     )

@@ -28,8 +28,9 @@ from transom_cluster.commands.process_tree import (
     is_running,
     kill_processes,
 )
+from transom_cluster.commands.ray_services import needed_services
 from transom_cluster.commands.startup_progress import StartupProgress
-from transom_cluster.serve.worker_resources import check_gpus
+from transom_cluster.serve.worker_resources import ClusterResources, check_gpus, worker_resources
 from transom_worker.settings import Settings
 
 logger = logging.getLogger("transom.cli")
@@ -38,6 +39,7 @@ APP_NAME = "transom"
 OBJECT_STORE_BYTES = 100 * 2**20  # no large object passes through it
 POLL_S = 0.25  # each poll takes milliseconds of CPU, which the start itself needs
 WATCH_S = 1.0
+PROXY_TIMEOUT_S = 60.0
 DRAIN_S = 35.0  # a little more than `Router.stop` waits
 SETTLE_S = 0.1  # time in which the proxy sends what routers wrote last
 
@@ -47,6 +49,13 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_enable_metrics_collection": "0",  # Ray's own metrics are on a port that is open to all; Transom's are at /metrics
+    # An idle server wakes up seldom: what these collect or report, nothing reads here.
+    "RAY_event_stats": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "60000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "transom_cluster.serve.control_loop.adapt_interval",
 }
 
 
@@ -61,10 +70,10 @@ class LocalRay:
         self._settings = settings
         self._port = settings.port  # 0: chosen at the start
         self._folder: str | None = None
+        self._proxies: list[Any] = []  # Ray's references, which are resolved when the proxies listen
         self._follower: LogFollower | None = None
-        self._reserved_ports: dict[
-            str, socket.socket
-        ] = {}  # until HAProxy has ended: Ray takes many ports while it starts
+        # Held until Ray has ended: Ray takes many ports while it starts, and these are listened on later.
+        self._reserved_ports: dict[str, socket.socket] = {}
 
     @property
     def local_url(self) -> str:
@@ -80,7 +89,10 @@ class LocalRay:
         """
         progress.stage("starting Ray")
         self._port = self._port or _free_port(self._settings.host)
-        for name, value in (_ENVIRONMENT | (self._haproxy_environment() if self._settings.haproxy else {})).items():
+        # Every process of Ray inherits this, so actors need no runtime environment, for which Ray would start other processes.
+        resources = worker_resources(self._settings, ClusterResources.of_this_machine())
+        haproxy = self._haproxy_environment() if self._settings.haproxy else {}
+        for name, value in (_ENVIRONMENT | haproxy | resources.environment).items():
             os.environ.setdefault(name, value)
         if "RAY_AUTH_MODE" not in os.environ:
             # Ray's own ports listen on every interface. They accept only this run's token, which is in no file.
@@ -135,24 +147,24 @@ class LocalRay:
         import ray
 
         self._folder = tempfile.mkdtemp(prefix="transom-")
-        ray.init(
-            address="local",
-            num_cpus=len(os.sched_getaffinity(0)),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            _temp_dir=self._folder,
-            _system_config={"prestart_worker_first_driver": False},
-        )
+        agent = self._reserved_ports["RUNTIME_ENV_AGENT"] = _reserve_port()
+        with needed_services(agent_port=agent.getsockname()[1]):
+            ray.init(
+                address="local",
+                num_cpus=len(os.sched_getaffinity(0)),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                _temp_dir=self._folder,
+            )
 
     def _haproxy_environment(self) -> dict[str, str]:
         """Choose free ports for HAProxy's own pages, since a second server on this machine could not use the default ones."""
-        self._reserved_ports = {name: _reserve_port() for name in ("STATS", "METRICS")}
-        ports = {
-            f"RAY_SERVE_HAPROXY_{name}_PORT": str(reserved.getsockname()[1])
-            for name, reserved in self._reserved_ports.items()
-        }
+        ports = {}
+        for name in ("STATS", "METRICS"):
+            reserved = self._reserved_ports[name] = _reserve_port()
+            ports[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(reserved.getsockname()[1])
         return {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", **ports}
 
     def _check_gpus(self) -> None:
@@ -166,16 +178,15 @@ class LocalRay:
     def _start_serve(self, given: dict[str, Any]) -> None:
         from ray import serve
 
-        from transom_cluster.app import SERVE_PROXY_SETTINGS, build_app
+        from transom_cluster.app import SERVE_PROXY_SETTINGS, build_local_app
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(
-            proxy_location="HeadOnly",
+        self._proxies = start_controller(
             http_options={"host": self._settings.host, "port": self._port},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         target = serve.RunTarget(
-            target=build_app({name: value for name, value in given.items() if name not in SERVE_PROXY_SETTINGS}),
+            target=build_local_app({name: value for name, value in given.items() if name not in SERVE_PROXY_SETTINGS}),
             name=APP_NAME,
             route_prefix="/",
             logging_config={"log_level": "INFO", "enable_access_log": False},
@@ -183,12 +194,15 @@ class LocalRay:
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def _wait_for_app(self) -> None:
+        import ray
         from ray import serve
 
         while True:
             app = serve.status().applications.get(APP_NAME)
             state = "" if app is None else app.status.value
             if state == "RUNNING":
+                with _as_start_failure("Serve's proxy"):
+                    ray.get(self._proxies, timeout=PROXY_TIMEOUT_S)
                 return
             if app is not None and state in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartFailed(failure_reason([app.message, *(d.message for d in app.deployments.values())]))
@@ -200,6 +214,22 @@ async def _drain_routers() -> None:
 
     handle = serve.get_app_handle(APP_NAME)  # with Serve's throughput settings handles work on an event loop only
     await handle.broadcast("drain").results_async(timeout_s=DRAIN_S)
+
+
+def start_controller(*, http_options: dict[str, Any], logging_config: dict[str, Any]) -> list[Any]:
+    """Do what `serve.start` does without waiting for the proxies, and return the references that are resolved when they listen.
+
+    So the proxies start at the same time as the replicas of the app.
+    """
+    from ray.serve._private.api import _create_controller_and_proxy_refs, _set_global_client
+    from ray.serve._private.client import ServeControllerClient
+    from ray.serve.config import ControllerOptions, ProxyLocation
+
+    controller, proxies = _create_controller_and_proxy_refs(
+        http_options, None, logging_config, None, ControllerOptions(), ProxyLocation.HeadOnly
+    )
+    _set_global_client(ServeControllerClient(controller))
+    return list(proxies)
 
 
 @contextlib.contextmanager
@@ -242,7 +272,7 @@ def _as_start_failure(what: str) -> Iterator[None]:
 def _reserve_port() -> socket.socket:
     """Bind a socket to a free port of every interface, so that no process that asks for any free port gets it.
 
-    The socket does not listen and has SO_REUSEADDR, so that HAProxy, which asks for this very port as servers do, gets it.
+    The socket does not listen and has SO_REUSEADDR, so that a server, which asks for this very port with SO_REUSEADDR, gets it.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -28,6 +28,12 @@ class ClusterResources:
     num_gpus: int
 
     @classmethod
+    def of_this_machine(cls) -> ClusterResources:
+        """The resources of a Ray cluster that this process starts on this machine."""
+        num_gpus = count_visible_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return cls(node_cpus=(float(len(os.sched_getaffinity(0))),), num_gpus=num_gpus)
+
+    @classmethod
     def now(cls) -> ClusterResources:
         """The resources of the Ray cluster that this process has joined; without one, this machine's cores."""
         import ray
@@ -43,20 +49,29 @@ class ClusterResources:
 class WorkerResources:
     """One worker's resources.
 
-    `actor_options` are those of its replica's actor. `bundles` has the replica's bundle, then one per rank; None for one rank.
-    `num_threads` counts the threads of each rank.
+    `num_cpus` and `num_gpus` are those of its replica's actor. `bundles` has the replica's bundle, then one per rank; None for one
+    rank. `num_threads` counts the threads of each rank; `environment` has the variables of its processes.
     """
 
-    actor_options: dict[str, Any]
+    num_cpus: float
+    num_gpus: float
     bundles: list[dict[str, float]] | None
     num_threads: int
+    environment: dict[str, str]
+
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        """The options of the replica's actor; its ranks' actors inherit the runtime environment, if there is any."""
+        return {
+            "num_cpus": self.num_cpus,
+            **({"num_gpus": self.num_gpus} if self.num_gpus else {}),
+            **({"runtime_env": {"env_vars": self.environment}} if self.environment else {}),
+        }
 
     @property
     def can_start_one_more(self) -> bool:
         """Whether one more worker can start during a redeploy: shares of cores leave space for it, GPUs may all be in use."""
-        return not any(
-            "GPU" in bundle or "num_gpus" in bundle for bundle in [self.actor_options, *(self.bundles or ())]
-        )
+        return not self.num_gpus and not any("GPU" in bundle for bundle in self.bundles or ())
 
 
 def worker_resources(settings: Settings, machines: ClusterResources) -> WorkerResources:
@@ -88,18 +103,11 @@ def _resources(threads: int, num_ranks: int, *, replica: dict[str, float], rank:
     has_one_rank = num_ranks == 1
     actor = rank if has_one_rank else replica
     return WorkerResources(
-        actor_options={
-            "num_cpus": actor["CPU"],
-            **({"num_gpus": actor["GPU"]} if "GPU" in actor else {}),
-            "runtime_env": {
-                "env_vars": {
-                    "OMP_NUM_THREADS": str(threads),  # Ray would set it to num_cpus
-                    **wait_variables(os.environ),
-                }
-            },
-        },
+        num_cpus=actor["CPU"],
+        num_gpus=actor.get("GPU", 0.0),
         bundles=None if has_one_rank else [replica, *([rank] * num_ranks)],
         num_threads=threads,
+        environment={"OMP_NUM_THREADS": str(threads), **wait_variables(os.environ)},  # else Ray sets it to num_cpus
     )
 
 

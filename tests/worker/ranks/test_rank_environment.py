@@ -1,17 +1,14 @@
-"""The OpenMP variables that a rank's process or actor is started with."""
+"""The OpenMP variables that a rank's process is started with."""
 
 from __future__ import annotations
 
 import queue
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from transom_worker.execution.ranks import actor_launcher, process_launcher
-from transom_worker.execution.ranks.actor_launcher import RankActors
+from transom_worker.execution.ranks import process_launcher
 from transom_worker.execution.ranks.messages import RankSetup
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.openmp import SPIN_ROUNDS
@@ -47,23 +44,3 @@ def test_a_rank_s_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polic
     assert exits.get(timeout=120) == (0, None)
     launcher.close()
     assert written.read_text() == expected
-
-
-@CHOICES
-def test_a_rank_s_actor(monkeypatch: pytest.MonkeyPatch, policy: str | None, expected: str) -> None:
-    choose(monkeypatch, policy)
-    asked: list[dict[str, Any]] = []
-
-    class Remote:
-        def options(self, **options: Any) -> Any:
-            asked.append(options)
-            raise InterruptedError
-
-    group = SimpleNamespace(bundle_count=2, bundle_specs=[{}, {"CPU": 1}])
-    monkeypatch.setattr(actor_launcher, "get_current_placement_group", lambda: group)
-    monkeypatch.setattr(actor_launcher, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
-    monkeypatch.setattr("ray.remote", lambda _: Remote())
-    with pytest.raises(InterruptedError):
-        RankActors().launch([one_setup()], lambda rank, how: None)
-    variables = asked[0]["runtime_env"]["env_vars"]
-    assert " ".join(f"{name}={value}" for name, value in variables.items()) == expected

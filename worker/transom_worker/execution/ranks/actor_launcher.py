@@ -6,7 +6,6 @@ Ray ends the actors when this process ends, for whatever reason it ends.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transom_worker.errors import ConfigError
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import RankSetup
-from transom_worker.openmp import wait_variables
 
 KILL_TIMEOUT_S = 10.0
 POLL_PERIOD_S = (
@@ -99,12 +97,12 @@ def _placement_group(num_ranks: int) -> PlacementGroup:
 
 
 def _create(group: PlacementGroup, bundle: int) -> Any:
+    """Create the actor of a rank. It inherits this process's runtime environment, and so its OpenMP variables."""
     resources = group.bundle_specs[bundle]
     options = {
         "num_cpus": resources.get("CPU", 0),
         "num_gpus": resources.get("GPU", 0),
         "max_restarts": 0,
-        "runtime_env": {"env_vars": wait_variables(os.environ)},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
     }
     return ray.remote(RankActor).options(**options).remote()
