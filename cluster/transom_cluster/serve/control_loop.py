@@ -10,7 +10,7 @@ Serve calls `adapt_interval` in the controller's process, where RAY_SERVE_CONTRO
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 BUSY_INTERVAL_S = 0.05
@@ -19,28 +19,29 @@ STEADY_INTERVAL_S = 0.5
 # Of applications and of deployments, in Serve's words: nothing has to be started or stopped.
 STEADY_STATES = frozenset({"RUNNING", "HEALTHY", "DEPLOY_FAILED"})
 
-Step = Callable[..., Coroutine[Any, Any, None]]
-
 logger = logging.getLogger("ray.serve")
 
 
 def adapt_interval() -> None:
-    """Let the control loop of this process's controller choose its interval after each round."""
-    from ray.serve._private import controller
+    """Let the control loop of this process's controller choose its interval in each round."""
+    from ray.serve._private import application_state, controller
 
-    controller.ServeController.run_control_loop_step = adaptive(
-        controller.ServeController.run_control_loop_step, controller
-    )
+    manager = application_state.ApplicationStateManager
+    manager.update = adaptive(manager.update, controller)
 
 
-def adaptive(step: Step, module: Any) -> Step:
-    """Return a method for a controller that runs `step`, and then sets `module.CONTROL_LOOP_INTERVAL_S`."""
+def adaptive(update: Callable[[Any], None], module: Any) -> Callable[[Any], None]:
+    """Return a method for the manager of applications that runs `update`, and then sets `module.CONTROL_LOOP_INTERVAL_S`.
+
+    The loop calls the manager's `update` in each round. The controller's own methods cannot be replaced: Ray has copied them into
+    the actor's class when this runs.
+    """
     default_s = module.CONTROL_LOOP_INTERVAL_S
 
-    async def run(self: Any, *args: Any) -> None:
-        await step(self, *args)
+    def run(manager: Any) -> None:
+        update(manager)
         try:
-            interval_s = STEADY_INTERVAL_S if is_steady(self) else BUSY_INTERVAL_S
+            interval_s = STEADY_INTERVAL_S if is_steady(manager) else BUSY_INTERVAL_S
         except Exception:  # the loop must go on
             logger.exception("The controller's state cannot be read.")
             interval_s = default_s
@@ -49,9 +50,9 @@ def adaptive(step: Step, module: Any) -> Step:
     return run
 
 
-def is_steady(controller: Any) -> bool:
-    """Whether there is an application, and no application or deployment of the controller changes."""
-    applications = controller.application_state_manager.list_app_statuses().values()
-    deployments = controller.deployment_state_manager.get_deployment_statuses()
+def is_steady(manager: Any) -> bool:
+    """Whether there is an application, and no application or deployment changes."""
+    applications = manager.list_app_statuses().values()
+    deployments = manager._deployment_state_manager.get_deployment_statuses()
     states = {one.status.value for one in [*applications, *deployments]}
     return bool(states) and states <= STEADY_STATES
