@@ -20,6 +20,7 @@ CONFIG_COLUMNS = (
     "scheduling_policy",
     "prefix_caching",
     "hybrid_kv_cache",
+    "kernels",
 )
 
 

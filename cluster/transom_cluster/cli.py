@@ -10,6 +10,7 @@ import typer
 
 from transom_cluster import __version__
 from transom_cluster.commands.bench import bench
+from transom_cluster.commands.compile import compile_kernels
 from transom_cluster.commands.plan import plan
 from transom_cluster.commands.settings import settings_as_flags
 from transom_worker.settings import Settings
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(plan)
+app.command("compile")(compile_kernels)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USAGE_ERROR = 2

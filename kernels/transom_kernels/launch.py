@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 KERNELS_VARIABLE = "TRANSOM_KERNELS"
 INTERPRETED = (
@@ -49,6 +48,12 @@ def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
         ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
     """
     return (_chosen or _of_environment()) == "auto" and tensor.device.type == "cpu" and has_cpu_kernels()
+
+
+def kernels_on(device: torch.device) -> str:
+    """What computes the operators on a device: "triton", "cpu" (compiled CPU kernels) or "torch"."""
+    tensor = torch.empty(0, device=device)
+    return "triton" if uses_triton(tensor) else "cpu" if uses_cpu_kernels(tensor) else "torch"
 
 
 @contextmanager

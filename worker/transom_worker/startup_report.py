@@ -11,6 +11,7 @@ from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.model_config.rank_shares import rank_lines
 from transom_worker.planner import CachePlan, GroupPlan
 
+_KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}
 _COLUMNS = ("group", "layers", "keep", "block", "bytes per block", "per page", "at most per sequence")
 
 
@@ -26,6 +27,8 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
         *_group_table(plan),
         f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_concurrency(plan)}",
     ]
+    if memory.device == "cpu":
+        lines.append(f"operators run as {_KERNELS[info.kernels]}")
     if memory.device.startswith("cuda"):
         lines.append(
             f"decode steps are replayed from {info.num_graphs:,} CUDA graphs"

@@ -86,6 +86,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "scheduling_policy",
         "prefix_caching",
         "hybrid_kv_cache",
+        "kernels",
     ),
     "transom_build_info": ("version", "python", "torch", "triton", "ray"),
     "transom_process_cpu_seconds": (),

@@ -72,6 +72,7 @@ class ExecutorInfo:
     ranks: tuple[
         RankInfo, ...
     ] = ()  # empty for a single rank in the engine's process; `memory` is the sum over all ranks
+    kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
 
     @property

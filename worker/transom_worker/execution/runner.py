@@ -16,6 +16,7 @@ import logging
 
 import torch
 
+from transom_kernels.launch import kernels_on
 from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import ConfigError, StepFailed
@@ -131,6 +132,7 @@ class ModelRunner:
             vocab_size=architecture.vocab_size,
             eos_token_ids=self._loaded.eos_token_ids,
             memory=self.memory_report,
+            kernels=kernels_on(self._loaded.device),
             num_graphs=self._forward.num_graphs,
         )
 

@@ -27,6 +27,7 @@ CONFIG_LABELS = (
     "scheduling_policy",
     "prefix_caching",
     "hybrid_kv_cache",
+    "kernels",
 )
 
 
@@ -47,7 +48,7 @@ class Identity(Collector):
         self.start_s = 0.0
 
     def configure(self, config: EngineConfig, info: ExecutorInfo) -> None:
-        """Set the values that are known once the executor has started: device, number format and longest sequence."""
+        """Set the values that are known once the executor has started: device, number format, longest sequence and kernels."""
         scheduler = config.scheduler
         values = (
             info.plan.kv_dtype,
@@ -60,6 +61,7 @@ class Identity(Collector):
             scheduler.policy,
             str(config.cache.enable_prefix_caching).lower(),
             str(config.model.hybrid_kv_cache).lower(),
+            info.kernels,
         )
         self._config = tuple(map(str, values))
         self._limits = {"running": scheduler.max_num_seqs, "waiting": scheduler.max_waiting}

@@ -1,0 +1,31 @@
+"""`transom compile`: compiles the kernels that a model needs on this machine's processor, ahead of the first start."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def compile_kernels(
+    model: Annotated[str, typer.Argument(help="As for `transom serve`.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="As for `transom serve`.")] = "none",
+) -> None:
+    """Compile the CPU kernels of a model now, so that its first start does not have to.
+
+    The code is kept in the user's cache directory (or TRANSOM_CACHE_DIR) for this processor and this version.
+    """
+    from transom_worker.errors import ConfigError, ModelError
+    from transom_worker.precompile import precompile
+
+    try:
+        compiled = precompile(model, dtype=dtype, quantization=quantization)
+    except (ConfigError, ModelError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    typer.echo(
+        f"{compiled.num_kernels} kernels compiled in {compiled.seconds:.1f} s; their code is in {compiled.directory}."
+        if compiled.num_kernels
+        else f"Every kernel was compiled already; the code is in {compiled.directory}."
+    )

@@ -1,0 +1,50 @@
+"""Compiles the CPU kernels that a model needs, so that its first start does not have to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transom_kernels.cpu.kernel import cache_directory, statistics
+from transom_worker.contract import SamplingParams
+from transom_worker.llm import LLM
+
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4  # a prompt and decode steps of one and of several sequences
+_SAMPLING = (
+    SamplingParams(temperature=0.0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True),
+    SamplingParams(
+        temperature=1.0,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        logprobs=2,
+        max_tokens=_OUTPUT_TOKENS + 2,
+        ignore_eos=True,
+        seed=0,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """How many kernels were compiled, the seconds that this took, and the directory of their code."""
+
+    num_kernels: int
+    seconds: float
+    directory: Path
+
+
+def precompile(model: str, *, dtype: str = "auto", quantization: str = "none") -> Compiled:
+    """Load a model on the CPU and let it answer, so that every kernel is compiled that is not in the cache yet.
+
+    Raises:
+        ConfigError, ModelError: settings or checkpoint are wrong.
+    """
+    before = (statistics.num_compiled, statistics.compile_s)
+    with LLM(
+        model, dtype=dtype, quantization=quantization, device="cpu", kv_cache_memory_bytes="64MiB", max_model_len=256
+    ) as llm:
+        prompts = [{"prompt_token_ids": [1 + i % 7 for i in range(_PROMPT_TOKENS)]} for _ in _SAMPLING]
+        llm.generate(prompts, _SAMPLING, use_tqdm=False)
+    return Compiled(statistics.num_compiled - before[0], statistics.compile_s - before[1], cache_directory())
