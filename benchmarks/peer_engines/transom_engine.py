@@ -51,6 +51,7 @@ class Transom(Engine):
             "--served-model-name": SERVED_NAME,
             "--dtype": "bfloat16",
             "--device": "cpu",
+            "--num-threads": str(self.num_threads),
             "--kv-cache-memory-bytes": KV_CACHE_MEMORY,
             "--port": str(port),
         }
