@@ -1,4 +1,5 @@
-"""The operator `gated_activation`: activation(gate) * up, where one projection gives gate and up.
+"""The operators `gated_activation` and `activated_product`: activation(gate) * up, where one projection gives gate and up, or two
+do.
 
 Legend: T tokens, N inner width.
 """
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -30,11 +31,32 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float
 
         return gated_activation_triton(gate_up, gelu=activation == "gelu_tanh", limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
+    if uses_cpu_kernels(gate_up):
+        from transom_kernels.gated_mlp.cpu import activated_product_cpu, activated_product_fits
+
+        if activated_product_fits(gate, up):
+            return activated_product_cpu(gate, up, activation, limit)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "silu":
         return F.silu(gate).mul_(up)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` [T, N] of two tensors [T, N], which may have strides.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equally large.")
+    if uses_cpu_kernels(gate):
+        from transom_kernels.gated_mlp.cpu import activated_product_cpu, activated_product_fits
+
+        if activated_product_fits(gate, up):
+            return activated_product_cpu(gate, up, activation)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
 def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
+from transom_kernels.gated_mlp import activated_product
+from transom_kernels.rms_norm import rms_norm
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.layers.residual import Residual
 from transom_worker.model_config.architecture import Architecture
@@ -78,13 +79,14 @@ class LayerEmbeddings:
         self._projection = load.linear("per_layer_model_projection", shapes=[(width, hidden)])
         self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps, size=size, wide=True)
         self._shape = (-1, architecture.num_layers, size)
-        self._scale = architecture.hidden_size**-0.5
+        self._scaled_eps = self._norm.eps * hidden
         self.weight_bytes = self._table.weight_bytes + self._projection.weight_bytes + self._norm.weight_bytes
 
     def __call__(self, token_ids_T: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """The per-layer embeddings [T, L, P] of the tokens; `x` [T, N] is their embedding."""
-        made_TLP = self._norm((self._projection(x_TN) * self._scale).view(self._shape))
-        return (made_TLP + self._table(token_ids_T).view(self._shape)).mul_(0.5**0.5)
+        made, own = (x.view(-1, self._shape[-1]) for x in (self._projection(x_TN), self._table(token_ids_T)))
+        sums = rms_norm(made, None, self._scaled_eps, own, inner=self._norm.weight_N, factor=0.5**0.5)[1]
+        return sums.view(self._shape)
 
 
 class LayerAddition:
@@ -99,5 +101,5 @@ class LayerAddition:
 
     def add_to(self, residual: Residual, own_TP: torch.Tensor) -> None:
         """Add the gated, projected and normalised embedding `own` [T, P] of each token to the residual."""
-        gated_TP = F.gelu(self._gate(residual.read()), approximate="tanh") * own_TP
+        gated_TP = activated_product(self._gate(residual.read()), own_TP, "gelu_tanh")
         residual.add(self._back(gated_TP), self._norm)
