@@ -23,12 +23,18 @@ DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  #
 
 
 def launch(
-    kernel: CpuKernel, num_items: int | torch.Tensor, arguments: Sequence[Argument], *, scratch_bytes: int = 0
+    kernel: CpuKernel,
+    num_items: int | torch.Tensor,
+    arguments: Sequence[Argument],
+    *,
+    scratch_bytes: int = 0,
+    linked: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Run a kernel over `num_items` items and wait for it. None becomes 0.
 
     `num_items` is a tensor of one int64 where a recorded program shall read the number anew in each replay. Each thread has
-    `scratch_bytes` of memory of its own.
+    `scratch_bytes` of memory of its own. `linked` is memory whose addresses lie in tensors, as (address, bytes): checked kernels
+    need to know it.
 
     Raises:
         IndexError: a checked kernel touched memory outside of its tensors.
@@ -37,7 +43,7 @@ def launch(
     count = _read_int(num_items) if isinstance(num_items, torch.Tensor) else num_items
     ranges = [memory_of(argument) for argument in arguments if isinstance(argument, torch.Tensor)] if CHECKED else []
     if count:
-        pool().run_one(kernel, count, words, ranges, scratch_bytes)
+        pool().run_one(kernel, count, words, [*ranges, *linked], scratch_bytes)
     recorder = current_recorder()
     if recorder is not None:
         recorder.add(kernel, num_items, words, arguments, scratch_bytes)

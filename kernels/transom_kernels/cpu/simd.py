@@ -29,7 +29,7 @@ from transom_kernels.cpu.target import cpu_target
 LANES = 16
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F32 = ir.FloatType()
+F32, F64 = ir.FloatType(), ir.DoubleType()
 F16 = ir.HalfType()
 F32_16, I32_16 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
@@ -293,7 +293,7 @@ def _emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-_i, _f = types.int64, types.float32
+_i, _f, _d = types.int64, types.float32, types.float64
 
 # --- vectors from and to memory
 
@@ -612,6 +612,13 @@ def lane_sum(b, x):
     return horizontal_sum(b, x)
 
 
+@_emits(f32x16, f32x16, f32x16)
+def vector_max_or_nan(b, x, y):
+    """The larger of each two lanes; NaN wins."""
+    larger = b.select(b.fcmp_ordered(">", y, x), y, x)
+    return b.select(b.fcmp_unordered("uno", y, y), y, larger)
+
+
 @_emits(_f, f32x16)
 def lane_max(b, x):
     """The largest lane."""
@@ -622,6 +629,44 @@ def lane_max(b, x):
 def keep_part(b, x, count, other):
     """The first `count` lanes of `x`, and `other` in the lanes behind them."""
     return b.select(_mask(b, count), x, broadcast(b, other, F32_16))
+
+
+# --- masks: an int64 with one bit for each lane, bit 0 for lane 0
+
+
+def _bits_of(b, lanes):
+    return b.zext(b.bitcast(lanes, I16), I64)
+
+
+@_emits(_i, f32x16, f32x16)
+def lanes_greater(b, x, y):
+    """The mask of lanes where x > y; NaN is not greater, and nothing is greater than NaN."""
+    return _bits_of(b, b.fcmp_ordered(">", x, y))
+
+
+@_emits(_i, f32x16, f32x16)
+def lanes_at_least(b, x, y):
+    """The mask of lanes where x >= y."""
+    return _bits_of(b, b.fcmp_ordered(">=", x, y))
+
+
+@_emits(f32x16, f32x16, _i, _f)
+def keep_lanes(b, x, mask, other):
+    """`x` in the lanes of a mask, and `other` in the others."""
+    lanes = b.bitcast(b.trunc(mask, I16), ir.VectorType(I1, LANES))
+    return b.select(lanes, x, broadcast(b, other, F32_16))
+
+
+@_emits(_i, _i)
+def count_bits(b, mask):
+    """How many bits of a mask are set."""
+    return b.call(function(b, "llvm.ctpop.i64", I64, [I64]), [mask])
+
+
+@_emits(_i, _i)
+def lowest_bit(b, mask):
+    """The number of the lowest bit that is set, of at least one."""
+    return b.call(function(b, "llvm.cttz.i64", I64, [I64, I1]), [mask, ir.Constant(I1, 1)])
 
 
 # --- scalars
@@ -696,6 +741,34 @@ def float_of_bits(b, word):
     return b.bitcast(b.trunc(word, I32), F32)
 
 
+def _turn_negative(b, bits):
+    return b.select(b.icmp_signed("<", bits, int32(0)), b.xor(bits, int32(0x7FFFFFFF)), bits)
+
+
+@_emits(_i, _f)
+def sort_key(b, x):
+    """An integer in the order of float32 numbers; neighbouring integers are neighbouring numbers."""
+    return b.sext(_turn_negative(b, b.bitcast(x, I32)), I64)
+
+
+@_emits(_f, _i)
+def float_of_sort_key(b, key):
+    """The float32 with this sort key."""
+    return b.bitcast(_turn_negative(b, b.trunc(key, I32)), F32)
+
+
+@_emits(_d, _i)
+def load_scalar_f64(b, address):
+    """A float64."""
+    return load(b, address, F64, 8)
+
+
+@_emits(types.void, _i, _d)
+def store_scalar_f64(b, address, x):
+    """Store a float64."""
+    store(b, x, address, 8)
+
+
 @_emits(_f, _f)
 def sqrt(b, x):
     """The square root."""
@@ -708,6 +781,13 @@ def sqrt(b, x):
 @_emits(_i, _i)
 def unchecked_i64(b, address):
     """An int64 of a kernel's arguments or of its thread, which checked kernels do not compare."""
+    return b.load(b.inttoptr(address, ir.PointerType(I64)), align=8)
+
+
+@_emits(_i, _i, _i)
+def argument(b, arguments, index):
+    """Argument word `index` of a kernel."""
+    address = b.add(arguments, b.mul(index, int64(8)))
     return b.load(b.inttoptr(address, ir.PointerType(I64)), align=8)
 
 

@@ -32,7 +32,7 @@ BLOCK = 64  # token ids
 
 def noise_key(seed: int, choice_index: int, output_position: int) -> int:
     """Return the signed 64-bit key of one row; any Python integers are taken, modulo 2**64."""
-    return _signed(_mixed_with(choice_key(seed, choice_index), output_position))
+    return signed_key(_mixed_with(choice_key(seed, choice_index), output_position))
 
 
 def choice_key(seed: int, choice_index: int) -> int:
@@ -77,10 +77,10 @@ def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def random_bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Return 64 random bits for each element, as int64."""
-    bits = counters * _signed(GOLDEN) + keys
+    bits = counters * signed_key(GOLDEN) + keys
     shifted = torch.empty_like(bits)
-    _xor_shift(bits, shifted, 30).mul_(_signed(MIX_1))
-    _xor_shift(bits, shifted, 27).mul_(_signed(MIX_2))
+    _xor_shift(bits, shifted, 30).mul_(signed_key(MIX_1))
+    _xor_shift(bits, shifted, 27).mul_(signed_key(MIX_2))
     return _xor_shift(bits, shifted, 31)
 
 
@@ -102,5 +102,6 @@ def _mixed_with(key: int, value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _signed(value: int) -> int:
+def signed_key(value: int) -> int:
+    """Return an unsigned 64-bit integer as the signed one with the same bits."""
     return value - 2**64 if value >= 2**63 else value

@@ -39,6 +39,14 @@ class TokenCounts:
         """How often each of `token_ids` is in the output."""
         return self._counts[: len(self._slot)]
 
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """The arrays that `token_ids` and `output_counts` are the beginnings of, and how many of their numbers are in use.
+
+        They stay the same arrays until they are full.
+        """
+        return self._ids, self._counts, len(self._slot)
+
     def _add(self, token_id: int, *, is_output: bool) -> None:
         slot = self._slot.setdefault(token_id, len(self._slot))
         if slot == len(self._ids):

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_worker.contract import SamplingParams, TokenLogprobs
 from transom_worker.sampling.adjustments import adjust_logits, apply_bias_and_bans
 from transom_worker.sampling.filters import Filters, filter_logits
@@ -25,6 +26,9 @@ from transom_worker.sampling.noise import gumbel
 from transom_worker.sampling.row_ops import first_argmax, take_rows
 from transom_worker.sampling.sequence_state import SequenceState
 from transom_worker.sampling.temperature import apply_temperature, noise_key_tensor
+
+if TYPE_CHECKING:
+    from transom_worker.sampling.record_sampling import RecordSampler
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +45,7 @@ class Sampler:
     def __init__(self, *, eos_token_ids: Sequence[int] = ()) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._states: dict[int, SequenceState] = {}
+        self._record_sampler: RecordSampler | None = None
 
     def add(
         self,
@@ -53,6 +58,7 @@ class Sampler:
         choice_index: int = 0,
     ) -> None:
         """Add a sequence, or replace it, with its prompt and the output so far."""
+        self.remove(seq_id)
         self._states[seq_id] = SequenceState(
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
@@ -69,6 +75,8 @@ class Sampler:
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ids are ignored."""
         self._states.pop(seq_id, None)
+        if self._record_sampler is not None:
+            self._record_sampler.remove(seq_id)
 
     def sample(
         self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
@@ -77,6 +85,9 @@ class Sampler:
         if not seq_ids:
             return SamplerOutput(token_ids=[])
         states = [self._states[seq_id] for seq_id in seq_ids]
+        if self._uses_records(logits_SV):
+            token_ids = self._records.sample(logits_SV, seq_ids, states, grammar_mask=grammar_mask).tolist()
+            return SamplerOutput(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
         fused = uses_triton(logits_SV)
         adjusted_SV = logits_SV
         if grammar_mask is not None or any(state.changes_logits for state in states):
@@ -84,6 +95,18 @@ class Sampler:
             (apply_bias_and_bans if fused else adjust_logits)(adjusted_SV, states, grammar_mask)
         token_ids = (sample_fused if fused else _sample_rows)(adjusted_SV, states)
         return SamplerOutput(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
+
+    def _uses_records(self, logits_SV: torch.Tensor) -> bool:
+        """Whether the CPU kernel samples these logits."""
+        return uses_cpu_kernels(logits_SV) and logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1
+
+    @property
+    def _records(self) -> RecordSampler:
+        if self._record_sampler is None:
+            from transom_worker.sampling.record_sampling import RecordSampler
+
+            self._record_sampler = RecordSampler()
+        return self._record_sampler
 
 
 def _sample_rows(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:

@@ -34,7 +34,7 @@ class SequenceState:
         self.choice_key = choice_key(seed, choice_index)
         self.counts = TokenCounts(token_ids, num_prompt_tokens) if self.has_penalties else None
         eos_ids = () if params.ignore_eos else eos_token_ids
-        self._end_token_ids = sorted({*eos_ids, *params.stop_token_ids}) if params.min_tokens else []
+        self.end_token_ids = sorted({*eos_ids, *params.stop_token_ids}) if params.min_tokens else []
         self.has_filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
     @property
@@ -51,7 +51,7 @@ class SequenceState:
     @property
     def banned(self) -> list[int]:
         """The token ids that would end the sequence, as long as its output is shorter than `min_tokens`; empty afterwards."""
-        return self._end_token_ids if self.output_position < self.params.min_tokens else []
+        return self.end_token_ids if self.output_position < self.params.min_tokens else []
 
     def append(self, token_id: int) -> None:
         """Add one output token."""

@@ -60,7 +60,8 @@ class ShardedSampler(Sampler):
         local = sorted(set(range(len(states))).difference(gathered))
         result = SamplerOutput(token_ids=[0] * len(states))
         if local:
-            best = self._sample_local(take_rows(logits_SV, local), [states[row] for row in local])
+            part = take_rows(logits_SV, local)
+            best = self._sample_local(part, [seq_ids[row] for row in local], [states[row] for row in local])
             _fill(result.token_ids, local, best)
         if gathered:
             sampled = self._sample_gathered(logits_SV, gathered, [seq_ids[row] for row in gathered], grammar_mask)
@@ -92,9 +93,17 @@ class ShardedSampler(Sampler):
                 result += token_logprobs(gathered, chosen[first : rows.stop], num_top[first : rows.stop])
         return result
 
-    def _sample_local(self, logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
+    def _sample_local(
+        self, logits_NV: torch.Tensor, seq_ids: Sequence[int], states: Sequence[SequenceState]
+    ) -> list[int]:
         """Return the ids with the best scores of all ranks; of equal scores the lowest id, which is on the lowest rank."""
-        score_N, token_ids_N = _best_of_slice(logits_NV, states, self._first_id)
+        if self._uses_records(logits_NV):
+            score_N = torch.empty(len(states), dtype=torch.float64)
+            token_ids_N = self._records.sample(
+                logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N
+            )
+        else:
+            score_N, token_ids_N = _best_of_slice(logits_NV, states, self._first_id)
         pairs_K2N = token_ids_N.new_zeros(self._parallel.size, 2, len(states))
         pairs_K2N[self._parallel.rank, 0] = score_N.view(torch.int64)
         pairs_K2N[self._parallel.rank, 1] = token_ids_N

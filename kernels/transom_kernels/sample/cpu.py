@@ -1,0 +1,88 @@
+"""Launches of the sampling kernel for CPUs.
+
+Legend: S rows, V vocabulary, or a slice of it, P pieces of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.cpu.bounds import CHECKED
+from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.launching import empty, launch
+from transom_kernels.sample.params import NOISE_BLOCK, SampleParams
+from transom_kernels.sample.table import SampleTable
+
+PIECE_BLOCKS = 128  # noise blocks of a piece, which is an item of work
+AREA_BYTES = PIECE_BLOCKS * 24 + 16  # of a piece's summary
+MODULE = "transom_kernels.sample.cpu_kernel"
+
+
+def fits_cpu(logits: torch.Tensor) -> bool:
+    """Whether the kernel takes logits of this dtype and of these strides."""
+    return logits.dtype == torch.float32 and (logits.stride(1) == 1 or logits.shape[1] == 1)
+
+
+def sample_cpu(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
+    """The contract is that of `op.sample`."""
+    if params.change_row is not None:
+        _apply_changes(logits, params)
+    table = SampleTable()
+    columns = (params.keys, params.temperature, params.top_k, params.top_p, params.min_p)
+    numbers = [
+        table.add(key=key, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for key, temperature, top_k, top_p, min_p in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+    return sample_records(logits, table, torch.tensor(numbers, dtype=torch.int64))
+
+
+def sample_records(
+    logits: torch.Tensor,
+    table: SampleTable,
+    numbers: torch.Tensor,
+    *,
+    allowed: torch.Tensor | None = None,
+    first_id: int = 0,
+    scores: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sample one token id of each row of `logits` [S, V]; returns [S] int64. Row s has the record `numbers[s]` of the table.
+
+    `allowed` [S, ceil(V / 8)] uint8 has a bit for each id, lowest first; an id whose bit is 0 is not sampled. Column v is token id
+    `first_id` + v: for a slice of the vocabulary, whose records may have neither filters nor adjustments. `scores` [S] float64 takes
+    the scores of the sampled ids, by which the ids of several slices are compared. The logits are not changed.
+    """
+    num_rows, num_ids = logits.shape
+    num_pieces = -(-(num_ids + first_id % NOISE_BLOCK) // (NOISE_BLOCK * PIECE_BLOCKS))
+    out = empty((num_rows,), torch.int64)
+    launch(
+        cpu_kernel(MODULE, "make_sample"),
+        num_rows * num_pieces,
+        [
+            logits, logits.stride(0) * 4, num_ids, first_id, table.words, numbers, out, scores,
+            empty((num_rows * num_pieces * AREA_BYTES,), torch.uint8), num_pieces, _counters(num_rows),
+            table.copies(num_rows, num_ids), allowed,
+        ],
+        scratch_bytes=4 * (num_ids + 16),
+        linked=table.linked_memory() if CHECKED else (),
+    )  # fmt: skip
+    return out
+
+
+_zeros = [torch.zeros(64, dtype=torch.int64)]  # the last one is in use; a recorded program may still use an earlier one
+
+
+def _counters(num_rows: int) -> torch.Tensor:
+    """Zeros that a launch counts finished pieces in, and leaves at zero."""
+    if len(_zeros[-1]) < num_rows:
+        _zeros.append(torch.zeros(2 * num_rows, dtype=torch.int64))
+    return _zeros[-1]
+
+
+def _apply_changes(logits: torch.Tensor, params: SampleParams) -> None:
+    assert params.change_row is not None
+    assert params.change_factor is not None
+    assert params.change_minus is not None
+    place = params.change_row, params.change_id
+    values = logits[place]
+    values = torch.where(values > 0, values / params.change_factor, values * params.change_factor)
+    logits[place] = values - params.change_minus

@@ -1,0 +1,456 @@
+"""Sampling for CPUs, in numba: logits to one token id per row, by the records of a `SampleTable`. `cpu.py` launches it.
+
+An item is a *piece* of a row's ids. Each piece is read once and leaves a summary. The thread that finishes the last piece of a row
+chooses the row's token from the summaries, and reads little more of the row:
+
+    greedy row   the largest logit of each piece; then the first place of the largest of all is searched in its piece
+    random row   of each block of 64 ids: the largest logit, the largest noise, and the logit of the id that has this noise (the
+                 *noisiest* id). They bound a block's scores from above, and give one score that the winner reaches; blocks whose
+                 bound is below it are skipped. `gumbel_max.py` has an example
+
+A *scaled* logit is divided by the temperature. Filters keep the ids whose scaled logits reach a *cut*:
+
+    min-p   the cut lies below the largest scaled logit by log(1 / min_p)
+    top-k   the k-th largest scaled logit. The k-th largest of the blocks' maxima is a bound for it; the ids that reach the bound
+            are listed, and the k-th largest among them is searched by halving the range of float32 bits
+    top-p   the winner of all ids is the sample if the ids above it have less mass than p of all; if not, the cut rises above the
+            winner, and the next winner is found. The *mass* of an id is exp(scaled logit - largest scaled logit)
+
+Rows with adjustments (bias, bans, penalties, a grammar's mask) are copied piece by piece, and the copy is adjusted.
+
+Pieces begin at multiples of 8192 token ids, so that a row's result does not depend on other rows or on the number of threads.
+
+Legend: V ids (columns) of a row, B blocks of 64 ids, P pieces of 128 blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from transom_kernels.cpu.simd import (
+    atomic_add,
+    count_bits,
+    exp,
+    float_of_sort_key,
+    keep_lanes,
+    keep_part,
+    lane_max,
+    lane_sum,
+    lanes_at_least,
+    lanes_greater,
+    load_f32,
+    load_i64,
+    load_part_f32,
+    load_scalar_f32,
+    load_scalar_f64,
+    load_u8,
+    lowest_bit,
+    sort_key,
+    splat,
+    store_f32,
+    store_i64,
+    store_i64_unchecked,
+    store_part_f32,
+    store_scalar_f32,
+    store_scalar_f64,
+    vector_max,
+    vector_max_or_nan,
+)
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.sample.cpu import AREA_BYTES, PIECE_BLOCKS
+from transom_kernels.sample.cpu_noise import exponential, least_exponential, mixed, negative_log, store_noise
+from transom_kernels.sample.params import NOISE_BLOCK
+from transom_kernels.sample.table import KEY_IS_FINAL, RECORD_BYTES, Word
+
+BLOCK = NOISE_BLOCK
+PIECE = BLOCK * PIECE_BLOCKS
+
+# arguments
+LOGITS, STRIDE, NUM_IDS, FIRST_ID, TABLE, NUMBERS, OUT, SCORES, AREA, PIECES, COUNTERS, COPIES, MASKS = range(13)
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+LOWEST = np.float32(-np.inf)
+INFINITE = np.inf
+ROUNDING = 1e-9  # of a score: two logarithms are rounded differently in a bound and in a score
+
+_TEMPERATURE, _TOP_K, _TOP_P, _LOG_MIN_P = (
+    8 * int(word) for word in (Word.TEMPERATURE, Word.TOP_K, Word.TOP_P, Word.LOG_MIN_P)
+)
+_KEY, _POSITION, _IS_ADJUSTED = 8 * int(Word.KEY), 8 * int(Word.POSITION), 8 * int(Word.IS_ADJUSTED)
+_BIAS_IDS, _NUM_BIAS, _BIAS_VALUES = 8 * int(Word.BIAS_IDS), 8 * int(Word.NUM_BIAS), 8 * int(Word.BIAS_VALUES)
+_BANNED_IDS, _NUM_BANNED, _MIN_TOKENS = 8 * int(Word.BANNED_IDS), 8 * int(Word.NUM_BANNED), 8 * int(Word.MIN_TOKENS)
+_TOKEN_IDS, _NUM_TOKENS, _COUNTS = 8 * int(Word.TOKEN_IDS), 8 * int(Word.NUM_TOKENS), 8 * int(Word.OUTPUT_COUNTS)
+_REPETITION, _PRESENCE, _FREQUENCY = 8 * int(Word.REPETITION), 8 * int(Word.PRESENCE), 8 * int(Word.FREQUENCY)
+
+
+# A row's summaries, in bytes for each piece: noise (float64), offset of the noisiest id (int64), largest logit and noisiest logit
+# (float32) of each block; then largest logit and mass (float64) of each piece.
+OFFSETS, MAXIMA, NOISIEST, OF_PIECES = (PIECE_BLOCKS * size for size in (8, 16, 20, 24))
+
+
+@helper
+def _lanes(row, column, end):  # type: ignore[no-untyped-def]
+    """16 logits from `column` on; -inf from `end` on."""
+    if column + 16 <= end:
+        return load_f32(row + 4 * column)
+    return keep_part(load_part_f32(row + 4 * column, end - column), end - column, LOWEST)
+
+
+# --- a piece
+
+
+@helper
+def _summarise(arguments, record, logits, area, piece, temperature, key):  # type: ignore[no-untyped-def]
+    """Read a piece of a row, and leave its summary."""
+    shift = argument(arguments, FIRST_ID) & BLOCK - 1  # the first block begins before column 0 by this
+    begin, end = max(0, piece * PIECE - shift), min(argument(arguments, NUM_IDS), (piece + 1) * PIECE - shift)
+    of_piece = area + argument(arguments, PIECES) * OF_PIECES + 16 * piece
+    if temperature == 0.0:
+        store_scalar_f64(of_piece, _largest_or_nan(logits, begin, end))
+        return
+    largest = _summarise_blocks(arguments, logits, area, piece, temperature, key)
+    store_scalar_f64(of_piece, largest)
+    if load_scalar_f64(record + _TOP_P) < 1.0 and load_i64(record + _TOP_K) == 0:
+        store_scalar_f64(of_piece + 8, _mass_of_range(logits, begin, end, temperature, largest))
+
+
+@helper
+def _largest_or_nan(logits, begin, end):  # type: ignore[no-untyped-def]
+    a = b = c = d = splat(LOWEST)
+    column = begin
+    while column + 64 <= end:
+        a = vector_max_or_nan(a, load_f32(logits + 4 * column))
+        b = vector_max_or_nan(b, load_f32(logits + 4 * column + 64))
+        c = vector_max_or_nan(c, load_f32(logits + 4 * column + 128))
+        d = vector_max_or_nan(d, load_f32(logits + 4 * column + 192))
+        column += 64
+    while column < end:
+        a = vector_max_or_nan(a, _lanes(logits, column, end))
+        column += 16
+    a = vector_max_or_nan(vector_max_or_nan(a, b), vector_max_or_nan(c, d))
+    return lane_max(a) if lanes_at_least(a, a) == 0xFFFF else np.float32(np.nan)
+
+
+@helper
+def _largest(logits, begin, end):  # type: ignore[no-untyped-def]
+    """The largest number; NaN counts as -inf."""
+    largest = splat(LOWEST)
+    for column in range(begin, end, 16):
+        largest = vector_max(largest, _lanes(logits, column, end))
+    return lane_max(largest)
+
+
+@helper
+def _summarise_blocks(arguments, logits, area, piece, temperature, key):  # type: ignore[no-untyped-def]
+    """Write the summaries of a piece's blocks; returns the piece's largest scaled logit."""
+    num_ids, first_id, pieces = argument(arguments, NUM_IDS), argument(arguments, FIRST_ID), argument(arguments, PIECES)
+    offsets, maxima, noisiest = area + pieces * OFFSETS, area + pieces * MAXIMA, area + pieces * NOISIEST
+    first = piece * PIECE_BLOCKS
+    for block in range(first, first + PIECE_BLOCKS, 8):
+        store_noise(key, first_id // BLOCK + block, area + 8 * block, offsets + 8 * block)
+    for block in range(first, first + PIECE_BLOCKS):
+        begin = block * BLOCK - (first_id & BLOCK - 1)
+        store_scalar_f32(maxima + 4 * block, _largest(logits, max(0, begin), min(num_ids, begin + BLOCK)))
+        column = begin + load_i64(offsets + 8 * block)
+        inside = column >= 0 and column < num_ids
+        store_scalar_f32(noisiest + 4 * block, load_scalar_f32(logits + 4 * column) if inside else LOWEST)
+    largest = splat(LOWEST)
+    for at in range(4 * first, 4 * (first + PIECE_BLOCKS), 64):
+        scaled = load_f32(maxima + at) / splat(temperature)
+        largest = vector_max(largest, scaled)
+        store_f32(maxima + at, scaled)
+        store_f32(noisiest + at, load_f32(noisiest + at) / splat(temperature))
+    return lane_max(largest)
+
+
+@helper
+def _mass_of_range(logits, begin, end, temperature, anchor):  # type: ignore[no-untyped-def]
+    """The sum of exp(scaled logit - anchor), added by 64 ids in float32, then in float64."""
+    anchor = anchor if anchor > LOWEST else np.float32(0.0)
+    total = 0.0
+    for first in range(begin, end, BLOCK):
+        part = splat(0.0)
+        for column in range(first, min(first + BLOCK, end), 16):
+            part = part + exp(_lanes(logits, column, end) / splat(temperature) - splat(anchor))
+        total += lane_sum(part)
+    return total
+
+
+@helper
+def _copy_adjusted(arguments, row, record, source, target, piece):  # type: ignore[no-untyped-def]
+    """Copy a piece of a row's logits, and apply grammar, bias, bans and penalties to the copy."""
+    masks, num_ids = argument(arguments, MASKS), argument(arguments, NUM_IDS)
+    masks += row * ((num_ids + 7) >> 3) if masks else 0
+    begin, end = piece * PIECE, min(num_ids, (piece + 1) * PIECE)
+    for column in range(begin, end, 16):
+        lanes = _lanes(source, column, end)
+        if masks:
+            allowed = load_u8(masks + (column >> 3))
+            if column + 8 < num_ids:
+                allowed |= load_u8(masks + (column >> 3) + 1) << 8
+            lanes = keep_lanes(lanes, allowed, LOWEST)
+        store_part_f32(target + 4 * column, lanes, min(16, end - column))
+    if load_i64(record + _IS_ADJUSTED) == 0:
+        return
+    for index in range(load_i64(record + _NUM_BIAS)):
+        token = load_i64(load_i64(record + _BIAS_IDS) + 8 * index)
+        if begin <= token and token < end:
+            bias = load_scalar_f32(load_i64(record + _BIAS_VALUES) + 4 * index)
+            store_scalar_f32(target + 4 * token, load_scalar_f32(target + 4 * token) + bias)
+    if load_i64(record + _POSITION) < load_i64(record + _MIN_TOKENS):
+        for index in range(load_i64(record + _NUM_BANNED)):
+            token = load_i64(load_i64(record + _BANNED_IDS) + 8 * index)
+            if begin <= token and token < end:
+                store_scalar_f32(target + 4 * token, LOWEST)
+    _penalise(record, target, begin, end)
+
+
+@helper
+def _penalise(record, target, begin, end):  # type: ignore[no-untyped-def]
+    """Apply repetition, presence and frequency penalties to the ids of [begin, end)."""
+    factor = load_scalar_f32(record + _REPETITION)
+    presence, frequency = load_scalar_f32(record + _PRESENCE), load_scalar_f32(record + _FREQUENCY)
+    token_ids, counts = load_i64(record + _TOKEN_IDS), load_i64(record + _COUNTS)
+    for index in range(load_i64(record + _NUM_TOKENS)):
+        token = load_i64(token_ids + 8 * index)
+        if begin <= token and token < end:
+            logit = load_scalar_f32(target + 4 * token)
+            logit = logit * factor if logit < 0.0 else logit / factor
+            count = load_i64(counts + 8 * index)
+            if count > 0:
+                logit = logit - np.float32(presence + np.float32(frequency * np.float32(count)))
+            store_scalar_f32(target + 4 * token, logit)
+
+
+# --- a row
+
+
+@helper
+def _first_largest(arguments, logits, area):  # type: ignore[no-untyped-def]
+    """The first column with the row's largest logit, and that logit; with NaN in the row, the first NaN."""
+    of_pieces = area + argument(arguments, PIECES) * OF_PIECES
+    piece, largest = 0, load_scalar_f64(of_pieces)
+    for other in range(1, argument(arguments, PIECES)):
+        value = load_scalar_f64(of_pieces + 16 * other)
+        if largest == largest and (value > largest or value != value):
+            piece, largest = other, value
+    shift = argument(arguments, FIRST_ID) & BLOCK - 1
+    end = min(argument(arguments, NUM_IDS), (piece + 1) * PIECE - shift)
+    wanted = splat(np.float32(largest))
+    for column in range(max(0, piece * PIECE - shift), end, 16):
+        lanes = _lanes(logits, column, end)
+        found = lanes_at_least(lanes, wanted) if largest == largest else 0xFFFF - lanes_at_least(lanes, lanes)
+        if found:
+            return column + lowest_bit(found), largest
+    return 0, largest
+
+
+@helper
+def _sample_random(arguments, listed, record, logits, area, temperature, key):  # type: ignore[no-untyped-def]
+    """The column that wins among those that the filters keep, and its score; column -1 if all logits are -inf."""
+    num_ids, pieces = argument(arguments, NUM_IDS), argument(arguments, PIECES)
+    maxima, num_blocks = area + pieces * MAXIMA, pieces * PIECE_BLOCKS
+    best = _largest(maxima, 0, num_blocks)
+    # filters: the cut, and the mass from which on ids are out
+    cut, limit, num_listed = LOWEST, INFINITE, 0
+    log_min_p = load_scalar_f64(record + _LOG_MIN_P)
+    if log_min_p > -INFINITE:
+        cut = _least_float(best + log_min_p)
+    top_k, top_p = load_i64(record + _TOP_K), load_scalar_f64(record + _TOP_P)
+    if top_k > 0:
+        floor = _kth_largest(maxima, num_blocks, top_k, LOWEST, best)
+        num_listed = _list_from(logits, num_ids, maxima, temperature, floor, listed)
+        kth = _kth_largest(listed, num_listed, top_k, floor, best)
+        if top_p < 1.0:
+            limit = top_p * _mass_of_list(listed, num_listed, kth, best, True)
+        cut = max(cut, kth)
+    elif top_p < 1.0:
+        total, of_pieces = 0.0, area + pieces * OF_PIECES
+        for piece in range(pieces):
+            largest = load_scalar_f64(of_pieces + 16 * piece)
+            if largest > -INFINITE:
+                total += load_scalar_f64(of_pieces + 16 * piece + 8) * np.exp(largest - best)
+        limit = top_p * total
+    # the winner, until one is inside of top-p
+    while True:
+        column, score, value = _winner(arguments, logits, area, temperature, key, cut)
+        if column < 0 or limit == INFINITE or value >= best:
+            return column, score
+        if num_listed:
+            above = _mass_of_list(listed, num_listed, value, best, False)
+        else:
+            above = _mass_above(logits, num_ids, maxima, temperature, value, best)
+        if above < limit:
+            return column, score
+        cut = _next_float(value)
+
+
+@helper
+def _winner(arguments, logits, area, temperature, key, cut):  # type: ignore[no-untyped-def]
+    """Column, score and scaled logit of the best score among scaled logits from `cut` on; the lowest column of equal scores."""
+    num_ids, first_id, pieces = argument(arguments, NUM_IDS), argument(arguments, FIRST_ID), argument(arguments, PIECES)
+    offsets, maxima, noisiest = area + pieces * OFFSETS, area + pieces * MAXIMA, area + pieces * NOISIEST
+    shift, first_block = first_id & BLOCK - 1, first_id // BLOCK
+    num_blocks = (num_ids + shift + BLOCK - 1) // BLOCK
+    reached = -INFINITE  # a score that the winner reaches
+    for block in range(num_blocks):
+        value = load_scalar_f32(noisiest + 4 * block)
+        if value >= cut and value > LOWEST:
+            reached = max(reached, value + load_scalar_f64(area + 8 * block))
+    best_column, best_score, best_value = -1, -INFINITE, LOWEST
+    for block in range(num_blocks):
+        largest, noise = load_scalar_f32(maxima + 4 * block), load_scalar_f64(area + 8 * block)
+        if largest < cut or not largest > LOWEST or largest + noise < reached - ROUNDING:
+            continue
+        floor = max(cut, _safely_below(reached - noise))
+        least = least_exponential(key, first_block + block)
+        begin, end = block * BLOCK - shift, min(num_ids, (block + 1) * BLOCK - shift)
+        for first in range(max(0, begin), end, 16):
+            chosen = lanes_at_least(_lanes(logits, first, end) / splat(temperature), splat(floor))
+            while chosen:
+                column = first + lowest_bit(chosen)
+                chosen &= chosen - 1
+                value = np.float32(load_scalar_f32(logits + 4 * column) / temperature) if column < end else LOWEST
+                if value > LOWEST:
+                    own = noise
+                    if column - begin != load_i64(offsets + 8 * block):
+                        own = negative_log(least + exponential(key, first_id + column))
+                    if value + own > best_score:
+                        best_column, best_score, best_value = column, value + own, value
+        reached = max(reached, best_score)
+    return best_column, best_score, best_value
+
+
+@helper
+def _list_from(logits, num_ids, maxima, temperature, floor, listed):  # type: ignore[no-untyped-def]
+    """List the scaled logits from `floor` on, padded with -inf to a multiple of 16; returns how many there are."""
+    count = 0
+    for block in range((num_ids + BLOCK - 1) // BLOCK):
+        largest = load_scalar_f32(maxima + 4 * block)
+        if largest < floor or not largest > LOWEST:
+            continue
+        end = min(num_ids, (block + 1) * BLOCK)
+        for first in range(block * BLOCK, end, 16):
+            chosen = lanes_at_least(_lanes(logits, first, end) / splat(temperature), splat(floor))
+            while chosen:
+                column = first + lowest_bit(chosen)
+                chosen &= chosen - 1
+                value = np.float32(load_scalar_f32(logits + 4 * column) / temperature) if column < end else LOWEST
+                if value > LOWEST:
+                    store_scalar_f32(listed + 4 * count, value)
+                    count += 1
+    store_f32(listed + 4 * count, splat(LOWEST))
+    return count
+
+
+@helper
+def _kth_largest(values, count, k, low, high):  # type: ignore[no-untyped-def]
+    """The k-th largest of `count` values, which lie between `low` and `high`; -inf if there are fewer than k.
+
+    The range of sort keys is halved until one is left.
+    """
+    first, last = sort_key(low), sort_key(high)
+    if _count_from(values, count, low) < k:
+        return LOWEST
+    while first < last:
+        middle = first + (last - first + 1) // 2
+        if _count_from(values, count, float_of_sort_key(middle)) >= k:
+            first = middle
+        else:
+            last = middle - 1
+    return float_of_sort_key(first)
+
+
+@helper
+def _count_from(values, count, bound):  # type: ignore[no-untyped-def]
+    """How many of `count` values are `bound` or more; the memory behind them is -inf up to a multiple of 16."""
+    found, bounds = 0, splat(bound)
+    for at in range(0, 4 * count, 64):
+        found += count_bits(lanes_at_least(load_f32(values + at), bounds))
+    return found
+
+
+@helper
+def _mass_above(logits, num_ids, maxima, temperature, bound, best):  # type: ignore[no-untyped-def]
+    """The mass of the ids whose scaled logits are larger than `bound`."""
+    total = 0.0
+    for block in range((num_ids + BLOCK - 1) // BLOCK):
+        if load_scalar_f32(maxima + 4 * block) > bound:
+            part, end = splat(0.0), min(num_ids, (block + 1) * BLOCK)
+            for column in range(block * BLOCK, end, 16):
+                scaled = _lanes(logits, column, end) / splat(temperature)
+                above = lanes_greater(scaled, splat(bound))
+                part = part + keep_lanes(exp(scaled - splat(best)), above, np.float32(0.0))
+            total += lane_sum(part)
+    return total
+
+
+@helper
+def _mass_of_list(listed, count, bound, best, with_bound):  # type: ignore[no-untyped-def]
+    """The mass of the listed scaled logits that are larger than `bound`, and those equal to it `with_bound`."""
+    total = 0.0
+    for at in range(0, 4 * count, 64):
+        scaled, bounds = load_f32(listed + at), splat(bound)
+        kept = lanes_at_least(scaled, bounds) if with_bound else lanes_greater(scaled, bounds)
+        total += lane_sum(keep_lanes(exp(scaled - splat(best)), kept, np.float32(0.0)))
+    return total
+
+
+# --- floats
+
+
+@helper
+def _next_float(x):  # type: ignore[no-untyped-def]
+    """The next larger float32."""
+    return float_of_sort_key(sort_key(x if x != 0.0 else np.float32(0.0)) + 1)
+
+
+@helper
+def _least_float(bound):  # type: ignore[no-untyped-def]
+    """The least float32 that is not below `bound`, a float64."""
+    rounded = np.float32(bound)
+    return _next_float(rounded) if rounded < bound else rounded
+
+
+@helper
+def _safely_below(x):  # type: ignore[no-untyped-def]
+    """A float32 that is below x by more than rounding errors; x itself if it is infinite."""
+    return np.float32(x - (1e-6 + 1e-6 * abs(x))) if abs(x) < INFINITE else np.float32(x)
+
+
+def make_sample() -> Any:
+    """The arguments are named above; scratch has room for V + 16 float32 numbers."""
+
+    def sample(arguments, thread):  # type: ignore[no-untyped-def]
+        item = claim(thread)
+        while item >= 0:
+            pieces = argument(arguments, PIECES)
+            row, piece = item // pieces, item % pieces
+            record = argument(arguments, TABLE) + load_i64(argument(arguments, NUMBERS) + 8 * row) * RECORD_BYTES
+            logits = argument(arguments, LOGITS) + row * argument(arguments, STRIDE)
+            if argument(arguments, MASKS) != 0 or load_i64(record + _IS_ADJUSTED) != 0:
+                copy = argument(arguments, COPIES) + row * argument(arguments, NUM_IDS) * 4
+                _copy_adjusted(arguments, row, record, logits, copy, piece)
+                logits = copy
+            area = argument(arguments, AREA) + row * pieces * AREA_BYTES
+            temperature = load_scalar_f32(record + _TEMPERATURE)
+            key = load_i64(record + _KEY)
+            if load_i64(record + _POSITION) != KEY_IS_FINAL:
+                key = mixed((key ^ load_i64(record + _POSITION)) + GOLDEN)
+            _summarise(arguments, record, logits, area, piece, temperature, key)
+            # the last piece that is finished
+            if atomic_add(argument(arguments, COUNTERS) + 8 * row, 1) == pieces - 1:
+                store_i64_unchecked(argument(arguments, COUNTERS) + 8 * row, 0)
+                if temperature == 0.0:
+                    column, score = _first_largest(arguments, logits, area)
+                else:
+                    column, score = _sample_random(arguments, scratch(thread), record, logits, area, temperature, key)
+                store_i64(argument(arguments, OUT) + 8 * row, argument(arguments, FIRST_ID) + max(0, column))
+                if argument(arguments, SCORES):
+                    store_scalar_f64(argument(arguments, SCORES) + 8 * row, score)
+            finish(thread)
+            item = claim(thread)
+
+    return sample

@@ -1,0 +1,162 @@
+"""Gumbel noise for CPU kernels, in float64: the noise that `reference.py` defines.
+
+The functions emit LLVM code for scalars and for vectors alike, so that an id has the same noise, bit by bit, wherever it is
+computed. `negative_log` is within one unit in the last place.
+
+Legend: 8 blocks of 64 ids at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from transom_kernels.cpu.simd import F64, I64, function, store
+from transom_kernels.sample.params import NOISE_BLOCK
+from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
+
+BLOCKS_AT_ONCE = 8
+_SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
+_TWO_52_BITS = 0x4330000000000000
+_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # the first has 33 bits
+# of the series of log((1 + s) / (1 - s)) / s - 2 in s ** 2, fitted for s up to 0.1716, from the last one down
+_LOG_FACTORS = (
+    1.479819860511658591e-01, 1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
+    2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01,
+)  # fmt: skip
+
+Value = ir.Value
+
+
+def _same(like: Value, number: float) -> ir.Constant:
+    """A constant of the type of `like`, in every lane."""
+    kind = like.type
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+def _floats(like: Value) -> ir.Type:
+    return ir.VectorType(F64, like.type.count) if isinstance(like.type, ir.VectorType) else F64
+
+
+def _integers(like: Value) -> ir.Type:
+    return ir.VectorType(I64, like.type.count) if isinstance(like.type, ir.VectorType) else I64
+
+
+def _multiply_add(b: ir.IRBuilder, x: Value, y: Value, z: Value) -> Value:
+    suffix = f"v{x.type.count}f64" if isinstance(x.type, ir.VectorType) else "f64"
+    return b.call(function(b, f"llvm.fma.{suffix}", x.type, [x.type] * 3), [x, y, z])
+
+
+def emit_mixed(b: ir.IRBuilder, value: Value) -> Value:
+    """SplitMix64's finaliser."""
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        value = b.mul(b.xor(value, b.lshr(value, _same(value, shift))), _same(value, factor))
+    return b.xor(value, b.lshr(value, _same(value, 31)))
+
+
+def emit_random_bits(b: ir.IRBuilder, key: Value, counter: Value) -> Value:
+    """64 random bits of each counter."""
+    return emit_mixed(b, b.add(key, b.mul(counter, _same(counter, GOLDEN))))
+
+
+def emit_uniform(b: ir.IRBuilder, bits: Value) -> Value:
+    """The odd multiple of 2 ** -53 inside (0, 1) that the upper 52 bits give."""
+    kind = _floats(bits)
+    number = b.bitcast(b.or_(b.lshr(bits, _same(bits, 12)), _same(bits, _TWO_52_BITS)), kind)  # 2 ** 52 + the 52 bits
+    whole = b.fsub(number, _same(number, 2.0**52))
+    return b.fmul(b.fadd(whole, _same(whole, 0.5)), _same(whole, 2.0**-52))
+
+
+def emit_negative_log(b: ir.IRBuilder, x: Value) -> Value:
+    """-log(x) of normal positive numbers.
+
+    x = 2 ** k * (1 + f), where 1 + f lies between sqrt(1 / 2) and sqrt(2); log(1 + f) comes from a series in s = f / (2 + f).
+    """
+    bits = b.bitcast(x, _integers(x))
+    above = b.sub(bits, _same(bits, _SQRT_HALF_BITS))
+    exponent = b.ashr(above, _same(bits, 52))
+    f = b.bitcast(b.sub(bits, b.shl(exponent, _same(bits, 52))), x.type)
+    f = b.fsub(f, _same(x, 1.0))
+    # the exponent as a float: its sum with 2 ** 52 + 2 ** 51 has it in the lower bits
+    shifted = b.add(exponent, _same(bits, 0x4338000000000000))
+    k = b.fsub(b.bitcast(shifted, x.type), _same(x, 6755399441055744.0))
+    s = b.fdiv(f, b.fadd(f, _same(x, 2.0)))
+    square = b.fmul(s, s)
+    total = _same(x, _LOG_FACTORS[0])
+    for factor in _LOG_FACTORS[1:]:
+        total = _multiply_add(b, total, square, _same(x, factor))
+    half = b.fmul(b.fmul(f, f), _same(x, 0.5))
+    low = _multiply_add(b, s, _multiply_add(b, total, square, half), b.fmul(k, _same(x, _LN2_LOW)))
+    # -(k * ln2_high + (f - (half - low)))
+    return b.fsub(b.fsub(b.fsub(half, low), f), b.fmul(k, _same(x, _LN2_HIGH)))
+
+
+def emit_least_exponential(b: ir.IRBuilder, key: Value, block: Value) -> tuple[Value, Value]:
+    """The least exponential variable of each block, and the offset in the block of the id that has it."""
+    bits = emit_random_bits(b, key, b.sub(_same(block, -1), block))
+    least = b.fmul(emit_negative_log(b, emit_uniform(b, bits)), _same_float(bits, 1.0 / NOISE_BLOCK))
+    return least, b.and_(bits, _same(bits, NOISE_BLOCK - 1))
+
+
+def _same_float(like: Value, number: float) -> ir.Constant:
+    kind = _floats(like)
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+_i, _d = types.int64, types.float64
+
+
+@intrinsic
+def mixed(typingctx: Any, value: Any) -> Any:
+    """SplitMix64's finaliser of one int64."""
+    return _i(_i), lambda context, b, sig, args: emit_mixed(b, args[0])
+
+
+@intrinsic
+def negative_log(typingctx: Any, x: Any) -> Any:
+    """-log(x) of a normal positive float64."""
+    return _d(_d), lambda context, b, sig, args: emit_negative_log(b, args[0])
+
+
+@intrinsic
+def least_exponential(typingctx: Any, key: Any, block: Any) -> Any:
+    """The least exponential variable of one block."""
+    return _d(_i, _i), lambda context, b, sig, args: emit_least_exponential(b, *args)[0]
+
+
+@intrinsic
+def exponential(typingctx: Any, key: Any, token: Any) -> Any:
+    """The exponential variable of one id, which is added to its block's least one."""
+
+    def generate(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Value:
+        return emit_negative_log(b, emit_uniform(b, emit_random_bits(b, *args)))
+
+    return _d(_i, _i), generate
+
+
+@intrinsic
+def store_noise(typingctx: Any, key: Any, block: Any, noise: Any, offset: Any) -> Any:
+    """Store the largest noise of 8 blocks from `block` on (float64 at `noise`), and the offsets of the ids that have it (int64)."""
+
+    def generate(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Value:
+        vector = ir.VectorType(I64, BLOCKS_AT_ONCE)
+
+        def spread(scalar: Value) -> Value:
+            one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+            lanes = ir.Constant(ir.VectorType(ir.IntType(32), BLOCKS_AT_ONCE), [0] * BLOCKS_AT_ONCE)
+            return b.shuffle_vector(one, one, lanes)
+
+        blocks = b.add(spread(args[1]), ir.Constant(vector, list(range(BLOCKS_AT_ONCE))))
+        least, offsets = emit_least_exponential(b, spread(args[0]), blocks)
+        store(b, emit_negative_log(b, least), args[2], 8)
+        store(b, offsets, args[3], 8)
+        return context.get_dummy_value()
+
+    return types.void(_i, _i, _i, _i), generate
+
+
+assert math.isclose(_LN2_HIGH + _LN2_LOW, math.log(2), rel_tol=1e-15)

@@ -1,0 +1,164 @@
+"""The sampling parameters of many sequences in memory that the CPU kernel reads: one record of int64 words for each sequence.
+
+A sequence's record is written once. A step then names the records of its rows, so that nothing is gathered or copied for it. What
+changes from step to step is the output position, and the ids that penalties change.
+
+- adjustment: a change of a row's logits before temperature: bias, banned ids, penalties.
+- ban: ids whose logits are -inf while the output is shorter than `min_tokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Word(IntEnum):
+    """The words of a record. An address belongs to an array of as many numbers as the word behind it says."""
+
+    KEY = 0  # of the noise; mixed with POSITION unless that is KEY_IS_FINAL
+    POSITION = 1
+    TEMPERATURE = 2  # float32; 0: greedy
+    TOP_K = 3  # 0: off, also where it is the vocabulary or more
+    TOP_P = 4  # float64; 1: off
+    LOG_MIN_P = 5  # float64; -inf: off
+    IS_ADJUSTED = 6
+    BIAS_IDS = 7  # address of int64
+    NUM_BIAS = 8
+    BIAS_VALUES = 9  # address of float32
+    BANNED_IDS = 10  # address of int64
+    NUM_BANNED = 11
+    MIN_TOKENS = 12
+    TOKEN_IDS = 13  # address of int64: each id of prompt and output once
+    NUM_TOKENS = 14
+    OUTPUT_COUNTS = 15  # address of int64: how often each of them is in the output
+    REPETITION = 16  # float32
+    PRESENCE = 17  # float32
+    FREQUENCY = 18  # float32
+
+
+RECORD_WORDS = 20
+RECORD_BYTES = 8 * RECORD_WORDS
+KEY_IS_FINAL = -1
+
+_FIRST_RECORDS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustments:
+    """What changes a row's logits before temperature, in this order: bias is added, bans, and then penalties.
+
+    The logit of a penalised id is divided by `repetition` if it is positive and multiplied by it if it is negative; then `presence`
+    is subtracted if the id is in the output, and `frequency` for each time that it is there.
+    """
+
+    bias_ids: Ints
+    bias_values: Floats
+    banned_ids: Ints
+    min_tokens: int
+    repetition: float
+    presence: float
+    frequency: float
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The arrays whose addresses a record has."""
+
+    fixed: tuple[Ints | Floats, ...] = ()
+    counts: tuple[Ints, ...] = field(default_factory=tuple)
+
+
+class SampleTable:
+    """Records by number. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.words = torch.zeros(_FIRST_RECORDS, RECORD_WORDS, dtype=torch.int64)
+        self._array: Ints = self.words.numpy()
+        self._free = list(range(_FIRST_RECORDS - 1, -1, -1))
+        self._kept: dict[int, _Kept] = {}
+        self._copies = torch.empty(0, dtype=torch.float32)
+
+    def add(
+        self,
+        *,
+        key: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        position: int = KEY_IS_FINAL,
+        adjustments: Adjustments | None = None,
+    ) -> int:
+        """Write a record; returns its number. `key` is a signed 64-bit integer."""
+        if not self._free:
+            self._grow()
+        number = self._free.pop()
+        record = self._array[number]
+        record[:] = 0
+        record[Word.KEY], record[Word.POSITION] = key, position
+        record[Word.TOP_K] = min(max(0, top_k), np.iinfo(np.int64).max)
+        doubles, singles = record.view(np.float64), record.view(np.float32)
+        singles[2 * Word.TEMPERATURE] = temperature
+        doubles[Word.TOP_P] = top_p
+        with np.errstate(divide="ignore"):
+            doubles[Word.LOG_MIN_P] = np.log(np.float64(min_p))
+        self._kept[number] = _Kept()
+        if adjustments is not None:
+            self._adjust(number, record, adjustments)
+        return number
+
+    def remove(self, number: int) -> None:
+        """Free a record."""
+        del self._kept[number]
+        self._free.append(number)
+
+    def set_positions(self, numbers: Ints, positions: list[int]) -> None:
+        """Set the output positions of records."""
+        self._array[numbers, Word.POSITION] = positions
+
+    def set_counts(self, number: int, token_ids: Ints, output_counts: Ints, num_tokens: int) -> None:
+        """Set the ids that penalties change: the first `num_tokens` of both arrays, which may grow in place."""
+        record, kept = self._array[number], self._kept[number]
+        record[Word.NUM_TOKENS] = num_tokens
+        if not kept.counts or kept.counts[0] is not token_ids:
+            record[Word.TOKEN_IDS], record[Word.OUTPUT_COUNTS] = token_ids.ctypes.data, output_counts.ctypes.data
+            kept.counts = token_ids, output_counts
+
+    def copies(self, num_rows: int, num_ids: int) -> torch.Tensor:
+        """Memory for copies of rows, float32; the system provides it on first touch."""
+        if self._copies.numel() < num_rows * num_ids:
+            self._copies = torch.empty(num_rows * num_ids, dtype=torch.float32)
+        return self._copies
+
+    def linked_memory(self) -> list[tuple[int, int]]:
+        """The arrays that records point at, as (address, bytes)."""
+        arrays = [array for kept in self._kept.values() for array in (*kept.fixed, *kept.counts)]
+        return [(array.ctypes.data, array.nbytes) for array in arrays]
+
+    def _adjust(self, number: int, record: Ints, adjustments: Adjustments) -> None:
+        record[Word.IS_ADJUSTED] = 1
+        ids, values, banned = adjustments.bias_ids, adjustments.bias_values, adjustments.banned_ids
+        record[Word.BIAS_IDS], record[Word.BIAS_VALUES], record[Word.NUM_BIAS] = (
+            ids.ctypes.data, values.ctypes.data, len(ids),
+        )  # fmt: skip
+        record[Word.BANNED_IDS], record[Word.NUM_BANNED] = banned.ctypes.data, len(banned)
+        record[Word.MIN_TOKENS] = adjustments.min_tokens
+        singles = record.view(np.float32)
+        singles[2 * Word.REPETITION] = adjustments.repetition
+        singles[2 * Word.PRESENCE] = adjustments.presence
+        singles[2 * Word.FREQUENCY] = adjustments.frequency
+        self._kept[number].fixed = ids, values, banned
+
+    def _grow(self) -> None:
+        before = len(self.words)
+        self.words = torch.cat([self.words, torch.zeros_like(self.words)])
+        self._array = self.words.numpy()
+        self._free = list(range(2 * before - 1, before - 1, -1))

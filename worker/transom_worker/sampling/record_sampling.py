@@ -1,0 +1,126 @@
+"""Samples all rows with the CPU kernel, from records of the sequences' parameters that are written once for each sequence.
+
+A decode step mostly has the same sequences as the step before, so what depends on the sequences alone is kept for the next step
+(`_Batch`).
+
+Legend: S rows that are sampled, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from transom_kernels.sample.cpu import sample_records
+from transom_kernels.sample.table import Adjustments, SampleTable
+from transom_worker.sampling.noise import signed_key
+from transom_worker.sampling.sequence_state import SequenceState
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The sequences of a step, and their records."""
+
+    seq_ids: list[int]
+    states: list[SequenceState]
+    numbers: NDArray[np.int64]  # of their records
+    penalised: list[tuple[int, SequenceState]]  # with the numbers of their records
+
+
+class RecordSampler:
+    """Owns the records of sequences, by sequence id."""
+
+    def __init__(self) -> None:
+        self._table = SampleTable()
+        self._numbers: dict[int, int] = {}
+        self._batch: _Batch | None = None
+
+    def remove(self, seq_id: int) -> None:
+        """Free a sequence's record; unknown ids are ignored."""
+        number = self._numbers.pop(seq_id, None)
+        if number is not None:
+            self._table.remove(number)
+            self._batch = None
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        seq_ids: Sequence[int],
+        states: Sequence[SequenceState],
+        *,
+        grammar_mask: bytes | None = None,
+        first_id: int = 0,
+        scores_S: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the token of each row, int64 [S]. The logits are not changed.
+
+        Column v is token id `first_id` + v. `scores_S` (float64) takes the scores of the tokens.
+
+        Raises:
+            ValueError: the grammar's mask has a wrong length.
+        """
+        batch = self._batch
+        if batch is None or batch.seq_ids != seq_ids or batch.states != states:
+            batch = self._batch = self._new_batch(seq_ids, states)
+        self._table.set_positions(batch.numbers, [state.output_position for state in batch.states])
+        for number, state in batch.penalised:
+            assert state.counts is not None
+            self._table.set_counts(number, *state.counts.arrays)
+        return sample_records(
+            logits_SV,
+            self._table,
+            torch.from_numpy(batch.numbers),
+            allowed=None if grammar_mask is None else _allowed(grammar_mask, logits_SV),
+            first_id=first_id,
+            scores=scores_S,
+        )
+
+    def _new_batch(self, seq_ids: Sequence[int], states: Sequence[SequenceState]) -> _Batch:
+        for seq_id, state in zip(seq_ids, states, strict=True):
+            if seq_id not in self._numbers:
+                self._numbers[seq_id] = self._add(state)
+        numbers = [self._numbers[seq_id] for seq_id in seq_ids]
+        return _Batch(
+            list(seq_ids),
+            list(states),
+            np.array(numbers, dtype=np.int64),
+            [(number, state) for number, state in zip(numbers, states, strict=True) if state.counts is not None],
+        )
+
+    def _add(self, state: SequenceState) -> int:
+        params = state.params
+        return self._table.add(
+            key=signed_key(state.choice_key),
+            position=state.output_position,
+            temperature=0.0 if params.greedy else params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            adjustments=_adjustments(state),
+        )
+
+
+def _adjustments(state: SequenceState) -> Adjustments | None:
+    params, bias = state.params, state.params.logit_bias
+    if not (state.changes_logits or state.end_token_ids):
+        return None
+    return Adjustments(
+        bias_ids=np.array(list(bias), dtype=np.int64),
+        bias_values=np.array(list(bias.values()), dtype=np.float32),
+        banned_ids=np.array(state.end_token_ids, dtype=np.int64),
+        min_tokens=params.min_tokens,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+    )
+
+
+def _allowed(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:
+    num_rows, vocab_size = logits_SV.shape
+    if len(grammar_mask) != num_rows * -(-vocab_size // 8):
+        raise ValueError(f"The grammar mask has {len(grammar_mask)} bytes for {num_rows} rows of {vocab_size} tokens.")
+    return torch.from_numpy(np.frombuffer(grammar_mask, dtype=np.uint8).copy())
