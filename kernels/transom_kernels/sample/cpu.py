@@ -48,7 +48,7 @@ def sample_records(
     """Sample one token id of each row of `logits` [S, V]; returns [S] int64. Row s has the record `numbers[s]` of the table.
 
     `allowed` [S, ceil(V / 8)] uint8 has a bit for each id, lowest first; an id whose bit is 0 is not sampled. Column v is token id
-    `first_id` + v: for a slice of the vocabulary, whose records may have neither filters nor adjustments. `scores` [S] float64 takes
+    `first_id` + v: for a slice of the vocabulary, whose records have neither filters nor adjustments. `scores` [S] float64 takes
     the scores of the sampled ids, by which the ids of several slices are compared. The logits are not changed.
     """
     num_rows, num_ids = logits.shape

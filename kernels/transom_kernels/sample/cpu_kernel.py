@@ -25,9 +25,10 @@ Legend: V ids (columns) of a row, B blocks of 64 ids, P pieces of 128 blocks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
+from numba import float32
 
 from transom_kernels.cpu.simd import (
     atomic_add,
@@ -71,8 +72,8 @@ PIECE = BLOCK * PIECE_BLOCKS
 LOGITS, STRIDE, NUM_IDS, FIRST_ID, TABLE, NUMBERS, OUT, SCORES, AREA, PIECES, COUNTERS, COPIES, MASKS = range(13)
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-LOWEST = np.float32(-np.inf)
-INFINITE = np.inf
+INFINITE = math.inf
+LOWEST = -INFINITE
 ROUNDING = 1e-9  # of a score: two logarithms are rounded differently in a bound and in a score
 
 _TEMPERATURE, _TOP_K, _TOP_P, _LOG_MIN_P = (
@@ -130,7 +131,7 @@ def _largest_or_nan(logits, begin, end):  # type: ignore[no-untyped-def]
         a = vector_max_or_nan(a, _lanes(logits, column, end))
         column += 16
     a = vector_max_or_nan(vector_max_or_nan(a, b), vector_max_or_nan(c, d))
-    return lane_max(a) if lanes_at_least(a, a) == 0xFFFF else np.float32(np.nan)
+    return lane_max(a) if lanes_at_least(a, a) == 0xFFFF else float32(math.nan)
 
 
 @helper
@@ -168,7 +169,7 @@ def _summarise_blocks(arguments, logits, area, piece, temperature, key):  # type
 @helper
 def _mass_of_range(logits, begin, end, temperature, anchor):  # type: ignore[no-untyped-def]
     """The sum of exp(scaled logit - anchor), added by 64 ids in float32, then in float64."""
-    anchor = anchor if anchor > LOWEST else np.float32(0.0)
+    anchor = anchor if anchor > LOWEST else float32(0.0)
     total = 0.0
     for first in range(begin, end, BLOCK):
         part = splat(0.0)
@@ -220,7 +221,7 @@ def _penalise(record, target, begin, end):  # type: ignore[no-untyped-def]
             logit = logit * factor if logit < 0.0 else logit / factor
             count = load_i64(counts + 8 * index)
             if count > 0:
-                logit = logit - np.float32(presence + np.float32(frequency * np.float32(count)))
+                logit = logit - float32(presence + float32(frequency * float32(count)))
             store_scalar_f32(target + 4 * token, logit)
 
 
@@ -238,7 +239,7 @@ def _first_largest(arguments, logits, area):  # type: ignore[no-untyped-def]
             piece, largest = other, value
     shift = argument(arguments, FIRST_ID) & BLOCK - 1
     end = min(argument(arguments, NUM_IDS), (piece + 1) * PIECE - shift)
-    wanted = splat(np.float32(largest))
+    wanted = splat(float32(largest))
     for column in range(max(0, piece * PIECE - shift), end, 16):
         lanes = _lanes(logits, column, end)
         found = lanes_at_least(lanes, wanted) if largest == largest else 0xFFFF - lanes_at_least(lanes, lanes)
@@ -271,7 +272,7 @@ def _sample_random(arguments, listed, record, logits, area, temperature, key):  
         for piece in range(pieces):
             largest = load_scalar_f64(of_pieces + 16 * piece)
             if largest > -INFINITE:
-                total += load_scalar_f64(of_pieces + 16 * piece + 8) * np.exp(largest - best)
+                total += load_scalar_f64(of_pieces + 16 * piece + 8) * math.exp(largest - best)
         limit = top_p * total
     # the winner, until one is inside of top-p
     while True:
@@ -312,7 +313,7 @@ def _winner(arguments, logits, area, temperature, key, cut):  # type: ignore[no-
             while chosen:
                 column = first + lowest_bit(chosen)
                 chosen &= chosen - 1
-                value = np.float32(load_scalar_f32(logits + 4 * column) / temperature) if column < end else LOWEST
+                value = float32(load_scalar_f32(logits + 4 * column) / temperature) if column < end else LOWEST
                 if value > LOWEST:
                     own = noise
                     if column - begin != load_i64(offsets + 8 * block):
@@ -337,7 +338,7 @@ def _list_from(logits, num_ids, maxima, temperature, floor, listed):  # type: ig
             while chosen:
                 column = first + lowest_bit(chosen)
                 chosen &= chosen - 1
-                value = np.float32(load_scalar_f32(logits + 4 * column) / temperature) if column < end else LOWEST
+                value = float32(load_scalar_f32(logits + 4 * column) / temperature) if column < end else LOWEST
                 if value > LOWEST:
                     store_scalar_f32(listed + 4 * count, value)
                     count += 1
@@ -382,7 +383,7 @@ def _mass_above(logits, num_ids, maxima, temperature, bound, best):  # type: ign
             for column in range(block * BLOCK, end, 16):
                 scaled = _lanes(logits, column, end) / splat(temperature)
                 above = lanes_greater(scaled, splat(bound))
-                part = part + keep_lanes(exp(scaled - splat(best)), above, np.float32(0.0))
+                part = part + keep_lanes(exp(scaled - splat(best)), above, float32(0.0))
             total += lane_sum(part)
     return total
 
@@ -394,7 +395,7 @@ def _mass_of_list(listed, count, bound, best, with_bound):  # type: ignore[no-un
     for at in range(0, 4 * count, 64):
         scaled, bounds = load_f32(listed + at), splat(bound)
         kept = lanes_at_least(scaled, bounds) if with_bound else lanes_greater(scaled, bounds)
-        total += lane_sum(keep_lanes(exp(scaled - splat(best)), kept, np.float32(0.0)))
+        total += lane_sum(keep_lanes(exp(scaled - splat(best)), kept, float32(0.0)))
     return total
 
 
@@ -404,20 +405,20 @@ def _mass_of_list(listed, count, bound, best, with_bound):  # type: ignore[no-un
 @helper
 def _next_float(x):  # type: ignore[no-untyped-def]
     """The next larger float32."""
-    return float_of_sort_key(sort_key(x if x != 0.0 else np.float32(0.0)) + 1)
+    return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
 
 
 @helper
 def _least_float(bound):  # type: ignore[no-untyped-def]
     """The least float32 that is not below `bound`, a float64."""
-    rounded = np.float32(bound)
+    rounded = float32(bound)
     return _next_float(rounded) if rounded < bound else rounded
 
 
 @helper
 def _safely_below(x):  # type: ignore[no-untyped-def]
     """A float32 that is below x by more than rounding errors; x itself if it is infinite."""
-    return np.float32(x - (1e-6 + 1e-6 * abs(x))) if abs(x) < INFINITE else np.float32(x)
+    return float32(x - (1e-6 + 1e-6 * abs(x))) if abs(x) < INFINITE else float32(x)
 
 
 def make_sample() -> Any:

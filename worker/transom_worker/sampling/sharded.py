@@ -99,9 +99,7 @@ class ShardedSampler(Sampler):
         """Return the ids with the best scores of all ranks; of equal scores the lowest id, which is on the lowest rank."""
         if self._uses_records(logits_NV):
             score_N = torch.empty(len(states), dtype=torch.float64)
-            token_ids_N = self._records.sample(
-                logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N
-            )
+            token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
         else:
             score_N, token_ids_N = _best_of_slice(logits_NV, states, self._first_id)
         pairs_K2N = token_ids_N.new_zeros(self._parallel.size, 2, len(states))
