@@ -155,6 +155,47 @@ def dot_quads(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.V
     return total
 
 
+_FP4 = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6 in bfloat16
+_FP4_SIGNED = (*_FP4, *(bits | 0x8000 for bits in _FP4))
+
+
+def fp4_pairs(b: ir.IRBuilder, bytes_: ir.Value) -> ir.Value:
+    """16 bytes of two 4-bit numbers (e2m1: sign, two bits of exponent, one of fraction) as pairs; the first is the low half."""
+    index = b.zext(bytes_, I32_16)
+    high = b.lshr(index, constant(I32_16, 4))
+    if cpu_target().avx512:
+        low = _look_up(b, list(_FP4_SIGNED), index)
+        return b.or_(low, _look_up(b, [bits << 16 for bits in _FP4_SIGNED], high))
+    low = _fp4_bits(b, b.and_(index, constant(I32_16, 15)))
+    return b.or_(low, b.shl(_fp4_bits(b, high), constant(I32_16, 16)))
+
+
+def fp4_floats(b: ir.IRBuilder, bytes_: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The first and the second 4-bit numbers of 16 bytes, in float32."""
+    if cpu_target().avx512:
+        index, table = b.zext(bytes_, I32_16), [bits << 16 for bits in _FP4_SIGNED]
+        halves = (index, b.lshr(index, constant(I32_16, 4)))
+        first, second = (b.bitcast(_look_up(b, table, half), F32_16) for half in halves)
+        return first, second
+    pairs = fp4_pairs(b, bytes_)
+    return pair_low(b, pairs), pair_high(b, pairs)
+
+
+def _look_up(b: ir.IRBuilder, table: list[int], index: ir.Value) -> ir.Value:
+    """Entries of a table of 16 words; an index is the low 4 bits of its lane."""
+    words = ir.Constant(I32_16, table)
+    return b.call(function(b, "llvm.x86.avx512.permvar.si.512", I32_16, [I32_16] * 2), [words, index])
+
+
+def _fp4_bits(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
+    """bfloat16 bits of 4-bit numbers. From 1.0 on, exponent and fraction are those of bfloat16, but for the exponent's bias."""
+    size = b.and_(code, constant(I32_16, 7))
+    normal = b.add(b.shl(size, constant(I32_16, 6)), constant(I32_16, 126 << 7))
+    half = b.and_(b.sub(constant(I32_16, 0), size), constant(I32_16, _FP4[1]))  # of 0 and of 1
+    bits = b.select(b.icmp_signed(">", size, constant(I32_16, 1)), normal, half)
+    return b.or_(bits, b.shl(b.and_(code, constant(I32_16, 8)), constant(I32_16, 12)))
+
+
 def round_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """float32 rounded to bfloat16 (to nearest, ties to even), as 16-bit integers; NaN stays NaN."""
     half = ir.VectorType(I16, LANES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.launch import uses_triton
+from transom_kernels.moe.packed import PackedExperts
 from transom_kernels.moe.reference import moe_reference
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
@@ -16,7 +17,7 @@ def moe(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    tensors: ExpertTensors,
+    tensors: ExpertTensors | PackedExperts,
     rule: GateRule,
     *,
     scales_input: bool = False,
@@ -25,10 +26,16 @@ def moe(
 
     `x` is [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies the expert's input
     instead of its result. An expert is `down @ gated(gate_up @ x + bias) + bias`; see `ExpertTensors` and `GateRule`.
+    `PackedExperts` run on CPU kernels, and a token's result then does not depend on the other tokens.
 
     Raises:
-        ValueError: shapes do not fit, tensors are not contiguous, or MXFP4 widths are not multiples of 32.
+        ValueError: shapes or dtypes do not fit, tensors are not contiguous, or MXFP4 widths are not multiples of 32.
     """
+    if isinstance(tensors, PackedExperts):
+        _check_packed(x, experts, weights, tensors)
+        from transom_kernels.moe.cpu import moe_cpu
+
+        return moe_cpu(x, experts, weights, tensors, rule, scales_input=scales_input)
     _check(x, experts, weights, tensors)
     if uses_triton(x):
         from transom_kernels.moe.gpu import moe_triton
@@ -45,13 +52,28 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensor
             f"x {tuple(x.shape)} does not fit experts {tuple(tensors.gate_up.shape)} and {tuple(tensors.down.shape)}: "
             "give [E, 2I, N] and [E, N, I]."
         )
-    if experts.shape != weights.shape or len(experts) != len(x):
-        raise ValueError(
-            f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
-        )
+    _check_routes(x, experts, weights)
     plain = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, torch.Tensor)]
     if not all(weight.is_contiguous() for weight in (x, *plain)):
         raise ValueError("x and the experts' weights must each lie in one piece of memory; call contiguous() first.")
     mx = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, MxTensor)]
     if any(weight.shape[2] % 32 or weight.scales.shape[2] * 32 != weight.shape[2] for weight in mx):
         raise ValueError(f"MXFP4 weights {[weight.shape for weight in mx]} must have a scale for every 32 columns.")
+
+
+def _check_packed(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> None:
+    """Raise ValueError for arguments that do not fit."""
+    dtypes = {packed.gate_up.dtype, packed.down.dtype} - {None} or {torch.float32, torch.bfloat16}
+    if x.dim() != 2 or x.shape[1] != packed.width or x.dtype not in dtypes or x.stride(1) != 1:
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} does not fit packed experts: give [T, {packed.width}] in one of {dtypes}."
+        )
+    _check_routes(x, experts, weights)
+
+
+def _check_routes(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raise ValueError unless there are K experts and weights for each token."""
+    if experts.shape != weights.shape or len(experts) != len(x):
+        raise ValueError(
+            f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
+        )

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from transom_kernels.launch import prefer
 from transom_kernels.moe import ExpertTensors, GateRule
 from transom_kernels.route import Routing
 from transom_kernels.route.reference import routes_of
 from transom_worker.layers.expert_router import ExpertRouter, Routes
-from transom_worker.layers.experts import SequentialExperts, make_experts
+from transom_worker.layers.experts import GroupedExperts, SequentialExperts, make_experts
 from transom_worker.layers.linear import PlainLinear
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.moe import Moe
@@ -159,12 +160,20 @@ def test_all_tokens_may_choose_the_same_expert():
 
 def test_weights_are_held_once():
     weights = make_weights(biased=False)
-    experts = make_experts(weights, SILU, quantization="none")
+    with prefer("reference"):
+        experts = make_experts(weights, SILU, quantization="none")
     assert experts.weight_bytes == weights.gate_up.nbytes + weights.down.nbytes
     assert isinstance(experts, SequentialExperts)
     down = experts._down[3]
     assert isinstance(down, PlainLinear)
     assert down._weight_NK.data_ptr() == weights.down[3].data_ptr()
+
+
+def test_packed_weights_take_no_more_memory():
+    gate_up, down = torch.randn(3, 64, 128), torch.randn(3, 128, 32)
+    experts = make_experts(ExpertTensors(gate_up=gate_up, down=down), SILU, quantization="none")
+    assert isinstance(experts, GroupedExperts)
+    assert experts.weight_bytes == gate_up.nbytes + down.nbytes
 
 
 @pytest.mark.parametrize("shared", [False, True])

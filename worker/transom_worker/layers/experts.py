@@ -15,8 +15,8 @@ import torch
 
 from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.gated_mlp import gated_activation
-from transom_kernels.launch import uses_triton
-from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, moe
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
 from transom_worker.layers.expert_router import Routes
 from transom_worker.layers.linear import Linear, Quantization, make_linear
 
@@ -44,16 +44,26 @@ def make_experts(
 
 
 def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
-    """Whether experts beside this tensor run as grouped matrix products, which take MXFP4 weights as they are stored."""
-    return quantization == "none" and uses_triton(like)
+    """Whether experts in the device and dtype of `like` run as grouped matrix products, which take MXFP4 weights as stored."""
+    if quantization != "none":
+        return False
+    return uses_triton(like) or (like.dtype in (torch.bfloat16, torch.float32) and uses_cpu_kernels(like))
 
 
 class GroupedExperts(Experts):
     """All experts in two grouped matrix products. The device finds each expert's rows, so the host does not wait for their
     number.
+
+    On CPUs weights are packed into the layout of the kernels; what was given is not kept.
     """
 
     def __init__(self, weights: ExpertTensors, rule: GateRule, *, scales_input: bool) -> None:
+        self._rule, self._scales_input = rule, scales_input
+        self._weights: ExpertTensors | PackedExperts
+        if uses_cpu_kernels(weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down):
+            self._weights = pack_experts(weights)
+            self.weight_bytes = self._weights.nbytes
+            return
         self._weights = ExpertTensors(
             gate_up=_contiguous(weights.gate_up),
             down=_contiguous(weights.down),
@@ -61,7 +71,6 @@ class GroupedExperts(Experts):
             down_bias=weights.down_bias,
             interleaved=weights.interleaved,
         )
-        self._rule, self._scales_input = rule, scales_input
         parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
         self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
 

@@ -96,7 +96,7 @@ def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertT
 
 def _takes_packed(load: Loader) -> bool:
     """Whether this device and quantisation compute with packed experts."""
-    return runs_grouped(torch.empty(0, device=load.device), load.quantization)
+    return runs_grouped(torch.empty(0, dtype=load.dtype, device=load.device), load.quantization)
 
 
 def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, own: slice) -> ExpertTensors | None:

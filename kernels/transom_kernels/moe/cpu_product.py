@@ -1,0 +1,178 @@
+"""The inner product of the experts' CPU kernels: some rows of activations times one panel of weights (`packed.py`).
+
+A sum is one chain of multiply-adds along the columns, in their order, for any number of rows and any split of the columns, so a row
+of activations does not depend on other rows. In MXFP4 the chain of a group of 32 columns starts at zero, and the group's sum is
+multiplied by its scale (a power of two) and added to the sum of the groups before.
+
+- unit: the columns of one 32-bit word of a row: one in float32, two in bfloat16 (and in MXFP4, where they take 8 bits).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic
+
+from transom_kernels.cpu.simd import (
+    F32,
+    F32_16,
+    I8,
+    I32,
+    I32_16,
+    LANES,
+    Loop,
+    broadcast,
+    constant,
+    dot_pairs,
+    fp4_floats,
+    fp4_pairs,
+    int64,
+    load,
+    multiply_add,
+    store,
+)
+from transom_kernels.cpu.target import cpu_target
+
+PANEL_BYTES = 4 * 64  # of the sums of one row
+GROUP_UNITS = 16  # of MXFP4, in each of which two columns share a byte
+GROUP_BYTES = 17 * 64
+
+_BLOCK_UNITS = (
+    1024  # columns that many rows share are read from memory once, and then from the second level of the cache
+)
+
+_BYTES_16 = ir.VectorType(I8, LANES)
+
+
+def make_multiply(kind: str, dtype: str) -> Any:
+    """Make multiply(x, x_stride, rows, weight, units, sums): sums [rows, 64] float32 of rows of x times a panel.
+
+    `kind` is the panel's format (f32, bf16, mx), `dtype` that of x. Strides are in bytes; x has zeros in its padded columns.
+    """
+    tile_rows, tile_panels = (5, 4) if cpu_target().avx512 else (2, 2)
+    one, many = _make_tile(kind, dtype, 1, tile_panels), _make_tile(kind, dtype, tile_rows, tile_panels)
+    groups = kind == "mx"
+    x_unit_bytes = 8 if groups and dtype == "f32" else 4
+
+    @njit
+    def multiply(x, x_stride, rows, weight, units, sums):  # type: ignore[no-untyped-def]
+        block = units if rows <= tile_rows else _BLOCK_UNITS
+        for begin in range(0, units, block):
+            count = min(block, units - begin)
+            part = weight + (begin // GROUP_UNITS * GROUP_BYTES if groups else begin * PANEL_BYTES)
+            first = x + begin * x_unit_bytes
+            row = 0
+            while row < rows:
+                taken = min(tile_rows, rows - row)
+                for panel in range(0, 4, tile_panels):
+                    at = part + (panel * 16 if groups else panel * 64)
+                    out = sums + row * PANEL_BYTES + panel * 64
+                    if taken == 1:
+                        one(first + row * x_stride, x_stride, 0, at, count, out, begin)
+                    else:
+                        many(first + row * x_stride, x_stride, taken - 1, at, count, out, begin)
+                row += taken
+
+    return multiply
+
+
+def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
+    """Make an intrinsic: the sums of `rows` rows and 16 `panels` outputs. Behind the last row, that row is computed again.
+
+    With `goes_on` the sums are added to.
+    """
+    emit = _emit_groups if kind == "mx" else _emit_units
+
+    @intrinsic
+    def tile(typingctx, x, x_stride, last_row, weight, units, sums, goes_on):  # type: ignore[no-untyped-def]
+        def generate(context, b, sig, args):  # type: ignore[no-untyped-def]
+            x, x_stride, last_row, weight, units, sums, goes_on = args
+            indices = [b.select(b.icmp_signed("<", int64(row), last_row), int64(row), last_row) for row in range(rows)]
+            x_rows = [b.add(x, b.mul(index, x_stride)) for index in indices]
+            places = [
+                b.add(sums, b.add(b.mul(index, int64(PANEL_BYTES)), int64(64 * p)))
+                for index in indices
+                for p in range(panels)
+            ]
+            adds = b.icmp_signed("!=", goes_on, int64(0))
+            zero = constant(F32_16, 0.0)
+            totals = [b.select(adds, load(b, place, F32_16, 4), zero) for place in places]
+            totals = emit(b, dtype, x_rows, weight, panels, units, totals)
+            for place, total in zip(places, totals, strict=True):
+                store(b, total, place, 4)
+            return context.get_dummy_value()
+
+        return signature(types.void, *[types.int64] * 7), generate
+
+    return tile
+
+
+def _emit_units(b, dtype, x_rows, weight, panels, units, totals):  # type: ignore[no-untyped-def]
+    """Sums over plain weights."""
+
+    def body(unit, totals):  # type: ignore[no-untyped-def]
+        at, totals = b.add(weight, b.mul(unit, int64(PANEL_BYTES))), list(totals)
+        kind = F32_16 if dtype == "f32" else I32_16
+        values = [load(b, b.add(at, int64(64 * p)), kind, 64) for p in range(panels)]
+        for row, x in enumerate(x_rows):
+            word = load(b, b.add(x, b.mul(unit, int64(4))), kind.element, 4)
+            factor = broadcast(b, word, kind)
+            for p, value in enumerate(values):
+                index = row * panels + p
+                if dtype == "f32":
+                    totals[index] = multiply_add(b, value, factor, totals[index])
+                else:
+                    totals[index] = dot_pairs(b, totals[index], value, factor)
+        return totals
+
+    return Loop(b, units, 1, totals, body).results
+
+
+def _emit_groups(b, dtype, x_rows, weight, panels, units, totals):  # type: ignore[no-untyped-def]
+    """Sums over MXFP4 weights."""
+    zeros = [constant(F32_16, 0.0)] * len(totals)
+    x_bytes = 8 if dtype == "f32" else 4
+
+    def group(unit, totals):  # type: ignore[no-untyped-def]
+        at = b.add(weight, b.mul(b.sdiv(unit, int64(GROUP_UNITS)), int64(GROUP_BYTES)))
+
+        def body(inner, sums):  # type: ignore[no-untyped-def]
+            sums = list(sums)
+            where = b.add(at, b.mul(inner, int64(64)))
+            values = [load(b, b.add(where, int64(16 * p)), _BYTES_16, 16) for p in range(panels)]
+            values = [fp4_floats(b, value) if dtype == "f32" else [fp4_pairs(b, value)] for value in values]
+            for row, x in enumerate(x_rows):
+                place = b.add(x, b.mul(b.add(unit, inner), int64(x_bytes)))
+                for half in range(2 if dtype == "f32" else 1):
+                    word = load(b, b.add(place, int64(4 * half)), F32 if dtype == "f32" else I32, 4)
+                    factor = broadcast(b, word, F32_16 if dtype == "f32" else I32_16)
+                    for p, value in enumerate(values):
+                        index = row * panels + p
+                        if dtype == "f32":
+                            sums[index] = multiply_add(b, value[half], factor, sums[index])
+                        else:
+                            sums[index] = dot_pairs(b, sums[index], value[0], factor)
+            return sums
+
+        sums = Loop(b, int64(GROUP_UNITS), 1, zeros, body).results
+        scales = b.add(at, int64(GROUP_UNITS * 64))
+        factors = [_scale(b, b.add(scales, int64(16 * p))) for p in range(panels)]
+        return [
+            multiply_add(b, factors[index % panels], one, total)
+            for index, (one, total) in enumerate(zip(sums, totals, strict=True))
+        ]
+
+    return Loop(b, units, GROUP_UNITS, totals, group).results
+
+
+def _scale(b, address):  # type: ignore[no-untyped-def]
+    """Powers of two in float32 of 16 exponents of 8 bits, as `MxTensor` has them."""
+    exponents = b.zext(load(b, address, _BYTES_16, 16), I32_16)
+    is_zero = b.icmp_signed(
+        "==", exponents, constant(I32_16, 0)
+    )  # 2 ** -127, which float32 holds as 1 bit in the fraction
+    bits = b.select(is_zero, constant(I32_16, 1 << 22), b.shl(exponents, constant(I32_16, 23)))
+    return b.bitcast(bits, F32_16)

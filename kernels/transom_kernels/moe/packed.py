@@ -1,0 +1,136 @@
+"""Packs experts once, while a model is loaded, into the memory layout that the CPU kernels read.
+
+A *panel* is 64 rows (outputs) of a weight matrix, and a panel's columns lie one after the other, so that a kernel reads one stream
+of memory from its begin to its end:
+
+    float32     [columns] [64 rows]
+    bfloat16    [columns / 2] [64 rows] [2 columns]                              a 32-bit word holds two columns of a row
+    MXFP4       [columns / 32] ([16] [64 rows] [2 columns], then [64] scales)    a byte holds two columns of a row
+
+A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gates and their ups: a kernel has both factors of 32
+activations. Rows and columns are padded with zeros, columns to a multiple of 32.
+
+Legend: E experts, N hidden width, I inner width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transom_kernels.moe.weights import MX_BIAS, MX_GROUP, ExpertTensors, MxTensor
+
+PANEL = 64
+LANES = 16
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATIONS = PANEL // 2  # of one panel of `gate_up`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMatrix:
+    """One matrix of every expert, `panels` [E, number of panels, bytes of a panel] uint8."""
+
+    panels: torch.Tensor
+    columns: int  # padded
+    dtype: torch.dtype | None  # None: MXFP4
+
+    @property
+    def num_panels(self) -> int:
+        """Panels of an expert."""
+        return self.panels.shape[1]
+
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel."""
+        return self.panels.shape[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """The weights of all experts of a layer. Biases are float32 [E, number of panels, 64], in the order of a panel's rows."""
+
+    num_experts: int
+    width: int  # N
+    inner: int  # I
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the packed weights and biases."""
+        parts = (self.gate_up.panels, self.down.panels, self.gate_up_bias, self.down_bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def pack_experts(tensors: ExpertTensors) -> PackedExperts:
+    """Copy experts' weights into panels, one expert after the other.
+
+    Raises:
+        ValueError: the weights are neither bfloat16 nor float32 nor MXFP4.
+    """
+    num_experts, double, width = tensors.gate_up.shape
+    inner = double // 2
+    gate_up_rows, down_rows = _gate_up_rows(inner, interleaved=tensors.interleaved), _padded_rows(width)
+    return PackedExperts(
+        num_experts=num_experts,
+        width=width,
+        inner=inner,
+        gate_up=_pack(tensors.gate_up, gate_up_rows),
+        down=_pack(tensors.down, down_rows),
+        gate_up_bias=None if tensors.gate_up_bias is None else _pack_bias(tensors.gate_up_bias, gate_up_rows),
+        down_bias=None if tensors.down_bias is None else _pack_bias(tensors.down_bias, down_rows),
+    )
+
+
+def padded_columns(columns: int) -> int:
+    """Columns of a panel."""
+    return -(-columns // MX_GROUP) * MX_GROUP
+
+
+def _padded_rows(rows: int) -> torch.Tensor:
+    """The row at each place of the panels; -1 is padding."""
+    places = torch.arange(-(-rows // PANEL) * PANEL)
+    return torch.where(places < rows, places, -1)
+
+
+def _gate_up_rows(inner: int, *, interleaved: bool) -> torch.Tensor:
+    """The row of `gate_up` at each place of its panels; -1 is padding."""
+    position = torch.arange(-(-inner // ACTIVATIONS) * ACTIVATIONS).view(-1, 1, LANES)
+    is_up = torch.tensor([0, 1]).view(1, 2, 1)
+    row = 2 * position + is_up if interleaved else position + is_up * inner
+    return torch.where(position < inner, row, -1).flatten()
+
+
+def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
+    num_experts, _, given_columns = weight.shape
+    columns, num_panels = padded_columns(given_columns), len(rows) // PANEL
+    padding, rows = rows < 0, rows.clamp(min=0)
+    if isinstance(weight, MxTensor):
+        group_bytes = PANEL * MX_GROUP // 2 + PANEL
+        panels = torch.empty((num_experts, num_panels, columns // MX_GROUP, group_bytes), dtype=torch.uint8)
+        for expert in range(num_experts):
+            blocks, scales = weight.blocks[expert][rows], weight.scales[expert][rows]
+            blocks[padding], scales[padding] = 0, MX_BIAS
+            parts = blocks.view(num_panels, PANEL, columns // MX_GROUP, MX_GROUP // 2).permute(0, 2, 3, 1)
+            panels[expert, ..., :-PANEL] = parts.flatten(2)
+            panels[expert, ..., -PANEL:] = scales.view(num_panels, PANEL, -1).transpose(1, 2)
+        return PackedMatrix(panels=panels.flatten(2), columns=columns, dtype=None)
+    if weight.dtype not in PACKED_DTYPES:
+        raise ValueError(f"experts in {weight.dtype} cannot be packed; give bfloat16, float32 or MXFP4.")
+    words = columns * weight.itemsize // 4
+    panels = torch.empty((num_experts, num_panels, words, PANEL), dtype=torch.int32)
+    padded = torch.zeros((len(rows), columns), dtype=weight.dtype)
+    for expert in range(num_experts):
+        padded[:, :given_columns] = weight[expert][rows]
+        padded[padding] = 0
+        panels[expert] = padded.view(torch.int32).view(num_panels, PANEL, words).transpose(1, 2)
+    return PackedMatrix(panels=panels.flatten(2).view(torch.uint8), columns=columns, dtype=weight.dtype)
+
+
+def _pack_bias(bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    packed = bias.float()[:, rows.clamp(min=0)]
+    packed[:, rows < 0] = 0
+    return packed.view(len(bias), -1, PANEL).contiguous()

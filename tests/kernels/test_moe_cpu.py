@@ -1,0 +1,162 @@
+"""The experts' CPU kernels against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.checked import run_in_child
+from transom_kernels.cpu.threads import set_num_threads
+from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, cpu, moe, pack_experts
+from transom_kernels.moe.reference import moe_reference
+
+PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limit=1.5, up_offset=1.0)
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+
+
+def plain_experts(experts: int, inner: int, width: int, dtype: torch.dtype) -> ExpertTensors:
+    return ExpertTensors(
+        gate_up=(torch.randn(experts, 2 * inner, width) / 4).to(dtype),
+        down=(torch.randn(experts, width, inner) / 4).to(dtype),
+    )
+
+
+def biased(tensors: ExpertTensors, dtype: torch.dtype, *, interleaved: bool) -> ExpertTensors:
+    (experts, double, width) = tensors.gate_up.shape
+    biases = torch.randn(experts, double).to(dtype), torch.randn(experts, width).to(dtype)
+    return replace(tensors, gate_up_bias=biases[0], down_bias=biases[1], interleaved=interleaved)
+
+
+def mx_tensor(experts: int, rows: int, columns: int) -> MxTensor:
+    return MxTensor(
+        blocks=torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8),
+        scales=torch.randint(118, 124, (experts, rows, columns // 32), dtype=torch.uint8),
+    )
+
+
+def mx_experts(experts: int, inner: int, width: int) -> ExpertTensors:
+    return ExpertTensors(gate_up=mx_tensor(experts, 2 * inner, width), down=mx_tensor(experts, width, inner))
+
+
+def routes(tokens: int, chosen: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(tokens, experts).topk(chosen).indices, torch.rand(tokens, chosen)
+
+
+def check(
+    x: torch.Tensor, chosen: tuple[torch.Tensor, torch.Tensor], tensors: ExpertTensors, rule: GateRule, *, scales_input: bool
+) -> torch.Tensor:  # fmt: skip
+    """Memory is NaN before."""
+    packed = pack_experts(tensors)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = moe(x, *chosen, packed, rule, scales_input=scales_input)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wanted = moe_reference(x, *chosen, tensors, rule, scales_input=scales_input)
+    limit = LIMITS[x.dtype]
+    torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)
+    return got
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "inner", "width"),
+    [(0, 2, 1, 8, 8), (1, 4, 2, 20, 36), (1, 1, 1, 1, 2), (9, 3, 1, 31, 65), (20, 2, 2, 33, 63), (5, 17, 3, 32, 64)],
+)
+def test_sizes(dtype: torch.dtype, tokens: int, experts: int, chosen: int, inner: int, width: int) -> None:
+    x, tensors = torch.randn(tokens, width).to(dtype), plain_experts(experts, inner, width, dtype)
+    for scales_input in (False, True):
+        check(x, routes(tokens, chosen, experts), tensors, PLAIN, scales_input=scales_input)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_biases_clamps_and_alternating_rows(dtype: torch.dtype, interleaved: bool) -> None:
+    tensors = biased(plain_experts(3, 20, 36, dtype), dtype, interleaved=interleaved)
+    check(torch.randn(7, 36).to(dtype), routes(7, 2, 3), tensors, GPT_OSS, scales_input=False)
+
+
+def test_gelu() -> None:
+    tensors, rule = plain_experts(3, 20, 36, torch.float32), GateRule(activation="gelu_tanh")
+    check(torch.randn(7, 36), routes(7, 2, 3), tensors, rule, scales_input=False)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_mxfp4_as_stored(dtype: torch.dtype, interleaved: bool) -> None:
+    tensors = biased(mx_experts(4, 64, 96), torch.float32, interleaved=interleaved)
+    for tokens in (1, 8):
+        check(torch.randn(tokens, 96).to(dtype), routes(tokens, 2, 4), tensors, GPT_OSS, scales_input=False)
+
+
+def test_mxfp4_values_and_scales() -> None:
+    """Every value, with the smallest scale, ones between, and the largest one that float32 can hold times 6."""
+    scales = torch.tensor([0, 1, 126, 127, 128, 251], dtype=torch.uint8).view(1, 1, 6).repeat(1, 64, 1)
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 256).repeat(1, 64, 1)[..., :96]
+    down = MxTensor(blocks=(blocks + torch.arange(64, dtype=torch.uint8).view(1, 64, 1) * 16), scales=scales)
+    gate_up = torch.zeros(1, 384, 64)
+    gate_up[0, :192] = 1  # the gates of all tokens are 40, and so is each token's own up
+    gate_up[0, 192:] = torch.eye(192, 64)
+    tensors = ExpertTensors(gate_up=gate_up, down=down)
+    packed = pack_experts(tensors)
+    x = torch.eye(64) * 40
+    got = moe(x, torch.zeros(64, 1, dtype=torch.int64), torch.ones(64, 1), packed, PLAIN)
+    wanted = down.dequantised()[0].T[:64] * 1600
+    torch.testing.assert_close(got, wanted, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "mxfp4"])
+def test_a_token_does_not_depend_on_the_others_or_on_the_threads(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and many rows of an expert, more and fewer pairs than experts, tokens in several launches."""
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    tensors = mx_experts(4, 64, 2080) if form == "mxfp4" else plain_experts(4, 20, 2080, dtype)
+    packed, x, (which, weights) = pack_experts(tensors), torch.randn(40, 2080).to(dtype) / 16, routes(40, 2, 4)
+    which[:, 0] = 3
+    which[:, 1] %= 3
+    whole = moe(x, which, weights, packed, GPT_OSS)
+    for begin, end in ((0, 1), (17, 18), (38, 40), (0, 7)):
+        at = slice(begin, end)
+        assert torch.equal(moe(x[at], which[at], weights[at], packed, GPT_OSS), whole[at])
+    monkeypatch.setattr(cpu, "MAX_PAIRS", 26)
+    assert torch.equal(moe(x, which, weights, packed, GPT_OSS), whole)
+    try:
+        for num_threads in (1, 3):
+            set_num_threads(num_threads)
+            assert torch.equal(moe(x, which, weights, packed, GPT_OSS), whole)
+    finally:
+        set_num_threads(0)
+
+
+def test_a_token_of_nan_stays_alone() -> None:
+    tensors, (which, weights) = plain_experts(3, 20, 36, torch.float32), routes(6, 2, 3)
+    x, packed = torch.randn(6, 36), pack_experts(tensors)
+    good = moe(x, which, weights, packed, GPT_OSS)
+    x[2] = float("nan")
+    got = moe(x, which, weights, packed, GPT_OSS)
+    assert bool(got[2].isnan().all())
+    assert torch.equal(got[[0, 1, 3, 4, 5]], good[[0, 1, 3, 4, 5]])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    packed, (which, weights) = pack_experts(plain_experts(2, 20, 36, torch.float32)), routes(3, 1, 2)
+    with pytest.raises(ValueError, match=r"give \[T, 36\]"):
+        moe(torch.zeros(3, 35), which, weights, packed, PLAIN)
+    with pytest.raises(ValueError, match="bfloat16 does not fit"):
+        moe(torch.zeros(3, 36).bfloat16(), which, weights, packed, PLAIN)
+    with pytest.raises(ValueError, match="4 tokens"):
+        moe(torch.zeros(4, 36), which, weights, packed, PLAIN)
+    with pytest.raises(ValueError, match="cannot be packed"):
+        pack_experts(plain_experts(2, 20, 36, torch.float16))
+
+
+def small_case() -> None:
+    tensors, dtype = biased(plain_experts(3, 20, 36, torch.bfloat16), torch.bfloat16, interleaved=False), torch.bfloat16
+    check(torch.randn(9, 36).to(dtype), routes(9, 2, 3), tensors, GPT_OSS, scales_input=True)
+    check(torch.randn(5, 96).to(dtype), routes(5, 2, 4), mx_experts(4, 32, 96), PLAIN, scales_input=False)
+
+
+def test_checked_kernels_of_a_processor_with_narrower_registers() -> None:
+    run_in_child(small_case, TRANSOM_CHECKED_KERNELS="1", TRANSOM_CPU="haswell")
