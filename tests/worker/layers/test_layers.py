@@ -48,14 +48,17 @@ def test_gated_mlp(dtype, quantization, biased):
 
 def test_lm_head_gives_float32_and_counts_its_weight():
     table = torch.randn(16, 8)
-    rows = Embedding(table)(torch.tensor([3, 3, 0]))
+    ids, embedding = torch.tensor([3, 3, 0]), Embedding(table)
+    rows = embedding(ids)
     assert rows.equal(table[[3, 3, 0]])
-    tied = LmHead(table, quantization="none", tied=True)
+    tied = LmHead(None, quantization="none", tied_to=embedding)
     torch.testing.assert_close(tied(rows), rows @ table.T)
     assert tied.weight_bytes == 0
-    assert LmHead(table, quantization="none", tied=False).weight_bytes == table.nbytes
-    assert LmHead(table, quantization="int8", tied=True).weight_bytes > 0
-    assert LmHead(table.bfloat16(), quantization="none", tied=True)(rows.bfloat16()).dtype == torch.float32
+    assert embedding(ids).equal(rows)
+    assert LmHead(table, quantization="none").weight_bytes == table.nbytes
+    assert LmHead(None, quantization="int8", tied_to=Embedding(table)).weight_bytes > 0
+    halves = Embedding(table.bfloat16())
+    assert LmHead(None, quantization="none", tied_to=halves)(rows.bfloat16()).dtype == torch.float32
 
 
 @given(st.integers(1, 9), st.integers(0, 40))

@@ -1,20 +1,17 @@
 """Every linear layer against a plain product."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transom_kernels.launch import prefer
+from transom_kernels.linear import pack_weight
 from transom_worker.errors import ConfigError
 from transom_worker.layers.int8 import Int8Weight, best_product
 from transom_worker.layers.linear import Int8Linear, PackedLinear, PlainLinear, make_linear
-from transom_worker.layers.packed import PackedWeight
 
 SHAPES = [(1, 1, 1), (1, 16, 32), (3, 17, 5), (33, 64, 48), (130, 96, 7)]
-needs_packing = pytest.mark.skipif(not PackedWeight.available(), reason="this torch or CPU packs no weights")
 
 
 def operands(shape, dtype):
@@ -26,9 +23,11 @@ def operands(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_matches_a_plain_product(shape, dtype, biased):
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_matches_a_plain_product(shape, dtype, biased, kernels):
     x, weight, bias = operands(shape, dtype)
-    layer = make_linear(weight, bias if biased else None)
+    with prefer(kernels):
+        layer = make_linear(weight, bias if biased else None)
     wanted = x.float() @ weight.float().T + (bias.float() if biased else 0)
     limit = 1e-4 if dtype == torch.float32 else 0.02 * shape[1] ** 0.5
     torch.testing.assert_close(layer(x).float(), wanted, atol=limit, rtol=0.01)
@@ -36,19 +35,6 @@ def test_matches_a_plain_product(shape, dtype, biased):
     before = residual.clone()
     torch.testing.assert_close(layer.add_to(residual, x).float(), wanted + residual.float(), atol=limit, rtol=0.01)
     assert residual.equal(before)
-
-
-@needs_packing
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_post_operations(shape):
-    x, weight, bias = operands(shape, torch.bfloat16)
-    packed = PackedWeight(weight, bias)
-    wanted = x.float() @ weight.float().T + bias.float()
-    limit = 0.02 * shape[1] ** 0.5
-    for name, function in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
-        torch.testing.assert_close(packed.apply(x, name).float(), function(wanted), atol=limit, rtol=0.02)  # type: ignore[arg-type]
-    other = torch.randn(shape[0], shape[2]).bfloat16()
-    torch.testing.assert_close(packed.combine(x, other, "mul").float(), wanted * other.float(), atol=limit, rtol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,11 +68,9 @@ def test_int8_scales_with_its_rows(rows, factor):
 
 
 def test_no_rows_give_no_rows():
-    for layer in (PlainLinear, PackedLinear, Int8Linear):
-        if layer is PackedLinear and not PackedWeight.available():
-            continue
-        x, weight, _ = operands((1, 16, 8), torch.bfloat16)
-        assert layer(weight, None)(x[:0]).shape == (0, 8)
+    x, weight, _ = operands((1, 16, 8), torch.bfloat16)
+    for layer in (PlainLinear(weight, None), PackedLinear(pack_weight(weight)), Int8Linear(weight, None)):
+        assert layer(x[:0]).shape == (0, 8)
 
 
 def test_int8_is_refused_where_it_cannot_run():

@@ -10,22 +10,32 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from transom_worker.layers.linear import PlainLinear, Quantization, make_linear
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.linear import PackedWeight, embedding_rows, linear
+from transom_worker.layers.linear import PackedLinear, PlainLinear, Quantization, make_linear
 from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class Embedding:
-    """Looks tokens up in a table, and multiplies the rows by `scale`, which is rounded to the table's dtype."""
+    """Looks tokens up in a table, and multiplies the rows by `scale`, which is rounded to the table's dtype.
+
+    The table is a tensor [V, N], until a tied head packs it and shares the packed weight (`LmHead`).
+    """
 
     def __init__(self, weight_VN: torch.Tensor, *, scale: float = 1.0) -> None:
-        self.weight_VN = weight_VN
+        self.table: torch.Tensor | PackedWeight = weight_VN
         self._scale = float(torch.tensor(scale, dtype=weight_VN.dtype))
         self.weight_bytes = weight_VN.nbytes
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the rows of these tokens, [T, N]."""
-        rows_TN = F.embedding(token_ids_T, self.weight_VN)
+        if isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table):
+            return self._rows(token_ids_T)
+        rows_TN = F.embedding(token_ids_T, self.table)
         return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
+
+    def _rows(self, token_ids_T: torch.Tensor, first_id: int = 0) -> torch.Tensor:
+        return embedding_rows(token_ids_T, self.table, first_id=first_id, scale=self._scale)
 
 
 class ShardedEmbedding(Embedding):
@@ -36,12 +46,14 @@ class ShardedEmbedding(Embedding):
     def __init__(self, weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> None:
         """`first_id` is the token id of the table's first row."""
         super().__init__(weight_VN, scale=scale)
-        self._first_id, self._comm = first_id, comm
+        self._first_id, self._comm, self._num_rows = first_id, comm, len(weight_VN)
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the rows of these tokens, [T, N]."""
+        if isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table):
+            return self._comm.all_reduce_(self._rows(token_ids_T, self._first_id))
         rows_T = token_ids_T - self._first_id
-        absent_T = (rows_T < 0) | (rows_T >= len(self.weight_VN))
+        absent_T = (rows_T < 0) | (rows_T >= self._num_rows)
         rows_TN = super().__call__(rows_T.masked_fill_(absent_T, 0))
         return self._comm.all_reduce_(rows_TN.masked_fill_(absent_T[:, None], 0.0))
 
@@ -56,27 +68,40 @@ def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator
 class LmHead:
     """Computes logits in float32 over this rank's vocabulary.
 
-    A tied head uses the embedding's own tensor on a GPU, or in float32 on a CPU. A packed or quantised head has a second copy
-    of the weight, because rows cannot be looked up in a packed table.
+    A tied head shares its weight with the embedding, also where it is packed. A quantised head has a second copy, because rows
+    cannot be looked up in it.
     """
 
     def __init__(
         self,
-        weight_VN: torch.Tensor,
+        weight_VN: torch.Tensor | None,
         *,
         quantization: Quantization,
-        tied: bool,
+        tied_to: Embedding | None = None,
         scale: float = 1.0,
         soft_cap: float | None = None,
     ) -> None:
-        """Logits are multiplied by `scale`; then `soft_cap` bounds them smoothly: soft_cap * tanh(logit / soft_cap)."""
+        """Logits are multiplied by `scale`; then `soft_cap` bounds them smoothly: soft_cap * tanh(logit / soft_cap).
+
+        With `tied_to` the weight is that of the embedding, and `weight_VN` is None.
+        """
         self._scale, self._soft_cap = scale, soft_cap
+        if tied_to is not None:
+            assert isinstance(tied_to.table, torch.Tensor)
+            weight_VN = tied_to.table
+        assert weight_VN is not None
         self._linear = make_linear(weight_VN, quantization=quantization)
-        shares = tied and isinstance(self._linear, PlainLinear)
-        self.weight_bytes = 0 if shares else self._linear.weight_bytes
+        self.weight_bytes = self._linear.weight_bytes
+        if tied_to is not None and isinstance(self._linear, PackedLinear):
+            tied_to.table = self._linear.weight
+        if tied_to is not None and isinstance(self._linear, PackedLinear | PlainLinear):
+            self.weight_bytes = 0
 
     def __call__(self, x_RN: torch.Tensor) -> torch.Tensor:
         """Return logits, [R, V] float32."""
+        if isinstance(self._linear, PackedLinear):
+            weight = self._linear.weight
+            return linear(x_RN, weight, scale=self._scale, soft_cap=self._soft_cap, out_dtype=torch.float32)
         logits_RV = self._linear(x_RN).float()
         if self._scale != 1.0:
             logits_RV = logits_RV.mul_(self._scale)

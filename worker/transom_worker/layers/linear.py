@@ -1,4 +1,4 @@
-"""Linear layers over plain weight tensors: torch's own, bfloat16 packed for oneDNN on CPUs, and int8.
+"""Linear layers: torch's own, CPU kernels over packed weights, and int8.
 
 Legend: M rows, K input width, N output width.
 """
@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.linear import PackedWeight, can_pack, linear, pack_weight
 from transom_worker.errors import ConfigError
 from transom_worker.layers.int8 import Int8Weight
-from transom_worker.layers.packed import PackedWeight
 
 Quantization = Literal["none", "int8"]
 
@@ -48,14 +49,13 @@ def make_linear(
             )
         return Int8Linear(weight_NK, bias_N)
     if runs_packed(weight_NK, quantization):
-        return PackedLinear(weight_NK, bias_N)
+        return PackedLinear(pack_weight(weight_NK, bias_N))
     return PlainLinear(weight_NK, bias_N)
 
 
 def runs_packed(weight_NK: torch.Tensor, quantization: Quantization) -> bool:
-    """Whether this weight runs fastest in oneDNN's packed layout."""
-    on_cpu = weight_NK.device.type == "cpu"
-    return on_cpu and quantization == "none" and weight_NK.dtype == torch.bfloat16 and PackedWeight.available()
+    """Whether this weight is packed for the CPU kernels."""
+    return quantization == "none" and uses_cpu_kernels(weight_NK) and can_pack(weight_NK)
 
 
 class PlainLinear(Linear):
@@ -71,21 +71,20 @@ class PlainLinear(Linear):
 
 
 class PackedLinear(Linear):
-    """bfloat16 on a CPU, in oneDNN's blocked layout: up to twice as fast at few rows, and the residual is added in the same
-    pass.
-    """
+    """A packed weight, multiplied by the CPU kernels; the residual is added in the same pass."""
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
-        self.packed = PackedWeight(weight_NK, bias_N)
-        self.weight_bytes = weight_NK.nbytes
+    def __init__(self, weight: PackedWeight) -> None:
+        """Its bias is part of `weight`."""
+        self.weight = weight
+        self.weight_bytes = weight.nbytes
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """Return `x @ weight.T + bias`, [M, N]."""
-        return self.packed.apply(x_MK)
+        return linear(x_MK, self.weight)
 
     def add_to(self, residual_MN: torch.Tensor, x_MK: torch.Tensor) -> torch.Tensor:
         """Return `residual + self(x)`, rounded once, [M, N]."""
-        return self.packed.combine(x_MK, residual_MN, "add")
+        return linear(x_MK, self.weight, residual_MN)
 
 
 class Int8Linear(Linear):

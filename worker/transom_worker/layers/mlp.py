@@ -10,16 +10,15 @@ from collections.abc import Sequence
 import torch
 
 from transom_kernels.gated_mlp import Activation, gated_activation
-from transom_worker.layers.linear import PackedLinear, Quantization, make_linear, runs_packed
+from transom_kernels.linear import PackedWeight, gated_linear, pack_weight
+from transom_worker.layers.linear import Linear, Quantization, make_linear, runs_packed
 from transom_worker.layers.parallel_linear import make_row_parallel
 from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
 class GatedMlp:
-    """A gated feed-forward layer.
-
-    Packed weights run gate and up as two projections, which apply the activation and the product themselves. Other weights run
-    one fused projection for both.
+    """A gated feed-forward layer. One projection computes gate and up; with packed weights it applies the activation and the
+    product, too.
     """
 
     def __init__(
@@ -37,15 +36,16 @@ class GatedMlp:
         self._activation: Activation = activation
         gate_IN, up_IN, down_NI = weights
         gate_bias, up_bias, down_bias = biases or (None, None, None)
-        self._pair: tuple[PackedLinear, PackedLinear] | None = None
+        self._gate_up: PackedWeight | Linear
         if runs_packed(gate_IN, quantization):
-            self._pair = (PackedLinear(gate_IN, gate_bias), PackedLinear(up_IN, up_bias))
+            self._gate_up = pack_weight(gate_IN, gate_bias, up=up_IN, up_bias=up_bias)
+            gate_up_bytes = self._gate_up.nbytes
         else:
             bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
             self._gate_up = make_linear(torch.cat([gate_IN, up_IN]), bias, quantization=quantization)
+            gate_up_bytes = self._gate_up.weight_bytes
         self._down = make_row_parallel(down_NI, down_bias, quantization=quantization, comm=comm)
-        layers = (*(self._pair or (self._gate_up,)), self._down)
-        self.weight_bytes = sum(layer.weight_bytes for layer in layers)
+        self.weight_bytes = gate_up_bytes + self._down.weight_bytes
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """Return `residual + mlp(x)`, [T, N]."""
@@ -57,7 +57,6 @@ class GatedMlp:
 
     def _inner(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Return activation(gate(x)) * up(x), [T, I]."""
-        if self._pair is None:
-            return gated_activation(self._gate_up(x_TN), self._activation)
-        gate, up = self._pair
-        return up.packed.combine(x_TN, gate.packed.apply(x_TN, self._activation), "mul")
+        if isinstance(self._gate_up, PackedWeight):
+            return gated_linear(x_TN, self._gate_up, self._activation)
+        return gated_activation(self._gate_up(x_TN), self._activation)

@@ -82,11 +82,10 @@ class Loader:
         self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES
     ) -> LmHead:
         """This rank's rows of the output head, or the embedding's rows if the head is tied."""
-        tied = tied_to is not None
-        rows_VN = (
-            tied_to.weight_VN if tied_to else self.tensor(f"{name}.weight", shape=shape, part=(self.cut(shape[0]),))
+        rows_VN = self.tensor(f"{name}.weight", shape=shape, part=(self.cut(shape[0]),)) if tied_to is None else None
+        return LmHead(
+            rows_VN, quantization=self.quantization, tied_to=tied_to, scale=scales.logit, soft_cap=scales.logit_cap
         )
-        return LmHead(rows_VN, quantization=self.quantization, tied=tied, scale=scales.logit, soft_cap=scales.logit_cap)
 
     def linear(
         self,

@@ -1,0 +1,164 @@
+"""Launches of the CPU kernels of linear layers: cuts the work into items and says how rows are multiplied.
+
+Legend: M rows, K input width, N output width.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.pool import pool
+from transom_kernels.cpu.target import cpu_target
+from transom_kernels.linear.layout import LINE, STEP_BYTES, TILE_ROWS, Method, padded_width
+from transom_kernels.linear.weights import PackedWeight
+
+_BLOCK_BYTES = 1 << 20  # of x in a block: half of a usual second-level cache
+_MOST_ROWS = 256  # of a block
+_FEW_ROWS = 2 * TILE_ROWS  # whose products with a group of panels need no chunks of K
+_CHUNK_BYTES = 16 << 10  # of each of two panels in a chunk: both fit into the first-level cache
+_ITEMS_PER_THREAD = (4, 8)  # least and most
+_CONFIG_BYTES = 64  # `tiles.CONFIG_BYTES`, which cannot be imported without numba
+
+_KERNELS = "transom_kernels.linear"
+
+
+def linear_cpu(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    residual: torch.Tensor | None,
+    *,
+    norm: tuple[torch.Tensor, float] | None,
+    scale: float,
+    soft_cap: float | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The contract is that of `op.linear`."""
+    out = empty((x.shape[0], weight.num_outputs), out_dtype)
+    _launch(x, weight, out, residual=residual, norm=norm, scale=scale, soft_cap=soft_cap or 0.0)
+    return out
+
+
+def gated_linear_cpu(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    activation: str,
+    *,
+    limit: float | None,
+    norm: tuple[torch.Tensor, float] | None,
+) -> torch.Tensor:
+    """The contract is that of `op.gated_linear`."""
+    out = empty((x.shape[0], weight.num_outputs), x.dtype)
+    _launch(x, weight, out, norm=norm, activation=activation, limit=limit or 0.0)
+    return out
+
+
+def table_fits(table: PackedWeight | torch.Tensor) -> bool:
+    """Whether the kernel takes this table's dtype and strides."""
+    return isinstance(table, PackedWeight) or (table.dtype in DTYPES and (table.stride(1) == 1 or table.shape[1] == 1))
+
+
+def embedding_rows_cpu(
+    ids: torch.Tensor, table: PackedWeight | torch.Tensor, *, first_id: int, scale: float
+) -> torch.Tensor:
+    """The contract is that of `op.embedding_rows`."""
+    packed = isinstance(table, PackedWeight)
+    if isinstance(table, PackedWeight):
+        memory, stride, num_rows, width = table.panels, table.panel_bytes, table.num_outputs, table.width
+    else:
+        memory, stride, (num_rows, width) = table, table.stride(0) * table.itemsize, table.shape
+    out = empty((len(ids), width), table.dtype)
+    launch(
+        cpu_kernel(f"{_KERNELS}.table_kernel", "make_embedding_rows", dtype=DTYPES[table.dtype], packed=packed),
+        len(ids),
+        [ids, memory, stride, num_rows, width, out, width * table.dtype.itemsize, first_id, scale],
+        scratch_bytes=LINE,
+    )
+    return out
+
+
+@cache
+def method_of(dtype: torch.dtype) -> Method:
+    """How this processor multiplies fastest."""
+    target = cpu_target()
+    if dtype == torch.bfloat16 and target.bf16:
+        return "tiles" if target.amx else "pairs"
+    return "wide"
+
+
+@cache
+def _num_registers() -> int:
+    """How many vectors of 16 lanes fit into the registers, roughly."""
+    target = cpu_target()
+    if target.avx512:
+        return 32
+    return 8 if target.avx2 or not target.x86 else 4
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    out: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    activation: str | None = None,
+    scale: float = 1.0,
+    soft_cap: float = 0.0,
+    limit: float = 0.0,
+) -> None:
+    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
+    num_rows, width = x.shape
+    dtype, method = DTYPES[x.dtype], method_of(x.dtype)
+    step_bytes = STEP_BYTES[method]
+    steps = weight.panel_bytes // step_bytes
+    block, num_blocks = _blocks(num_rows, width * x.itemsize)
+    per_item, items = _items(-(-weight.num_panels // 2), num_blocks, pool().num_threads)
+    own_size = 4 if method == "wide" else x.itemsize
+    padded = padded_width(width, dtype)
+    copies = norm is not None or padded != width or (method == "wide" and x.dtype != torch.float32)
+    own_stride = -(-padded * own_size // LINE) * LINE + LINE if copies else 0
+    sums_bytes = (block + TILE_ROWS) * 2 * LINE
+    launch(
+        cpu_kernel(
+            f"{_KERNELS}.cpu_kernel", "make_linear", method=method, dtype=dtype, out_dtype=DTYPES[out.dtype],
+            activation=activation, norm_dtype=None if norm is None else DTYPES[norm[0].dtype], registers=_num_registers(),
+        ),
+        items * num_blocks if num_rows else 0,
+        [
+            x, x.stride(0) * x.itemsize, num_rows, width, weight.panels, weight.panel_bytes, weight.num_panels,
+            weight.num_outputs, weight.bias, residual, 0 if residual is None else residual.stride(0) * residual.itemsize,
+            out, out.stride(0) * out.itemsize, scale, soft_cap, limit, block, per_item,
+            steps if block <= _FEW_ROWS else min(steps, _CHUNK_BYTES // step_bytes), own_stride, _CONFIG_BYTES + sums_bytes,
+            None if norm is None else norm[0], 0.0 if norm is None else norm[1],
+        ],
+        scratch_bytes=_CONFIG_BYTES + sums_bytes + block * own_stride,
+    )  # fmt: skip
+
+
+@cache
+def _blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
+    """Rows of a block, and how many blocks: as few as keep a block of x in the second-level cache."""
+    most = min(_MOST_ROWS, max(_FEW_ROWS, _BLOCK_BYTES // max(row_bytes, 1)))
+    count = -(-num_rows // most) or 1
+    block = -(-num_rows // count)
+    block = block if count == 1 else -(-block // _FEW_ROWS) * _FEW_ROWS
+    return max(block, 1), -(-num_rows // max(block, 1)) or 1
+
+
+@cache
+def _items(num_groups: int, num_blocks: int, num_threads: int) -> tuple[int, int]:
+    """Groups of an item, and items of a block, so that all threads end at about the same time."""
+    least, most = (max(1, per_thread * num_threads // num_blocks) for per_thread in _ITEMS_PER_THREAD)
+    sizes = range(max(1, num_groups // most), max(1, -(-num_groups // least)) + 1)
+
+    def longest(size: int) -> tuple[int, int]:
+        rounds = -(-(-(-num_groups // size) * num_blocks) // num_threads)
+        return rounds * size, -size
+
+    size = min(sizes, key=longest)
+    return size, -(-num_groups // size)

@@ -1,0 +1,272 @@
+"""Linear layers for CPUs, in numba: x @ weight.T over packed weights, with what belongs to it done in float32 before the one
+rounding. `cpu.py` launches it.
+
+- method: how rows and panels are multiplied (`layout.py`).
+- group: the two panels that are multiplied together; in a gated weight they are a panel of gate and one of up.
+- block: the rows of an item. Their products with a group come in chunks of K, so that weights stay in the first-level cache.
+
+Legend: M rows, K input width, N output width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from transom_kernels.cpu.simd import (
+    LOAD,
+    LOAD_PART,
+    NUM_BYTES,
+    ROUND,
+    STORE,
+    STORE_PART,
+    float_of_bits,
+    fma,
+    keep_nan,
+    lane_sum,
+    load_f32,
+    sigmoid,
+    splat,
+    sqrt,
+    tanh,
+    vector_max,
+    vector_min,
+)
+from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
+from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.linear.layout import LINE, STEP_BYTES, TILE_ROWS, VECTOR_TILES
+from transom_kernels.linear.vector_product import make_vector_product
+
+SUM_STRIDE = 2 * LINE  # from row to row of a group's sums
+
+_GELU_SLOPE = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
+_GELU_CUBE = 0.044715 * _GELU_SLOPE
+
+
+def make_linear(  # type: ignore[no-untyped-def]
+    method: str, dtype: str, out_dtype: str, activation: str | None, norm_dtype: str | None, registers: int
+) -> Any:
+    """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
+
+    With `norm_dtype` x is replaced by rms_norm(x, norm). An item is some groups of panels and a block of rows. Arguments:
+     0 x, 1 its row stride in bytes, 2 M, 3 K, 4 weight, 5 bytes of a panel, 6 panels, 7 N, 8 bias (float32, padded) or 0,
+     9 residual or 0, 10 its row stride, 11 out, 12 its row stride, 13 scale, 14 soft cap or 0, 15 limit or 0, 16 rows of a block,
+    17 groups of an item, 18 steps of a chunk, 19 row stride of x in scratch, or 0 where x is multiplied from where it is,
+    20 bytes in scratch in front of x, 21 norm, 22 eps.
+    """
+    product = _make_tiles() if method == "tiles" else _make_vectors(method, dtype, registers)
+    copy_rows = _make_copy(method, dtype, norm_dtype)
+    tiles, step_bytes = method == "tiles", STEP_BYTES[method]
+    store_group = _make_gate(out_dtype, tiles, activation) if activation else _make_output(out_dtype, tiles)
+    step_of_x = {"tiles": 64, "pairs": 4, "wide": 4 if dtype == "f32" else 8}[method]
+
+    def linear(arguments, thread):  # type: ignore[no-untyped-def]
+        item = claim(thread)
+        memory = scratch(thread)
+        sums = memory + CONFIG_BYTES
+        copied, configured = -1, 0
+        while item >= 0:
+            x, x_stride = argument(arguments, 0), argument(arguments, 1)
+            panel, num_panels = argument(arguments, 5), argument(arguments, 6)
+            block, per_item, chunk = argument(arguments, 16), argument(arguments, 17), argument(arguments, 18)
+            items_of_block = (num_panels + 2 * per_item - 1) // (2 * per_item)
+            first_row, part = item // items_of_block * block, item % items_of_block
+            rows, num_steps = min(block, argument(arguments, 2) - first_row), panel // step_bytes
+            x += first_row * x_stride
+            if argument(arguments, 19):
+                own, own_stride = memory + argument(arguments, 20), argument(arguments, 19)
+                if copied != first_row:
+                    width, eps = argument(arguments, 3), float_of_bits(argument(arguments, 22))
+                    copy_rows(x, x_stride, rows, width, own, own_stride, argument(arguments, 21), eps)
+                    copied = first_row
+                x, x_stride = own, own_stride
+            if tiles and configured != min(rows, TILE_ROWS):
+                configured = min(rows, TILE_ROWS)
+                configure_tiles(memory, configured)
+            for p in range(2 * part * per_item, min(2 * (part + 1) * per_item, num_panels), 2):
+                weight = argument(arguments, 4) + p * panel
+                other = weight + panel if p + 1 < num_panels else weight
+                for step in range(0, num_steps, chunk):
+                    at = step * step_bytes
+                    product(
+                        x + step * step_of_x, x_stride, rows, weight + at, other + at, min(chunk, num_steps - step), sums,
+                        1 if step else 0,
+                    )  # fmt: skip
+                store_group(arguments, sums, rows, first_row, p, argument(arguments, 7))
+            finish(thread)
+            item = claim(thread)
+        if tiles and configured:
+            release_tiles()
+
+    return linear
+
+
+def _make_tiles() -> Any:
+    """The product by AMX. The last tile of a block may repeat rows of the one before."""
+    one, two = make_tile_product(1), make_tile_product(2)
+
+    @njit(error_model="numpy")
+    def product(x, x_stride, rows, weight, other, num_steps, sums, adds):  # type: ignore[no-untyped-def]
+        tile = min(rows, TILE_ROWS)
+        for row in range(0, rows, 2 * TILE_ROWS):
+            first, out = x + min(row, rows - tile) * x_stride, sums + row * SUM_STRIDE
+            if row + TILE_ROWS < rows:
+                second = x + min(row + TILE_ROWS, rows - tile) * x_stride
+                outs = (out, out + TILE_ROWS * SUM_STRIDE)
+                two((first, second), x_stride, (weight, other), num_steps, outs, SUM_STRIDE, adds, tile)
+            else:
+                one((first,), x_stride, (weight, other), num_steps, (out,), SUM_STRIDE, adds, tile)
+
+    return product
+
+
+def _make_vectors(method: str, dtype: str, registers: int) -> Any:
+    """The product in vector registers, by tiles of as many rows as fit into them, and of few rows."""
+    (many, panels), (few, panels_of_few) = VECTOR_TILES[registers, dtype]
+    pairs = method == "pairs"
+    of_many = make_vector_product(many, panels, dtype, pairs=pairs)
+    of_few = make_vector_product(few, panels_of_few, dtype, pairs=pairs)
+    of_one = make_vector_product(1, 2, dtype, pairs=pairs)
+
+    @njit(error_model="numpy")
+    def product(x, x_stride, rows, weight, other, num_steps, sums, adds):  # type: ignore[no-untyped-def]
+        row = 0
+        while row < rows:
+            here, out, left = x + row * x_stride, sums + row * SUM_STRIDE, rows - row
+            if left == 1:
+                of_one(here, x_stride, left, (weight, other), num_steps, out, SUM_STRIDE, adds)
+                row += 1
+            elif left <= few:
+                if panels_of_few == 2:
+                    of_few(here, x_stride, left, (weight, other), num_steps, out, SUM_STRIDE, adds)
+                else:
+                    of_few(here, x_stride, left, (weight,), num_steps, out, SUM_STRIDE, adds)
+                    of_few(here, x_stride, left, (other,), num_steps, out + LINE, SUM_STRIDE, adds)
+                row += few
+            else:
+                if panels == 2:
+                    of_many(here, x_stride, left, (weight, other), num_steps, out, SUM_STRIDE, adds)
+                else:
+                    of_many(here, x_stride, left, (weight,), num_steps, out, SUM_STRIDE, adds)
+                    of_many(here, x_stride, left, (other,), num_steps, out + LINE, SUM_STRIDE, adds)
+                row += many
+
+    return product
+
+
+def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
+    """Copy rows of x into scratch: padded with zeros, in float32 for the wide method, and normalised."""
+    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    stored = "f32" if method == "wide" else dtype
+    store, own_size, rounded = STORE[stored], NUM_BYTES[stored], ROUND[dtype]
+    normalises = norm_dtype is not None
+    load_norm, load_norm_part = LOAD[norm_dtype or "f32"], LOAD_PART[norm_dtype or "f32"]
+    norm_size = NUM_BYTES[norm_dtype or "f32"]
+
+    @njit(error_model="numpy")
+    def copy_rows(x, x_stride, rows, width, own, own_stride, norm, eps):  # type: ignore[no-untyped-def]
+        full, rest = width // 16 * 16, width % 16
+        for row in range(rows):
+            source, target = x + row * x_stride, own + row * own_stride
+            factor = splat(1.0)
+            if normalises:
+                total = splat(0.0)
+                for k in range(0, full, 16):
+                    lanes = load(source + k * size)
+                    total = fma(lanes, lanes, total)
+                if rest:
+                    lanes = load_part(source + full * size, rest)
+                    total = fma(lanes, lanes, total)
+                factor = splat(1.0 / sqrt(lane_sum(total) / width + eps))
+            for k in range(0, full, 16):
+                lanes = load(source + k * size)
+                if normalises:
+                    lanes = rounded(lanes * factor * load_norm(norm + k * norm_size))
+                store(target + k * own_size, lanes)
+            k = full
+            if rest:
+                lanes = load_part(source + k * size, rest)
+                if normalises:
+                    lanes = rounded(lanes * factor * load_norm_part(norm + k * norm_size, rest))
+                store(target + k * own_size, lanes)
+                k += 16
+            while k * own_size < own_stride - LINE:  # the weights are padded to whole steps
+                store(target + k * own_size, splat(0.0))
+                k += 16
+
+    return copy_rows
+
+
+@njit(error_model="numpy", inline="always")
+def _add_bias(arguments, lanes, column):  # type: ignore[no-untyped-def]
+    bias = argument(arguments, 8)
+    return lanes + load_f32(bias + column * 4) if bias else lanes
+
+
+def _make_output(dtype: str, tiles: bool) -> Any:
+    """Store a group's sums: bias, scale, soft cap, residual."""
+    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    store, store_part = STORE[dtype], STORE_PART[dtype]
+
+    @njit(error_model="numpy")
+    def output(arguments, sums, rows, first_row, panel, num_outputs):  # type: ignore[no-untyped-def]
+        scale, bound = splat(float_of_bits(argument(arguments, 13))), float_of_bits(argument(arguments, 14))
+        residual, out = argument(arguments, 9), argument(arguments, 11)
+        repeated = _repeated_rows(rows) if tiles else 0
+        for row in range(rows):
+            own = sums + (row + (repeated if row >= rows // TILE_ROWS * TILE_ROWS else 0)) * SUM_STRIDE
+            before = residual + (first_row + row) * argument(arguments, 10)
+            place = out + (first_row + row) * argument(arguments, 12)
+            for column in range(panel * 16, min(panel * 16 + 32, num_outputs), 16):
+                lanes = _add_bias(arguments, load_f32(own + (column - panel * 16) * 4), column) * scale
+                if bound != 0.0:
+                    lanes = keep_nan(tanh(lanes / splat(bound)) * splat(bound), lanes)
+                count = num_outputs - column
+                if count >= 16:
+                    if residual:
+                        lanes = lanes + load(before + column * size)
+                    store(place + column * size, lanes)
+                else:
+                    if residual:
+                        lanes = lanes + load_part(before + column * size, count)
+                    store_part(place + column * size, lanes, count)
+
+    return output
+
+
+def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
+    """Store the gated activation of a group's sums, a panel of gate and one of up."""
+    store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
+    gelu = activation == "gelu_tanh"
+
+    @njit(error_model="numpy")
+    def gate_and_up(arguments, sums, rows, first_row, panel, num_outputs):  # type: ignore[no-untyped-def]
+        limit, out = float_of_bits(argument(arguments, 15)), argument(arguments, 11)
+        repeated = _repeated_rows(rows) if tiles else 0
+        column = panel // 2 * 16
+        for row in range(rows):
+            own = sums + (row + (repeated if row >= rows // TILE_ROWS * TILE_ROWS else 0)) * SUM_STRIDE
+            gate = _add_bias(arguments, load_f32(own), panel * 16)
+            up = _add_bias(arguments, load_f32(own + LINE), panel * 16 + 16)
+            if limit != 0.0:
+                bound = splat(limit)
+                gate = keep_nan(vector_min(gate, bound), gate)
+                up = keep_nan(vector_min(vector_max(up, splat(-limit)), bound), up)
+            inner = gate
+            if gelu:  # 1 + tanh(x) = 2 sigmoid(2x)
+                inner = gate * fma(gate * gate, splat(_GELU_CUBE), splat(_GELU_SLOPE))
+            gate = gate * sigmoid(inner)
+            place = out + (first_row + row) * argument(arguments, 12) + column * size
+            if num_outputs - column >= 16:
+                store(place, gate * up)
+            else:
+                store_part(place, gate * up, num_outputs - column)
+
+    return gate_and_up
+
+
+@njit(error_model="numpy", inline="always")
+def _repeated_rows(rows):  # type: ignore[no-untyped-def]
+    """How many rows the last tile of AMX repeats of the tile before."""
+    return TILE_ROWS - rows % TILE_ROWS if rows > TILE_ROWS else 0

@@ -1,0 +1,121 @@
+"""The operators `linear`, `gated_linear` and `embedding_rows` over packed weights (`weights.py`), on CPUs.
+
+A row's result depends on no other row, and not on the number of rows or threads. Products are added up in float32; everything
+that belongs to the layer follows in float32, and one rounding ends it.
+
+Legend: M rows, K input width, N output width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.linear.reference import (
+    embedding_rows_reference,
+    gated_linear_reference,
+    linear_reference,
+)
+from transom_kernels.linear.weights import PackedWeight
+
+Activation = Literal["silu", "gelu_tanh"]
+RowNorm = tuple[torch.Tensor, float]  # weight [K] and epsilon of an RMS norm
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    residual: torch.Tensor | None = None,
+    *,
+    norm: RowNorm | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return `residual + cap(scale * (x @ weight.T + bias))`, [M, N], where cap(y) is `soft_cap * tanh(y / soft_cap)`.
+
+    `x` is [M, K] in the weight's dtype; its rows may lie apart. With `norm` it is first replaced by rms_norm(x), rounded to its
+    dtype; that is meant for few rows, because each thread normalises them for itself. `residual` is [M, N]. The result is in the
+    dtype of `x`, or in float32 if `out_dtype` says so.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or a residual is not in the result's dtype.
+    """
+    _check(x, weight, norm, is_gated=False)
+    dtype = out_dtype or x.dtype
+    if dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"out_dtype is {dtype}; give {x.dtype}, that of x, or torch.float32.")
+    wanted = (x.shape[0], weight.num_outputs)
+    if residual is not None and (residual.shape != wanted or residual.dtype != dtype):
+        raise ValueError(f"The residual is {residual.dtype} {tuple(residual.shape)}; it must be {dtype} {wanted}.")
+    if not uses_cpu_kernels(x):
+        (plain,), (bias, _) = weight.unpack(), weight.biases()
+        return linear_reference(
+            x, plain, bias, residual, norm=norm, scale=scale, soft_cap=soft_cap, out_dtype=out_dtype
+        )
+    from transom_kernels.linear.cpu import linear_cpu
+
+    return linear_cpu(x, weight, residual, norm=norm, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    activation: Activation,
+    *,
+    limit: float | None = None,
+    norm: RowNorm | None = None,
+) -> torch.Tensor:
+    """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)`, [M, N] in the dtype of `x`.
+
+    `x` and `norm` are as in `linear`. With `limit` gates are clamped to at most `limit`, and ups to [-limit, limit], before the
+    activation.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the weight is not gated.
+    """
+    _check(x, weight, norm, is_gated=True)
+    if not uses_cpu_kernels(x):
+        gate, up = weight.unpack()
+        return gated_linear_reference(x, gate, up, weight.biases(), activation=activation, limit=limit, norm=norm)
+    from transom_kernels.linear.cpu import gated_linear_cpu
+
+    return gated_linear_cpu(x, weight, activation, limit=limit, norm=norm)
+
+
+def embedding_rows(
+    ids: torch.Tensor, table: PackedWeight | torch.Tensor, *, first_id: int = 0, scale: float = 1.0
+) -> torch.Tensor:
+    """Return the rows `ids - first_id` of a table times `scale`, [M, K] in the table's dtype; rows that it lacks are zeros.
+
+    `ids` are int64 [M]. The table is [N, K], packed or plain.
+
+    Raises:
+        ValueError: the ids are no int64 vector, or the table is no matrix.
+    """
+    if ids.dim() != 1 or ids.dtype != torch.int64:
+        raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}; give a vector of int64.")
+    if isinstance(table, PackedWeight):
+        if table.is_gated:
+            raise ValueError("A gated weight is no table.")
+    elif table.dim() != 2:
+        raise ValueError(f"The table is {tuple(table.shape)}; give a matrix.")
+    from transom_kernels.linear.cpu import embedding_rows_cpu, table_fits
+
+    if uses_cpu_kernels(ids) and table_fits(table):
+        return embedding_rows_cpu(ids, table, first_id=first_id, scale=scale)
+    plain = table.unpack()[0] if isinstance(table, PackedWeight) else table
+    return embedding_rows_reference(ids, plain, first_id=first_id, scale=scale)
+
+
+def _check(x: torch.Tensor, weight: PackedWeight, norm: RowNorm | None, *, is_gated: bool) -> None:
+    if x.dim() != 2 or x.shape[1] != weight.width or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x {x.dtype} {tuple(x.shape)} does not fit a {weight.dtype} weight [{weight.num_outputs}, {weight.width}]."
+        )
+    if is_gated != weight.is_gated:
+        raise ValueError(f"The weight is {'' if weight.is_gated else 'not '}gated; use the other of the two operators.")
+    if norm is not None and norm[0].shape != x.shape[1:]:
+        raise ValueError(f"The norm's weight {tuple(norm[0].shape)} does not fit x {tuple(x.shape)}.")

@@ -1,0 +1,150 @@
+"""Products of some rows of x and two panels of a weight, in vector registers, for kernels that numba compiles.
+
+A *step* is one 64-byte line of a panel: 16 outputs of one float32, or of one pair of 16-bit numbers. Every output has one chain
+of additions over the steps, whatever the number of rows, so that a row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic
+
+from transom_kernels.cpu.simd import (
+    F16,
+    F32,
+    F32_16,
+    I8,
+    I32,
+    I32_16,
+    Loop,
+    broadcast,
+    constant,
+    dot_pairs,
+    function,
+    int32,
+    int64,
+    load,
+    multiply_add,
+    pair_high,
+    pair_low,
+    shuffle,
+    store,
+)
+from transom_kernels.linear.layout import LINE, NUMBERS_PER_WORD
+
+_AHEAD = 1024  # bytes from the weights in use to those that are fetched
+_UNROLL = 4
+
+
+def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bool) -> Any:
+    """Make the intrinsic that multiplies up to `num_rows` rows by one or two panels of a weight in `dtype`.
+
+    With `pairs` x is bfloat16 and multiplied pair by pair; else x is float32. All arguments are int64, addresses and
+    strides in bytes:
+
+        rows, row_stride, count   of x: its first row, from row to row, and how many rows there are (`num_rows` or fewer)
+        weights                   of the panels (a tuple)
+        num_steps                 a multiple of 4
+        sums, sum_stride          the first row of the sums, and from row to row; panels lie 64 bytes apart
+        adds                      1: the sums in memory are added to; 0: they are overwritten
+    """
+
+    @intrinsic
+    def vector_product(typing, rows, row_stride, count, weights, num_steps, sums, sum_stride, adds):
+        def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            rows, row_stride, count, weights, num_steps, sums, sum_stride, adds = args
+            last = b.sub(count, int64(1))
+
+            def row_of(m: int) -> ir.Value:  # rows that do not exist repeat the last one
+                index = b.select(b.icmp_signed("<", int64(m), last), int64(m), last)
+                return b.add(rows, b.mul(index, row_stride))
+
+            addresses = [row_of(m) for m in range(num_rows)]
+            panels = [b.extract_value(weights, p) for p in range(num_panels)]
+            places = [
+                b.add(b.add(sums, b.mul(sum_stride, int64(m))), int64(LINE * p))
+                for m in range(num_rows)
+                for p in range(num_panels)
+            ]
+            zero, before = constant(F32_16, 0.0), b.icmp_signed("!=", adds, int64(0))
+            with b.if_then(b.not_(before)):
+                for place in places:
+                    store(b, zero, place, 4)
+            totals = [load(b, place, F32_16, 4) for place in places]
+
+            def steps(k: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                for offset in range(_UNROLL):
+                    index = b.add(k, int64(offset))
+                    lines = [_line(b, b.add(panel, b.mul(index, int64(LINE))), num_rows) for panel in panels]
+                    if pairs:
+                        totals = _dot(b, totals, lines, addresses, index)
+                    else:
+                        totals = _multiply(b, totals, lines, addresses, index, dtype)
+                return totals
+
+            for place, total in zip(places, Loop(b, num_steps, _UNROLL, totals, steps).results, strict=True):
+                store(b, total, place, 4)
+            return context.get_dummy_value()
+
+        i, tuple_of_panels = types.int64, types.UniTuple(types.int64, num_panels)
+        return signature(types.void, i, i, i, tuple_of_panels, i, i, i, i), generate
+
+    return vector_product
+
+
+def _line(b: ir.IRBuilder, address: ir.Value, num_rows: int) -> ir.Value:
+    """One step of a panel; with few rows the weights come from memory, and are fetched ahead."""
+    if num_rows <= 4:
+        byte = ir.PointerType(I8)
+        fetch = function(b, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
+        b.call(fetch, [b.inttoptr(b.add(address, int64(_AHEAD)), byte), int32(0), int32(3), int32(1)])
+    return load(b, address, I32_16, LINE)
+
+
+def _dot(
+    b: ir.IRBuilder, totals: list[ir.Value], lines: list[ir.Value], addresses: list[ir.Value], index: ir.Value
+) -> list[ir.Value]:
+    """Add the products of one pair of each row."""
+    results = []
+    for m, address in enumerate(addresses):
+        x = broadcast(b, load(b, b.add(address, b.mul(index, int64(4))), I32, 2), I32_16)
+        for p, line in enumerate(lines):
+            results.append(dot_pairs(b, totals[m * len(lines) + p], line, x))
+    return results
+
+
+def _multiply(
+    b: ir.IRBuilder,
+    totals: list[ir.Value],
+    lines: list[ir.Value],
+    addresses: list[ir.Value],
+    index: ir.Value,
+    dtype: str,
+) -> list[ir.Value]:
+    """Add the products of one number of each row, or of two where the weight has 16 bits."""
+    words = NUMBERS_PER_WORD[dtype]
+    for word, numbers in enumerate(zip(*(_widen(b, line, dtype) for line in lines), strict=True)):
+        place = b.add(b.mul(index, int64(4 * words)), int64(4 * word))
+        results = []
+        for m, address in enumerate(addresses):
+            x = broadcast(b, load(b, b.add(address, place), F32, 4), F32_16)
+            for p, number in enumerate(numbers):
+                results.append(multiply_add(b, number, x, totals[m * len(numbers) + p]))
+        totals = results
+    return totals
+
+
+def _widen(b: ir.IRBuilder, line: ir.Value, dtype: str) -> tuple[ir.Value, ...]:
+    """The numbers of a line in float32: one vector, or the first and the second of each pair."""
+    if dtype == "f32":
+        return (b.bitcast(line, F32_16),)
+    if dtype == "bf16":
+        return (pair_low(b, line), pair_high(b, line))
+    halves = b.bitcast(line, ir.VectorType(F16, 32))
+    return tuple(
+        b.fpext(shuffle(b, halves, halves, list(range(first, 32, 2))), ir.VectorType(F32, 16)) for first in (0, 1)
+    )

@@ -1,0 +1,234 @@
+"""The CPU kernels of linear layers and of the embedding against the reference: odd shapes, strides, threads, processors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels.checked import run_checked, run_in_child
+from transom_kernels.cpu.kernel import cpu_kernel, object_code
+from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.target import CpuTarget
+from transom_kernels.launch import prefer, uses_cpu_kernels
+from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
+from transom_kernels.linear.cpu import method_of
+from transom_kernels.linear.reference import embedding_rows_reference, gated_linear_reference, linear_reference
+from transom_kernels.rms_norm import rms_norm
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+# M, K, N: one row, odd widths, tiles that are full, one more and one less, several chunks of K and several blocks of rows
+SHAPES = [(1, 1, 1), (3, 17, 5), (15, 32, 16), (16, 64, 31), (17, 66, 33), (33, 1100, 48), (70, 96, 7), (300, 600, 40)]
+EPS = 1e-5
+
+
+def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows in the middle of wider rows of NaN."""
+    wide = torch.full((rows, width + 5), float("nan"))
+    wide[:, 2 : width + 2] = torch.randn(rows, width)
+    return wide.to(dtype)[:, 2 : width + 2]
+
+
+def matrices(rows: int, width: int, dtype: torch.dtype, *, count: int = 1) -> list[torch.Tensor]:
+    return [(torch.randn(rows, width) / width**0.5).to(dtype) for _ in range(count)]
+
+
+def limit(dtype: torch.dtype) -> dict[str, Any]:
+    return {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2**-10, "atol": 1e-3}}.get(
+        dtype, {"rtol": 2**-7, "atol": 1e-3}
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(dtype, shape):
+    rows, width, outputs = shape
+    (weight,) = matrices(outputs, width, dtype)
+    x, bias, residual = strided(rows, width, dtype), torch.randn(outputs).to(dtype), strided(rows, outputs, dtype)
+    assert uses_cpu_kernels(x)
+    packed, biased = pack_weight(weight), pack_weight(weight, bias)
+    torch.testing.assert_close(linear(x, packed), linear_reference(x, weight), **limit(dtype))
+    wanted = linear_reference(x, weight, bias.float(), residual)
+    got = linear(x, biased, residual)
+    torch.testing.assert_close(got, wanted, **limit(dtype))
+    assert linear(x[-1:], biased, residual[-1:]).equal(got[-1:])
+    assert linear(x[: rows // 2], biased, residual[: rows // 2]).equal(got[: rows // 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 30, 80])
+def test_every_row_equals_itself_alone_whatever_the_number_of_threads(dtype, rows):
+    (weight,) = matrices(50, 576, dtype)
+    x, packed = torch.randn(rows, 576).to(dtype), pack_weight(weight)
+    together = linear(x, packed)
+    try:
+        for num_threads in (1, 3):
+            set_num_threads(num_threads)
+            assert linear(x, packed).equal(together)
+            assert all(linear(x[row : row + 1], packed)[0].equal(together[row]) for row in range(rows))
+    finally:
+        set_num_threads(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated(dtype, activation):
+    for rows, width, inner in ((1, 24, 32), (5, 33, 17), (40, 96, 48)):
+        (gate, up), x = matrices(inner, width, dtype, count=2), strided(rows, width, dtype) * 3
+        biases = torch.randn(inner).to(dtype), torch.randn(inner).to(dtype)
+        plain, biased = pack_weight(gate, up=up), pack_weight(gate, biases[0], up=up, up_bias=biases[1])
+        wanted = gated_linear_reference(x, gate, up, activation=activation)
+        torch.testing.assert_close(gated_linear(x, plain, activation), wanted, **limit(dtype))
+        wide = biases[0].float(), biases[1].float()
+        wanted = gated_linear_reference(x, gate, up, wide, activation=activation, limit=1.5)
+        got = gated_linear(x, biased, activation, limit=1.5)
+        torch.testing.assert_close(got, wanted, **limit(dtype))
+        assert gated_linear(x[-1:], biased, activation, limit=1.5).equal(got[-1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_logits_in_float32(dtype):
+    (weight,), x = matrices(37, 40, dtype), torch.randn(5, 40).to(dtype)
+    packed = pack_weight(weight)
+    got = linear(x, packed, scale=3.0, soft_cap=2.0, out_dtype=torch.float32)
+    wanted = linear_reference(x, weight, scale=3.0, soft_cap=2.0, out_dtype=torch.float32)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "norm_dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2],
+    ids=str,
+)
+def test_norm_in_front_equals_the_norm_by_itself(dtype, norm_dtype):
+    for rows, width in ((1, 576), (3, 77), (40, 33)):
+        (weight,), x = matrices(20, width, dtype), strided(rows, width, dtype)
+        norm, packed = torch.randn(width).to(norm_dtype), pack_weight(weight)
+        normed = rms_norm(x, norm, EPS)[0]
+        assert linear(x, packed, norm=(norm, EPS)).equal(linear(normed, packed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 33, 576])
+def test_embedding(dtype, width):
+    table, ids = torch.randn(37, width).to(dtype), torch.tensor([0, 36, 15, 16, 16, 31, 5, 4, 45])
+    for tables in (table, pack_weight(table)):
+        assert embedding_rows(ids[:-1], tables).equal(F.embedding(ids[:-1], table))
+        wanted = embedding_rows_reference(ids, table, first_id=5, scale=1.7)
+        assert embedding_rows(ids, tables, first_id=5, scale=1.7).equal(wanted)
+    assert embedding_rows(ids[:0], table).shape == (0, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_are_unpacked_as_they_were(dtype):
+    first, second = matrices(35, 41, dtype, count=2)
+    bias = torch.randn(35)
+    assert pack_weight(first).unpack()[0].equal(first)
+    assert pack_weight(first.t()).unpack()[0].equal(first.t())
+    gated = pack_weight(first, up=second, up_bias=bias)
+    assert all(got.equal(wanted) for got, wanted in zip(gated.unpack(), (first, second), strict=True))
+    assert [b is not None and b.equal(wanted) for b, wanted in zip(gated.biases(), (0 * bias, bias), strict=True)] == [
+        True,
+        True,
+    ]
+    assert gated.nbytes == first.nbytes + second.nbytes
+
+
+def test_reference_kernels_compute_with_packed_weights():
+    (gate, up), x = matrices(20, 30, torch.float32, count=2), torch.randn(4, 30)
+    bias, ids = torch.randn(20), torch.tensor([3, 9])
+    packed, gated = pack_weight(gate, bias), pack_weight(gate, bias, up=up, up_bias=bias)
+    by_kernel = linear(x, packed), gated_linear(x, gated, "silu"), embedding_rows(ids, packed)
+    with prefer("reference"):
+        by_torch = linear(x, packed), gated_linear(x, gated, "silu"), embedding_rows(ids, packed)
+    torch.testing.assert_close(by_kernel, by_torch)
+
+
+def test_no_rows_give_no_rows():
+    packed = pack_weight(torch.randn(5, 8))
+    assert linear(torch.empty(0, 8), packed, torch.empty(0, 5)).shape == (0, 5)
+
+
+def test_nan_and_infinity_stay_in_their_row():
+    (weight,), x = matrices(20, 48, torch.bfloat16), torch.randn(18, 48).bfloat16()
+    packed = pack_weight(weight)
+    clean = linear(x, packed, soft_cap=2.0)
+    x[3, 7], x[17, 0] = float("nan"), float("inf")
+    got = linear(x, packed, soft_cap=2.0)
+    assert got[3].isnan().all()
+    kept = [row for row in range(18) if row not in (3, 17)]
+    assert got[kept].equal(clean[kept])
+
+
+def test_what_does_not_fit_is_refused():
+    packed, x = pack_weight(torch.randn(5, 8)), torch.randn(2, 8)
+    with pytest.raises(ValueError, match="does not fit"):
+        linear(torch.randn(2, 7), packed)
+    with pytest.raises(ValueError, match="does not fit"):
+        linear(x.bfloat16(), packed)
+    with pytest.raises(ValueError, match="residual"):
+        linear(x, packed, torch.randn(2, 4))
+    with pytest.raises(ValueError, match="out_dtype"):
+        linear(x, packed, out_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="norm"):
+        linear(x, packed, norm=(torch.ones(7), EPS))
+    with pytest.raises(ValueError, match="gated"):
+        gated_linear(x, packed, "silu")
+    with pytest.raises(ValueError, match="bias"):
+        pack_weight(torch.randn(5, 8), torch.randn(4))
+    with pytest.raises(ValueError, match="alike"):
+        pack_weight(torch.randn(5, 8), up=torch.randn(5, 9))
+    with pytest.raises(ValueError, match="packed"):
+        pack_weight(torch.zeros(5, 8, dtype=torch.int8))
+    with pytest.raises(ValueError, match="int64"):
+        embedding_rows(torch.zeros(3, dtype=torch.int32), packed)
+
+
+def few_cases() -> None:
+    """Small linear layers."""
+    torch.manual_seed(0)
+    for dtype in DTYPES[:2]:
+        for rows, width, outputs in ((1, 33, 20), (19, 64, 40), (40, 600, 17)):
+            test_linear(dtype, (rows, width, outputs))
+    assert method_of(torch.bfloat16) == os.environ.get("WANTED_METHOD", method_of(torch.bfloat16))
+
+
+def checked_cases() -> None:
+    """All of one dtype, and small linear layers of another."""
+    few_cases()
+    test_gated(torch.bfloat16, "silu")
+    test_norm_in_front_equals_the_norm_by_itself(torch.bfloat16, torch.bfloat16)
+    test_embedding(torch.bfloat16, 33)
+
+
+def test_checked_kernels_touch_nothing_else():
+    run_checked(checked_cases)
+
+
+@pytest.mark.parametrize(
+    ("processor", "method"),
+    [("cooperlake", "pairs"), ("skylake-avx512", "wide"), ("haswell", "wide"), ("x86-64", "wide")],
+)
+def test_other_processors(processor, method):
+    run_in_child(few_cases, TRANSOM_CPU=processor, WANTED_METHOD=method)
+
+
+ARM = CpuTarget(
+    triple="aarch64-unknown-linux-gnu", name="neoverse-n1", features="", x86=False, avx512=False, bf16=False, vnni=False,
+    amx=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_arm_code_can_be_made(dtype):
+    kernel = cpu_kernel(
+        "transom_kernels.linear.cpu_kernel", "make_linear", method="wide", dtype=dtype, out_dtype=dtype, activation="silu",
+        norm_dtype="f32", registers=8,
+    )  # fmt: skip
+    code = object_code(kernel, ARM)
+    assert code[:4] == b"\x7fELF"
+    assert int.from_bytes(code[18:20], "little") == 183  # EM_AARCH64
