@@ -641,6 +641,75 @@ def keep_nan(b, result, x):
     return b.select(b.fcmp_unordered("uno", x, x), x, result)
 
 
+# pi / 2 as the sum of three numbers, the first two with so few bits that their products with a number of turns are exact
+_HALF_PI_PARTS = (1.5703125, 4.837512969970703e-4, 7.549789954891882e-8)
+_SINE_FACTORS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)  # x ** 3 times these, from x ** 4 down
+_COSINE_FACTORS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)  # x ** 4 times these
+
+
+def emit_sine(b: ir.IRBuilder, x: ir.Value, quarters: int) -> ir.Value:
+    """sin(x + quarters * pi / 2) within 1e-7, for x up to some millions."""
+    rint = function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16])
+    quarter = constant(I32_16, quarters)
+    for _ in range(2):  # the first number of quarter turns is one too high or too low for some large x
+        turns = b.call(rint, [b.fmul(x, constant(F32_16, 0.6366197723675814))])
+        negative = b.fsub(constant(F32_16, 0.0), turns)
+        for part in _HALF_PI_PARTS:
+            x = multiply_add(b, negative, constant(F32_16, part), x)
+        quarter = b.add(quarter, b.fptosi(turns, I32_16))
+    square = b.fmul(x, x)
+
+    def polynomial(factors: tuple[float, ...]) -> ir.Value:
+        total = constant(F32_16, factors[0])
+        for factor in factors[1:]:
+            total = multiply_add(b, total, square, constant(F32_16, factor))
+        return total
+
+    sine = multiply_add(b, b.fmul(square, x), polynomial(_SINE_FACTORS), x)
+    flat = multiply_add(b, square, constant(F32_16, -0.5), constant(F32_16, 1.0))
+    cosine = multiply_add(b, b.fmul(square, square), polynomial(_COSINE_FACTORS), flat)
+    is_odd = b.icmp_signed("!=", b.and_(quarter, constant(I32_16, 1)), constant(I32_16, 0))
+    result = b.bitcast(b.select(is_odd, cosine, sine), I32_16)
+    sign = b.shl(b.and_(quarter, constant(I32_16, 2)), constant(I32_16, 30))
+    return b.bitcast(b.xor(result, sign), F32_16)
+
+
+@_emits(f32x16, f32x16)
+def sine(b, x):
+    """sin(x) within 1e-7, for x up to some millions."""
+    return emit_sine(b, x, 0)
+
+
+@_emits(f32x16, f32x16)
+def cosine(b, x):
+    """cos(x) within 1e-7, for x up to some millions."""
+    return emit_sine(b, x, 1)
+
+
+@_emits(f32x16, f32x16)
+def logarithm(b, x):
+    """The natural logarithm of numbers from 2 ** -126 up, within 1e-7 of its value, or of 1."""
+    bits = b.sub(b.bitcast(x, I32_16), constant(I32_16, 0x3F3504F3))  # the bits of sqrt(1 / 2)
+    exponent = b.ashr(bits, constant(I32_16, 23))
+    mantissa = b.bitcast(b.sub(b.bitcast(x, I32_16), b.shl(exponent, constant(I32_16, 23))), F32_16)
+    z = b.fdiv(b.fsub(mantissa, constant(F32_16, 1.0)), b.fadd(mantissa, constant(F32_16, 1.0)))
+    square = b.fmul(z, z)
+    total = constant(F32_16, 1 / 9)
+    for factor in (1 / 7, 1 / 5, 1 / 3):
+        total = multiply_add(b, total, square, constant(F32_16, factor))
+    double = b.fadd(z, z)
+    of_mantissa = multiply_add(b, b.fmul(total, square), double, double)
+    whole = b.sitofp(exponent, F32_16)
+    low = multiply_add(b, whole, constant(F32_16, -2.12194440e-4), of_mantissa)
+    return multiply_add(b, whole, constant(F32_16, 0.693359375), low)
+
+
+@_emits(f32x16, f32x16)
+def vector_floor(b, x):
+    """Rounded down."""
+    return b.call(function(b, f"llvm.floor.v{LANES}f32", F32_16, [F32_16]), [x])
+
+
 @_emits(f32x16, f32x16)
 def swap_neighbours(b, x):
     """Lanes 1, 0, 3, 2 and so on: the two of each pair change places."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
@@ -31,6 +31,12 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, int
 
         rotary_triton_(x, cos, signed_sin, interleaved=interleaved)
         return
+    if uses_cpu_kernels(x):
+        from transom_kernels.rotary.cpu import rotary_cpu_, rotary_fits
+
+        if rotary_fits(x, cos, signed_sin):
+            rotary_cpu_(x, cos, signed_sin, interleaved=interleaved)
+            return
     rotated = x if width == x.shape[-1] else x[..., :width]
     if interleaved:
         swapped = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2).mul_(signed_sin)

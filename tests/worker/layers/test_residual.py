@@ -89,3 +89,14 @@ def test_bfloat16_is_rounded_as_if_each_were_a_step_of_its_own():
         residual = Residual(x)
         residual.add(y, inner)
         assert residual.read(norm).equal(norm(x + inner(y)))
+
+
+def test_selected_rows():
+    x = torch.randn(4, 12)
+    residual = Residual(x)
+    residual.select(torch.arange(4))
+    assert residual.read() is x
+    residual.select(torch.tensor([1, 3]))
+    assert residual.read().equal(x[[1, 3]])
+    residual.select(torch.tensor([], dtype=torch.int64))
+    assert residual.read().shape == (0, 12)

@@ -51,5 +51,5 @@ class ForwardBatch:
     groups: tuple[PagedBatch, ...]  # by group; a group of compressed entries counts entries, not tokens
     group_of_layer: tuple[int, ...]  # by layer: the group of its keys and values
     caches: tuple[LayerCache, ...]  # by layer: its keys and values
-    logit_rows: torch.Tensor  # [R] int64: which of the T rows need logits
+    logit_rows: torch.Tensor  # [R] int64, ascending: which of the T rows need logits
     compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty where no layer is compressed

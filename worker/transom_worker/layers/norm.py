@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from transom_kernels.layer_norm import layer_norm
 from transom_kernels.rms_norm import head_norm_, rms_norm
 from transom_worker.parallel import Communicator
 
@@ -51,7 +51,7 @@ class LayerNorm:
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Return the normalised rows, [T, N]."""
-        return F.layer_norm(x_TN, self._weight_N.shape, self._weight_N, None, self._eps)
+        return layer_norm(x_TN, self._weight_N, self._eps)
 
 
 class QkNorm:

@@ -89,4 +89,9 @@ class Residual:
 
     def select(self, rows_R: torch.Tensor) -> None:
         """Keep only these rows."""
-        self._sum_TN = self.read().index_select(0, rows_R)
+        self._sum_TN = select_rows(self.read(), rows_R)
+
+
+def select_rows(x_TN: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+    """Return these rows, which ascend, so that as many rows as there are need no copy."""
+    return x_TN if len(rows_R) == len(x_TN) else x_TN.index_select(0, rows_R)

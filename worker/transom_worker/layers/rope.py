@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.rotary import rotary_tables
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
@@ -40,8 +42,5 @@ class RotaryEmbedding:
 
     def __call__(self, positions_T: torch.Tensor) -> RotaryTables:
         """Return the tables of these positions."""
-        angles_TR = positions_T.to(torch.float32)[:, None] * self._frequency_R
-        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin().mul_(self._sign_R)
-        if self._scale != 1.0:
-            cos_TR, sin_TR = cos_TR.mul_(self._scale), sin_TR.mul_(self._scale)
-        return RotaryTables(cos_TR.to(self._dtype)[:, None], sin_TR.to(self._dtype)[:, None], self._interleaved)
+        cos, signed_sin = rotary_tables(positions_T, self._frequency_R, self._sign_R, self._dtype, self._scale)
+        return RotaryTables(cos, signed_sin, self._interleaved)

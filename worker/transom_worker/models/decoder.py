@@ -15,7 +15,7 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.layers.norm import Norm, RmsNorm
-from transom_worker.layers.residual import Residual
+from transom_worker.layers.residual import Residual, select_rows
 from transom_worker.layers.rope import RotaryTables
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.rope import Rope
@@ -67,7 +67,7 @@ class Decoder:
         """The rotary tables and query factors of the tokens' positions."""
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         scale = self._style.query_scale
-        return Rotations(tables, None if scale is None else scale(batch.positions).to(dtype)[:, None, None])
+        return Rotations(tables, None if scale is None else scale(batch.positions, dtype)[:, None, None])
 
     def _layer(self, index: int, residual: Residual, rotations: Rotations, batch: ForwardBatch) -> None:
         """Run layer `index`. After the last layer the residual has only the rows whose logits are wanted."""
@@ -133,5 +133,5 @@ class DecoderLayer:
         attend = partial(self._attention.add_to, before_TN) if self._parallel.is_first else self._attention
         x_TN = attend(*attention)
         if rows is not None:
-            x_TN, seen_TN = x_TN.index_select(0, rows), seen_TN.index_select(0, rows)
+            x_TN, seen_TN = select_rows(x_TN, rows), select_rows(seen_TN, rows)
         residual.replace(self._parallel.comm.all_reduce_(self._feed_forward.add_to(x_TN, seen_TN)))

@@ -19,7 +19,7 @@ import torch
 from transom_kernels.gated_mlp import activated_product
 from transom_kernels.rms_norm import rms_norm
 from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.layers.residual import Residual
+from transom_worker.layers.residual import Residual, select_rows
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.gemma4_experts import DenseAndExperts
@@ -63,7 +63,7 @@ class Gemma4(Decoder):
             self._layer(index, residual, rotations, batch)
             if own_TLP is not None:
                 own_TP, is_last = own_TLP[:, index], index == len(self._scales) - 1
-                self._additions[index].add_to(residual, own_TP.index_select(0, batch.logit_rows) if is_last else own_TP)
+                self._additions[index].add_to(residual, select_rows(own_TP, batch.logit_rows) if is_last else own_TP)
             residual.scale(scale)
         return self._head(residual.read(self._norm))
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from transom_kernels.moe import GateRule
+from transom_kernels.position_scale import position_scale
 from transom_kernels.route import Routing
 from transom_worker.layers.expert_router import ExpertRouter
 from transom_worker.layers.experts import make_experts
@@ -51,10 +52,9 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
     return Moe(router, experts, shared, comm=load.comm)
 
 
-def query_scale(scale: PositionScale, positions_T: torch.Tensor) -> torch.Tensor:
-    """The factor of queries at these positions in NoPE layers: 1 + factor * log(1 + floor((p + 1) / interval))."""
-    intervals_T = ((positions_T.float() + 1.0) / scale.interval).floor()
-    return intervals_T.log1p() * scale.factor + 1.0
+def query_scale(scale: PositionScale, positions_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The factor of queries at these positions in NoPE layers, [T]."""
+    return position_scale(positions_T, factor=scale.factor, interval=scale.interval, dtype=dtype)
 
 
 def llama4(architecture: Architecture, load: Loader) -> Decoder:

@@ -70,6 +70,6 @@ class Style:
     value_norm: bool = False  # RMS norm of each value head without a weight
     sink_logits: str = ""  # tensor name within attention, in the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
-    query_scale: Callable[[torch.Tensor], torch.Tensor] | None = (
-        None  # factor of queries by positions [T], in layers without RoPE
+    query_scale: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = (
+        None  # factor [T] of queries by positions [T], in layers without RoPE
     )

@@ -1,0 +1,106 @@
+"""The CPU kernels of RoPE against the reference: odd widths, strides, far positions, batches, threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.checked import run_checked, run_in_child
+from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.launch import prefer, uses_cpu_kernels
+from transom_kernels.rotary import rotary_, rotary_tables
+from transom_kernels.rotary.cpu import rotary_fits, tables_fit
+from transom_kernels.rotary.reference import rotary_reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def compare(dtype: torch.dtype, interleaved: bool, width: int, table_heads: int = 1) -> None:
+    wide = torch.randn(5, 6, width + 7).to(dtype)
+    x, before = wide[:, 1:5, 3:], wide.clone()
+    cos, sin = (torch.randn(5, table_heads, width).to(dtype) for _ in range(2))
+    assert uses_cpu_kernels(x)
+    assert rotary_fits(x, cos, sin)
+    wanted = rotary_reference(x.float(), cos.float(), sin.float(), interleaved=interleaved).to(dtype)
+    rotary_(x, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(x, wanted, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-6)
+    before[:, 1:5, 3 : width + 3] = x[..., :width]
+    assert wide.equal(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [2, 14, 16, 18, 32, 34, 64])
+def test_rotation(dtype, interleaved, width):
+    compare(dtype, interleaved, width)
+
+
+def test_tables_of_each_head():
+    compare(torch.float32, False, 20, table_heads=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 16, 34, 128])
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_tables(dtype, width, scale):
+    positions = torch.tensor([0, 1, 2, 77, 4095, 8191, 131_071, 1_048_575, 10_000_000])
+    frequency = 10_000.0 ** -torch.linspace(0, 1, width)
+    sign = torch.randn(width).sign()
+    assert tables_fit(positions, frequency, sign, dtype)
+    got = rotary_tables(positions, frequency, sign, dtype, scale)
+    with prefer("reference"):
+        wanted = rotary_tables(positions, frequency, sign, torch.float32, scale)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == dtype
+        assert one.shape == (9, 1, width)
+        limit = {"rtol": 0.0, "atol": 2e-7} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+        torch.testing.assert_close(one.float(), other, **limit)  # type: ignore[arg-type]
+
+
+def test_cosine_and_sine_are_exact_to_the_last_bit_but_one():
+    positions, ones = torch.arange(1 << 16), torch.ones(1)
+    cos, sin = rotary_tables(positions, ones, ones, torch.float32)
+    for got, wanted in ((cos, positions.double().cos()), (sin, positions.double().sin())):
+        assert float((got.flatten().double() - wanted).abs().max()) < 1.2e-7
+
+
+def test_a_token_does_not_depend_on_its_batch_or_on_threads():
+    positions, frequency, sign = torch.randint(0, 5000, (40,)), torch.rand(48), torch.ones(48)
+    whole = rotary_tables(positions, frequency, sign, torch.float32)
+    alone = rotary_tables(positions[7:8], frequency, sign, torch.float32)
+    assert all(one.equal(many[7:8]) for one, many in zip(alone, whole, strict=True))
+    x = torch.randn(40, 60, 50)
+    turned = x.clone()
+    rotary_(turned, *whole)
+    one = x[7:8].clone()
+    rotary_(one, *alone)
+    assert one.equal(turned[7:8])
+    for threads in (1, 3):
+        set_num_threads(threads)
+        try:
+            again = x.clone()
+            rotary_(again, *rotary_tables(positions, frequency, sign, torch.float32))
+            assert again.equal(turned)
+        finally:
+            set_num_threads(0)
+
+
+def test_no_tokens():
+    tables = rotary_tables(torch.zeros(0, dtype=torch.int64), torch.ones(4), torch.ones(4), torch.float32)
+    assert [table.shape for table in tables] == [(0, 1, 4)] * 2
+    rotary_(torch.zeros(0, 2, 4), *tables)
+
+
+def small_case() -> None:
+    for dtype in DTYPES:
+        for interleaved in (False, True):
+            compare(dtype, interleaved, 22)
+        rotary_tables(torch.arange(3), torch.rand(22), torch.ones(22), dtype)
+
+
+def test_no_access_outside_of_its_memory():
+    run_checked(small_case)
+
+
+def test_another_processor():
+    run_in_child(small_case, TRANSOM_CPU="haswell")
