@@ -35,7 +35,7 @@ from transom_kernels.cpu.layout import (
 from transom_kernels.cpu.simd import argument as argument
 from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, unchecked_i64
 
-helper = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+helper = partial(njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorates a function that kernels call. Python cannot call it, which saves a third of the time to compile it."""
 
 

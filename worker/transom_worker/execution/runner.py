@@ -41,7 +41,7 @@ from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_ca
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult
 
-WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1)  # so that the kernel for penalties is compiled too
+WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1, logprobs=1)  # so that the kernels for these are compiled, too
 
 logger = logging.getLogger("transom.worker")
 
@@ -295,11 +295,10 @@ class ModelRunner:
             self._model, self._builder, self._groups,
             max_tokens=scheduler.max_num_batched_tokens, max_model_len=self._max_model_len, compiles=compiles,
         )  # fmt: skip
-        if compiles:
-            warm_up_id = 0  # no sequence exists yet, so every id is free
-            self._sampler.add(warm_up_id, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
-            self._sampler.sample(logits_1V, [warm_up_id])
-            self._sampler.remove(warm_up_id)
+        warm_up_id = 0  # no sequence exists yet, so every id is free
+        self._sampler.add(warm_up_id, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
+        self._sampler.sample(logits_1V, [warm_up_id])
+        self._sampler.remove(warm_up_id)
         if self._decode_sizes is not None:
             self._forward.capture(self._decode_sizes, self._slab)
         if records_programs(self._config, list(self._groups), self._slab):

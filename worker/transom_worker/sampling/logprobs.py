@@ -5,10 +5,12 @@ Legend: L rows that ask for log-probabilities, V vocabulary, K alternatives.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 
+from transom_kernels.logprobs import logprobs
 from transom_worker.contract import Logprob, TokenLogprobs
-from transom_worker.sampling.row_ops import count_greater
 
 MAX_ROWS_PER_PASS = 64  # limits the memory that a long prompt's log-probabilities take
 
@@ -27,27 +29,10 @@ def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int
 
 
 def _logprobs_of_rows(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-    logprobs_LV = logits_LV.to(torch.float32).log_softmax(-1)
-    chosen_L1 = torch.tensor(chosen, device=logits_LV.device)[:, None]
-    chosen_logprobs = logprobs_LV.gather(1, chosen_L1)[:, 0].tolist()
-    ranks = (count_greater(logits_LV, logits_LV.gather(1, chosen_L1)) + 1).tolist()
-    width = min(max(num_top), logits_LV.shape[1])
-    top_LK = (
-        logits_LV.topk(width, -1).indices.sort(-1).values
-    )  # ids ascending, so that the stable sort orders ties by id
-    top_logits_LK, order_LK = logits_LV.gather(1, top_LK).sort(dim=-1, descending=True, stable=True)
-    top_LK = top_LK.gather(1, order_LK)
-    ids, logprobs = top_LK.tolist(), logprobs_LV.gather(1, top_LK).tolist()
-    top_ranks = _ranks(top_logits_LK.tolist())
-    return [
-        TokenLogprobs(
-            chosen=Logprob(chosen[row], chosen_logprobs[row], ranks[row]),
-            top=tuple(Logprob(*entry) for entry in zip(ids[row][:k], logprobs[row], top_ranks[row], strict=False)),
-        )
-        for row, k in enumerate(num_top)
-    ]
-
-
-def _ranks(sorted_logits: list[list[float]]) -> list[list[int]]:
-    """Return ranks inside rows of descending values; equal values share the best rank."""
-    return [[row.index(value) + 1 for value in row] for row in sorted_logits]
+    chosen_L = torch.tensor(chosen, device=logits_LV.device)
+    columns = (column.tolist() for column in logprobs(logits_LV, chosen_L, max(num_top)))
+    result = []
+    for k, *row in zip(num_top, *columns, strict=True):
+        first, *top = (Logprob(*entry) for entry in islice(zip(*row, strict=True), 1 + k))
+        result.append(TokenLogprobs(chosen=first, top=tuple(top)))
+    return result

@@ -32,13 +32,6 @@ def sort_descending(values_RV: torch.Tensor) -> torch.Tensor:
     return values_RV.sort(-1, descending=True).values
 
 
-def count_greater(values_RV: torch.Tensor, bound_R1: torch.Tensor) -> torch.Tensor:
-    """Return how many values of each row exceed the row's bound, int64 [R]."""
-    if values_RV.device.type == "cpu":
-        return torch.from_numpy(np.count_nonzero(values_RV.numpy() > bound_R1.numpy(), axis=-1))
-    return (values_RV > bound_R1).sum(-1)
-
-
 def entries_at_least(values_RV: torch.Tensor, bound_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row and column [N] of every value that reaches its row's bound and is not -inf, row by row."""
     if values_RV.device.type == "cpu":

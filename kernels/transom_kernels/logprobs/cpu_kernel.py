@@ -1,0 +1,169 @@
+"""Log-probabilities for CPUs, in numba: one pass over each row's logits. `cpu.py` launches it.
+
+An item is a *piece* of a row: 8192 ids. It leaves the largest logit of each block of 64 ids, the piece's sum of exp(logit - its
+largest logit), and how many of its logits are larger than the chosen one. The thread that finishes the last piece of a row adds the
+sums, and finds the likely tokens in the blocks whose largest logit is large enough.
+
+Legend: V vocabulary, K likely tokens, P pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numba import float32
+
+from transom_kernels.cpu.simd import (
+    atomic_add,
+    count_bits,
+    exp,
+    keep_part,
+    lane_max,
+    lane_sum,
+    lanes_at_least,
+    lanes_greater,
+    load_f32,
+    load_i64,
+    load_part_f32,
+    load_scalar_f32,
+    load_scalar_f64,
+    lowest_bit,
+    splat,
+    store_i64,
+    store_i64_unchecked,
+    store_scalar_f32,
+    store_scalar_f64,
+    vector_max,
+)
+from transom_kernels.cpu.work import argument, claim, finish, helper
+from transom_kernels.logprobs.cpu import AREA_BYTES, BLOCK, PIECE_BLOCKS
+
+PIECE = BLOCK * PIECE_BLOCKS
+SUMS = (
+    4 * PIECE_BLOCKS
+)  # behind the maxima of a piece's blocks: largest logit, sum (float64), number above the chosen (int64)
+LOWEST = -math.inf
+
+# arguments
+LOGITS, STRIDE, NUM_IDS, CHOSEN, NUM_TOP, IDS, LOGPROBS, RANKS, AREA, PIECES, COUNTERS = range(11)
+
+
+@helper
+def _lanes(row, column, end):  # type: ignore[no-untyped-def]
+    """16 logits from `column` on; -inf for NaN, and from `end` on."""
+    if column + 16 <= end:
+        return vector_max(load_f32(row + 4 * column), splat(LOWEST))
+    return vector_max(keep_part(load_part_f32(row + 4 * column, end - column), end - column, LOWEST), splat(LOWEST))
+
+
+@helper
+def _summarise(row, begin, end, chosen, area):  # type: ignore[no-untyped-def]
+    """Read the logits [begin, end) of a row, and leave their summary."""
+    largest, above, bound = splat(LOWEST), 0, splat(chosen)
+    for first in range(begin, end, BLOCK):
+        of_block = splat(LOWEST)
+        for column in range(first, min(first + BLOCK, end), 16):
+            lanes = _lanes(row, column, end)
+            of_block = vector_max(of_block, lanes)
+            above += count_bits(lanes_greater(lanes, bound))
+        largest = vector_max(largest, of_block)
+        store_scalar_f32(area + 4 * ((first - begin) // BLOCK), lane_max(of_block))
+    anchor, total = lane_max(largest), 0.0
+    store_scalar_f64(area + SUMS, anchor)
+    if anchor > LOWEST:
+        for first in range(begin, end, BLOCK):
+            part = splat(0.0)
+            for column in range(first, min(first + BLOCK, end), 16):
+                part = part + exp(_lanes(row, column, end) - splat(anchor))
+            total += lane_sum(part)
+    store_scalar_f64(area + SUMS + 8, total)
+    store_i64(area + SUMS + 16, above)
+
+
+@helper
+def _log_total(area, pieces):  # type: ignore[no-untyped-def]
+    """The logarithm of a row's sum of exp(logit), and how many logits are larger than the chosen one."""
+    largest, total, above = LOWEST, 0.0, 0
+    for piece in range(pieces):
+        largest = max(largest, load_scalar_f64(area + piece * AREA_BYTES + SUMS))
+        above += load_i64(area + piece * AREA_BYTES + SUMS + 16)
+    for piece in range(pieces):
+        of_piece = load_scalar_f64(area + piece * AREA_BYTES + SUMS)
+        if of_piece > LOWEST:
+            total += load_scalar_f64(area + piece * AREA_BYTES + SUMS + 8) * math.exp(of_piece - largest)
+    return largest + math.log(total), above
+
+
+@helper
+def _list_top(row, num_ids, area, num_top, ids, logits):  # type: ignore[no-untyped-def]
+    """List the `num_top` largest logits and their ids, the largest first. They are inserted in the order of their ids."""
+    count, bound = 0, float32(LOWEST)  # once the list is full, the last logit in it
+    for block in range((num_ids + BLOCK - 1) // BLOCK):
+        if count == num_top:
+            largest = load_scalar_f32(area + (block // PIECE_BLOCKS) * AREA_BYTES + 4 * (block % PIECE_BLOCKS))
+            if not largest > bound:
+                continue
+        end = min(num_ids, (block + 1) * BLOCK)
+        for first in range(block * BLOCK, end, 16):
+            lanes = _lanes(row, first, end)
+            found = lanes_greater(lanes, splat(bound)) if count == num_top else lanes_at_least(lanes, splat(bound))
+            while found:
+                column = first + lowest_bit(found)
+                found &= found - 1
+                logit = load_scalar_f32(row + 4 * column) if column < end else float32(LOWEST)
+                logit = logit if logit == logit else float32(LOWEST)
+                if column >= end or (count == num_top and not logit > bound):
+                    continue
+                place = min(count, num_top - 1)
+                while place > 0 and logit > load_scalar_f32(logits + 4 * place - 4):
+                    store_scalar_f32(logits + 4 * place, load_scalar_f32(logits + 4 * place - 4))
+                    store_i64(ids + 8 * place, load_i64(ids + 8 * place - 8))
+                    place -= 1
+                store_scalar_f32(logits + 4 * place, logit)
+                store_i64(ids + 8 * place, column)
+                count = min(count + 1, num_top)
+                if count == num_top:
+                    bound = load_scalar_f32(logits + 4 * count - 4)
+
+
+def make_logprobs() -> Any:
+    """The arguments are named above."""
+
+    def logprobs(arguments, thread):  # type: ignore[no-untyped-def]
+        item = claim(thread)
+        while item >= 0:
+            pieces, num_ids, num_top = (
+                argument(arguments, PIECES), argument(arguments, NUM_IDS), argument(arguments, NUM_TOP),
+            )  # fmt: skip
+            row, piece = item // pieces, item % pieces
+            logits = argument(arguments, LOGITS) + row * argument(arguments, STRIDE)
+            area = argument(arguments, AREA) + row * pieces * AREA_BYTES
+            token = load_i64(argument(arguments, CHOSEN) + 8 * row)
+            chosen = load_scalar_f32(logits + 4 * token)
+            begin, end = piece * PIECE, min(num_ids, (piece + 1) * PIECE)
+            _summarise(logits, begin, end, chosen, area + piece * AREA_BYTES)
+            # the last piece that is finished
+            if atomic_add(argument(arguments, COUNTERS) + 8 * row, 1) == pieces - 1:
+                store_i64_unchecked(argument(arguments, COUNTERS) + 8 * row, 0)
+                log_total, above = _log_total(area, pieces)
+                first = row * (1 + num_top)
+                ids, ranks = argument(arguments, IDS) + 8 * first, argument(arguments, RANKS) + 8 * first
+                found = argument(arguments, LOGPROBS) + 4 * first
+                store_i64(ids, token)
+                store_scalar_f32(found, chosen)
+                store_i64(ranks, above + 1)
+                if num_top:
+                    _list_top(logits, num_ids, area, num_top, ids + 8, found + 4)
+                before, rank = chosen, 1
+                for place in range(1 + num_top):
+                    logit = load_scalar_f32(found + 4 * place)
+                    if place >= 1:
+                        rank = place if place == 1 or logit < before else rank
+                        store_i64(ranks + 8 * place, rank)
+                    before = logit
+                    store_scalar_f32(found + 4 * place, logit - log_total)
+            finish(thread)
+            item = claim(thread)
+
+    return logprobs

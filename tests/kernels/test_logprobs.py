@@ -1,0 +1,84 @@
+"""Log-probabilities: the CPU kernel against torch, at odd sizes, with equal logits and with logits of -inf."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.kernels.checked import run_checked
+from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.logprobs import RowLogprobs, logprobs
+from transom_kernels.logprobs.reference import logprobs_reference
+
+ROWS = 6
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(5)
+
+
+def check(logits: torch.Tensor, num_top: int) -> RowLogprobs:
+    chosen = torch.randint(0, logits.shape[1], (len(logits),))
+    got = logprobs(logits, chosen, num_top)
+    _, values, ranks = logprobs_reference(logits, chosen, min(num_top, logits.shape[1]))
+    assert torch.equal(got.ranks, ranks)
+    torch.testing.assert_close(got.logprobs, values, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(got.logprobs, logits.log_softmax(-1).gather(1, got.ids), rtol=1e-5, atol=2e-6)
+    assert all(len(set(row[1:])) == len(row) - 1 for row in got.ids.tolist())
+    return got
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 64, 65, 1000, 8191, 8192, 8193, 16_500])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_against_torch(vocabulary: int, num_top: int) -> None:
+    logits = torch.randn(ROWS, vocabulary) * 4
+    got = check(logits, num_top)
+    assert torch.equal(got.ids[:, 1:], logits.topk(min(num_top, vocabulary)).indices)
+    logits[torch.rand(logits.shape) < 0.7] = -math.inf
+    logits[:, 0] = 1.0
+    check(logits, num_top)
+
+
+def test_equal_logits_are_listed_by_id_and_share_a_rank() -> None:
+    logits = torch.randn(ROWS, 3000).round()
+    got = check(logits, 20)
+    for row, values in zip(got.ids.tolist(), logits, strict=True):
+        assert row[1:] == sorted(range(3000), key=lambda token: (-float(values[token]), token))[:20]
+
+
+def test_a_row_depends_neither_on_other_rows_nor_on_threads() -> None:
+    logits, chosen = torch.randn(ROWS, 20_000), torch.arange(ROWS)
+    together = logprobs(logits, chosen, 5)
+    for row in range(ROWS):
+        alone = logprobs(logits[row : row + 1], chosen[row : row + 1], 5)
+        assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True))
+    for num_threads in (1, 3):
+        set_num_threads(num_threads)
+        try:
+            again = logprobs(logits, chosen, 5)
+        finally:
+            set_num_threads(0)
+        assert all(torch.equal(one, other) for one, other in zip(again, together, strict=True))
+
+
+def test_strided_rows() -> None:
+    wide = torch.full((ROWS, 1200), math.nan)
+    wide[:, :1001] = torch.randn(ROWS, 1001)
+    check(wide[:, :1001], 3)
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(ValueError, match="chosen"):
+        logprobs(torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64), 1)
+
+
+def small_case() -> None:
+    torch.manual_seed(0)
+    check(torch.randn(ROWS, 8200), 5)
+
+
+def test_checked() -> None:
+    run_checked(small_case)
