@@ -1,4 +1,4 @@
-"""The operators `hc_norm`, `hc_pre`, `hc_post` and `hc_head`: DeepSeek V4's hyper-connections over several residual streams.
+"""The operators `hc_norm`, `hc_project`, `hc_pre`, `hc_post` and `hc_head`: DeepSeek V4's hyper-connections.
 
 A *hyper-connection* replaces the residual connection of a sublayer (attention or feed-forward). The residual is S parallel
 *residual streams* instead of one. Three sets of coefficients, computed from the streams of each token, connect them with the
@@ -10,8 +10,8 @@ sublayer:
 `mix` is made (nearly) doubly stochastic by Sinkhorn's iteration: rows and columns add up to 1, so that mixing neither amplifies nor
 damps the streams. (DeepSeek's paper "mHC: Manifold-Constrained Hyper-Connections" writes H_pre, H_post and H_res.)
 
-Coefficients are `projected * scale + base` [T, M] in float32, where `projected` is `hc_norm(x)` times a learned matrix. Their
-order:
+Coefficients are `projected * scale + base` [T, M] in float32, where `projected` is `hc_norm(x)` times a learned matrix
+(`hc_project`). Their order:
 
     [0, S)        logits of pre
     [S, 2 S)      logits of post           (in a sublayer only)
@@ -23,14 +23,16 @@ Legend: T tokens, S residual streams, N hidden width, M coefficients: S (S + 2) 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from transom_kernels.hyper_connections.reference import (
     hc_head_reference,
     hc_norm_reference,
     hc_post_reference,
     hc_pre_reference,
+    hc_project_reference,
 )
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
 def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,7 +46,31 @@ def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
         from transom_kernels.hyper_connections.gpu import hc_norm_triton
 
         return hc_norm_triton(x, eps)
+    if _uses_cpu_kernels(x):
+        from transom_kernels.hyper_connections.cpu import hc_norm_cpu
+
+        return hc_norm_cpu(x, eps)
     return hc_norm_reference(x, eps)
+
+
+def hc_project(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a float32 matrix [M, S * N].
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check_streams(x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] * x.shape[2] or weight.dtype != torch.float32:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} does not fit streams {tuple(x.shape)}; give [M, S * N] in float32."
+        )
+    if _uses_cpu_kernels(x) and weight.is_contiguous():
+        from transom_kernels.hyper_connections.cpu import hc_project_cpu
+
+        return hc_project_cpu(x, weight, eps)
+    if uses_triton(x):
+        return F.linear(hc_norm(x, eps), weight)
+    return hc_project_reference(x, weight, eps)
 
 
 def hc_pre(
@@ -68,6 +94,10 @@ def hc_pre(
         from transom_kernels.hyper_connections.gpu import hc_pre_triton
 
         return hc_pre_triton(x, projected, scale, base, rounds=rounds, eps=eps)
+    if _uses_cpu_kernels(x):
+        from transom_kernels.hyper_connections.cpu import hc_pre_cpu
+
+        return hc_pre_cpu(x, projected, scale, base, rounds=rounds, eps=eps)
     return hc_pre_reference(x, projected, scale, base, rounds=rounds, eps=eps)
 
 
@@ -85,6 +115,10 @@ def hc_head(
         from transom_kernels.hyper_connections.gpu import hc_head_triton
 
         return hc_head_triton(x, projected, scale, base, eps=eps)
+    if _uses_cpu_kernels(x):
+        from transom_kernels.hyper_connections.cpu import hc_head_cpu
+
+        return hc_head_cpu(x, projected, scale, base, eps=eps)
     return hc_head_reference(x, projected, scale, base, eps=eps)
 
 
@@ -110,7 +144,20 @@ def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Ten
         from transom_kernels.hyper_connections.gpu import hc_post_triton
 
         return hc_post_triton(y, x, post, mix)
+    if _uses_cpu_kernels(x) and y.stride(1) == 1:
+        from transom_kernels.hyper_connections.cpu import hc_post_cpu
+
+        return hc_post_cpu(y, x, post, mix)
     return hc_post_reference(y, x, post, mix)
+
+
+def _uses_cpu_kernels(x: torch.Tensor) -> bool:
+    """Whether the CPU kernels compute on these streams."""
+    if not uses_cpu_kernels(x):
+        return False
+    from transom_kernels.hyper_connections.cpu import fits_cpu
+
+    return fits_cpu(x)
 
 
 def _check_streams(x: torch.Tensor) -> None:

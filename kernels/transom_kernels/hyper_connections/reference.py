@@ -6,12 +6,18 @@ Legend: T tokens, S residual streams, N hidden width, M coefficients: S (S + 2) 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def hc_norm_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
     """The contract is that of `op.hc_norm`."""
     flat = x.flatten(1).float()
     return flat * torch.rsqrt(flat.square().mean(dim=1, keepdim=True) + eps)
+
+
+def hc_project_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The contract is that of `op.hc_project`."""
+    return F.linear(hc_norm_reference(x, eps), weight)
 
 
 def hc_pre_reference(

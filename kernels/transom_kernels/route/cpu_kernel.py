@@ -14,6 +14,7 @@ from numba import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
+from transom_kernels.cpu.row_products import make_row_products
 from transom_kernels.cpu.simd import (
     F32_16,
     I32,
@@ -22,13 +23,10 @@ from transom_kernels.cpu.simd import (
     Loop,
     broadcast,
     constant,
-    emit_load,
-    emit_load_part,
     exp,
     f32x16,
     float_of_bits,
     function,
-    horizontal_sum,
     i32x16,
     int64,
     keep_nan,
@@ -41,10 +39,8 @@ from transom_kernels.cpu.simd import (
     load_part_f32,
     load_scalar_f32,
     log1p,
-    multiply_add,
     sigmoid,
     splat,
-    store,
     store_f32,
     store_i32,
     store_i64,
@@ -66,7 +62,7 @@ def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any
     Arguments: x [T, N], weight [E, N] float32, logits [T, E] float32, T, N, E, x's row stride in bytes, weight's row stride in
     bytes.
     """
-    tile = _make_tile(dtype, tile_size)
+    tile = make_row_products(dtype, tile_size)
 
     def score_experts(arguments, thread):  # type: ignore[no-untyped-def]
         item = claim(thread)
@@ -88,50 +84,6 @@ def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any
             item = claim(thread)
 
     return score_experts
-
-
-def _make_tile(dtype: str, size: int) -> Any:
-    """Logits of `size` tokens and as many experts. Behind the last row or column of the data, the last one is computed again."""
-    x_bytes = 4 if dtype == "f32" else 2
-
-    @intrinsic
-    def tile(typingctx, x, x_stride, last_row, weight, weight_stride, last_column, width, out, out_stride):  # type: ignore[no-untyped-def]
-        def generate(context, b, sig, args):  # type: ignore[no-untyped-def]
-            x, x_stride, last_row, weight, weight_stride, last_column, width, out, out_stride = args
-
-            def places(base, stride, last):  # type: ignore[no-untyped-def]
-                each = [b.select(b.icmp_signed("<", int64(i), last), int64(i), last) for i in range(size)]
-                return [b.add(base, b.mul(index, stride)) for index in each]
-
-            rows, columns = places(x, x_stride, last_row), places(weight, weight_stride, last_column)
-
-            def products(totals, left, right):  # type: ignore[no-untyped-def]
-                return [multiply_add(b, left[i // size], right[i % size], total) for i, total in enumerate(totals)]
-
-            def body(k, totals):  # type: ignore[no-untyped-def]
-                left = [emit_load(b, b.add(row, b.mul(k, int64(x_bytes))), dtype) for row in rows]
-                right = [emit_load(b, b.add(column, b.mul(k, int64(4))), "f32") for column in columns]
-                return products(totals, left, right)
-
-            full, rest = b.and_(width, int64(-LANES)), b.and_(width, int64(LANES - 1))
-
-            def tail(_, totals):  # type: ignore[no-untyped-def]
-                left = [emit_load_part(b, b.add(row, b.mul(full, int64(x_bytes))), rest, dtype) for row in rows]
-                right = [emit_load_part(b, b.add(column, b.mul(full, int64(4))), rest, "f32") for column in columns]
-                return products(totals, left, right)
-
-            totals = [constant(F32_16, 0.0)] * size**2
-            totals = Loop(b, full, LANES, totals, body, may_be_empty=True).results
-            totals = Loop(b, rest, LANES, totals, tail, may_be_empty=True).results
-            outs = places(out, out_stride, last_row)
-            for row, place in enumerate(outs):
-                for column, shift in enumerate(places(int64(0), int64(4), last_column)):
-                    store(b, horizontal_sum(b, totals[row * size + column]), b.add(place, shift), 4)
-            return context.get_dummy_value()
-
-        return signature(types.void, *[types.int64] * 9), generate
-
-    return tile
 
 
 def make_choose_experts(score: str) -> Any:

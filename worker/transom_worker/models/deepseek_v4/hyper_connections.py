@@ -8,9 +8,8 @@ Legend: T tokens, S residual streams, N hidden width, M coefficients.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre
+from transom_kernels.hyper_connections import hc_head, hc_post, hc_pre, hc_project
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.models.loading import Loader
@@ -72,4 +71,4 @@ class _Projection:
 
     def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
         """Projected coefficients [T, M], before scale and base."""
-        return F.linear(hc_norm(x_TSN, self._eps), self._weight)
+        return hc_project(x_TSN, self._weight, self._eps)
