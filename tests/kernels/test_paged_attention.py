@@ -1,4 +1,4 @@
-"""Paged attention on CPUs: torch against the reference, and the reference against attention key by key."""
+"""Paged attention on CPUs: torch and the CPU kernels against the reference, and the reference against attention key by key."""
 
 import math
 
@@ -8,15 +8,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
+from transom_kernels.launch import prefer
 from transom_kernels.paged_attention import dense, paged_attention
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
 
 
-@pytest.fixture(params=["products", "flash"], autouse=True)
-def decode_path(request, monkeypatch):
-    """Both ways to decode, whichever this CPU would take."""
+@pytest.fixture(params=["products", "flash", "kernels"], autouse=True)
+def implementation(request, monkeypatch):
+    """Both ways in which torch decodes, whichever this CPU would take, and the CPU kernels."""
     monkeypatch.setattr(dense, "flash_is_faster_for_decoding", lambda dtype: request.param == "flash")
+    with prefer("auto" if request.param == "kernels" else "reference"):
+        yield
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -1,32 +1,39 @@
-"""The torch implementation of `paged_attention` for CPUs: tiles are planned once a step, then each layer makes a few calls per
-tile.
+"""Launches the CPU kernels of `paged_attention`, straight on the blocks of the KV cache.
 
-`tile_plan.py` defines dense tiles, causal tiles and keyless rows; `dense.py` and `causal.py` compute them.
+A step is planned once for all layers (`_plan`): tiles of prompts, and sequences that decode. A batch without host lists, which is
+a recorded decode step, has no tiles: its launches depend on shapes alone, and the kernels read the numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.pool import pool
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.causal import CausalTile, attend_causal, build_causal, flash_runs
-from transom_kernels.paged_attention.dense import DenseTile, attend_dense, build_dense
+from transom_kernels.paged_attention.block_lookup import physical_blocks
+from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, PromptLayout, partial_floats
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.tile_plan import plan_tiles
+
+MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
+_ITEMS_PER_THREAD = 4  # slots share decoding rows until there are so many items
+_MAX_PARTIAL_BYTES = 64 << 20
+_KERNELS = "transom_kernels.paged_attention.cpu_kernel"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Tiles:
-    """A batch's tiles, resolved to tensors."""
+def fits_cpu_kernel(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sink_logits: torch.Tensor | None
+) -> bool:
+    """Whether the kernels take these tensors: the elements of a key and of a value must be adjacent."""
+    adjacent = all(cache.stride(-1) == 1 or cache.shape[-1] == 1 for cache in (k_cache, v_cache))
+    return adjacent and q.dtype in DTYPES and (sink_logits is None or sink_logits.dtype in DTYPES)
 
-    dense: list[DenseTile]
-    causal: list[CausalTile]
-    keyless_rows: torch.Tensor | None
 
-
-def paged_attention_torch(
+def paged_attention_cpu(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -38,31 +45,122 @@ def paged_attention_torch(
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
-    allow_causal = soft_cap is None and q.shape[-1] == v_cache.shape[-1] and q.device.type == "cpu"
-    allow_causal = allow_causal and flash_runs(q.dtype)
-    tiles = _tiles_of(batch, rule, allow_causal, q)
-    if len(tiles.dense) == 1 and not tiles.causal and tiles.keyless_rows is None:
-        return attend_dense(q, k_cache, v_cache, tiles.dense[0], scale, soft_cap, sink_logits)
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
-    for dense in tiles.dense:
-        out[dense.rows] = attend_dense(q, k_cache, v_cache, dense, scale, soft_cap, sink_logits)
-    for causal in tiles.causal:
-        out[causal.rows] = attend_causal(q, k_cache, v_cache, causal, scale, sink_logits)
-    if tiles.keyless_rows is not None:
-        out[tiles.keyless_rows] = 0.0
+    q = q if q.stride(2) == 1 else q.contiguous()
+    rows, heads, width = q.shape
+    kv_heads, value_width = v_cache.shape[2], v_cache.shape[3]
+    group, dtype = heads // kv_heads, DTYPES[q.dtype]
+    out = empty((rows, heads, value_width), q.dtype)
+    if out.numel() == 0:
+        return out
+    decode, prompt = DecodeLayout(dtype, group, width, value_width), PromptLayout(dtype, group, width, value_width)
+    plan = _plan_of(batch, rule, prompt.tokens)
+    max_units = _max_units(batch, rule)
+    num_slots = _num_slots(plan.num_decoding * kv_heads, max_units, rows * kv_heads * decode.partial_bytes)
+    partials = None
+    if num_slots > 1:
+        num_floats = rows * kv_heads * max_units * partial_floats(dtype, group, value_width)
+        partials = empty((num_floats,), torch.float32)
+    num_tile_items = plan.num_tiles * kv_heads
+    size = q.element_size()
+    arguments = [
+        q, k_cache, v_cache, out, partials, sink_logits,
+        batch.block_table, batch.first_block, batch.attend_from, batch.start, batch.query_offset,
+        plan.tiles, num_tile_items,
+        plan.decoding, num_slots, max_units,
+        batch.block_table.shape[1], batch.block_size, batch.num_sink_blocks,
+        rule.window or 0, rule.num_sink_tokens, rule.chunk or 0,
+        q.stride(0) * size, q.stride(1) * size, *(stride * size for stride in k_cache.stride()[:3]),
+        *(stride * size for stride in v_cache.stride()[:3]),
+        0 if sink_logits is None else sink_logits.stride(0) * sink_logits.element_size(),
+        kv_heads, float(scale), float(soft_cap or 0.0),
+    ]  # fmt: skip
+    parameters = {
+        "dtype": dtype,
+        "group": group,
+        "width": width,
+        "value_width": value_width,
+        "has_soft_cap": soft_cap is not None,
+        "sink_dtype": None if sink_logits is None else DTYPES[sink_logits.dtype],
+    }
+    launch(
+        cpu_kernel(_KERNELS, "make_attend", **parameters),
+        num_tile_items + plan.num_decoding * num_slots * kv_heads,
+        arguments,
+        scratch_bytes=max(decode.num_bytes, prompt.num_bytes),
+    )
+    if num_slots > 1:
+        launch(cpu_kernel(_KERNELS, "make_combine", **parameters), plan.num_decoding * kv_heads, arguments)
     return out
 
 
-def _tiles_of(batch: PagedBatch, rule: MaskRule, allow_causal: bool, like: torch.Tensor) -> _Tiles:
-    """The batch's tiles under this mask rule. The first layer with the rule plans them; the batch keeps them for the others."""
-    planned: dict[tuple[MaskRule, bool], _Tiles] = batch.scratch.setdefault("paged_attention", {})
-    key = (rule, allow_causal)
-    if key not in planned:
-        plan = plan_tiles(batch, rule, allow_causal=allow_causal)
-        keyless_rows = torch.tensor(plan.keyless_rows, device=like.device) if plan.keyless_rows else None
-        planned[key] = _Tiles(
-            dense=[build_dense(batch, rule, sequences, like) for sequences in plan.dense],
-            causal=[build_causal(batch, chunk, like) for chunk in plan.causal],
-            keyless_rows=keyless_rows,
-        )
-    return planned[key]
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which sequences are computed in tiles, and which row by row."""
+
+    tiles: torch.Tensor | None  # [num_tiles, 2] int32: sequence and first token
+    num_tiles: int
+    decoding: torch.Tensor | None  # [num_decoding] int32: their numbers; None: all sequences
+    num_decoding: int
+
+
+def _plan_of(batch: PagedBatch, rule: MaskRule, tile_tokens: int) -> _Plan:
+    """The step's plan. The first layer makes it; the batch keeps it for the others."""
+    kept = batch.scratch.setdefault("paged_attention_cpu", {})
+    if ("checked", rule) not in kept:
+        _check_blocks(batch, rule)
+        kept["checked", rule] = True
+    if tile_tokens not in kept:
+        kept[tile_tokens] = _plan(batch, tile_tokens)
+    plan: _Plan = kept[tile_tokens]
+    return plan
+
+
+def _plan(batch: PagedBatch, tile_tokens: int) -> _Plan:
+    """Cut prompts into tiles, those with the most keys first, so that no thread begins a long one last."""
+    prompts = [b for b, count in enumerate(batch.count_host) if count > MAX_DECODING_ROWS]
+    num_decoding = batch.start.shape[0] - len(prompts)
+    if not prompts:
+        return _Plan(tiles=None, num_tiles=0, decoding=None, num_decoding=num_decoding)
+    tiles = [(b, token) for b in prompts for token in range(0, batch.count_host[b], tile_tokens)]
+    tiles.sort(key=lambda tile: -batch.start_host[tile[0]] - tile[1])
+    decoding = np.setdiff1d(np.arange(batch.start.shape[0], dtype=np.int32), np.array(prompts, dtype=np.int32))
+    return _Plan(
+        tiles=torch.tensor(tiles, dtype=torch.int32),
+        num_tiles=len(tiles),
+        decoding=torch.from_numpy(decoding),
+        num_decoding=num_decoding,
+    )
+
+
+def _check_blocks(batch: PagedBatch, rule: MaskRule) -> None:
+    """Find sequences whose table lacks the block of a visible key, where the host knows the numbers.
+
+    Raises:
+        IndexError: there is one.
+    """
+    size = batch.block_size
+    if not batch.block_table_host:
+        return
+    for b, count in enumerate(batch.count_host):
+        end = batch.start_host[b] + count
+        low = min(rule.first_key(batch.start_host[b], batch.attend_from_host[b]), end)
+        if count and low < end:
+            physical_blocks(batch, b, low // size, -(-end // size))
+        sinks = min(rule.num_sink_tokens, end, low) if count else 0
+        if sinks:
+            physical_blocks(batch, b, 0, -(-sinks // size))
+
+
+def _max_units(batch: PagedBatch, rule: MaskRule) -> int:
+    """The most units that a row can have."""
+    num_keys = batch.block_table.shape[1] * batch.block_size
+    if rule.window is not None:
+        num_keys = min(num_keys, rule.window + rule.num_sink_tokens)
+    return num_keys // UNIT_KEYS + 3  # keys may begin and end inside a unit, and sink tokens have units of their own
+
+
+def _num_slots(items: int, max_units: int, partial_bytes: int) -> int:
+    """How many items share a decoding row."""
+    wanted = -(-_ITEMS_PER_THREAD * pool().num_threads // max(1, items))
+    slots = min(wanted, max_units - 2)
+    return slots if slots > 1 and max_units * partial_bytes <= _MAX_PARTIAL_BYTES else 1

@@ -1,6 +1,7 @@
 """The operator `paged_attention`: attention of new queries over the paged KV cache of one KV cache group.
 
-The CPU computes with torch (`cpu.py`), CUDA devices with Triton (`gpu.py`); `reference.py` is the specification of both.
+CPUs compute with compiled kernels (`cpu.py`) or torch (`torch_tiles.py`), CUDA devices with Triton (`gpu.py`); `reference.py` is
+the specification of all.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, P block size in tokens.
 """
@@ -12,10 +13,10 @@ from collections.abc import Callable
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.cpu import paged_attention_torch
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.torch_tiles import paged_attention_torch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,19 +50,25 @@ def paged_attention(
     _check(q, k_cache, v_cache, batch)
     _check_options(window, num_sink_tokens, chunk, soft_cap, sink_logits, q.shape[1])
     rule = MaskRule(window=window, num_sink_tokens=num_sink_tokens, chunk=chunk)
-    if uses_triton(q):
-        attend = _triton_path()
-    else:
-        refuse_recording("attention in torch reads block tables in Python")
-        attend = paged_attention_torch
+    attend = _implementation(q, k_cache, v_cache, sink_logits)
     return attend(q, k_cache, v_cache, batch, scale=scale, rule=rule, soft_cap=soft_cap, sink_logits=sink_logits)
 
 
-def _triton_path() -> Callable[..., torch.Tensor]:
-    """The Triton implementation; imported here, since Triton is not installed everywhere."""
-    from transom_kernels.paged_attention.gpu import paged_attention_triton
+def _implementation(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sink_logits: torch.Tensor | None
+) -> Callable[..., torch.Tensor]:
+    """The implementation for these tensors; imported here, since neither Triton nor numba is installed everywhere."""
+    if uses_triton(q):
+        from transom_kernels.paged_attention.gpu import paged_attention_triton
 
-    return paged_attention_triton
+        return paged_attention_triton
+    if uses_cpu_kernels(q):
+        from transom_kernels.paged_attention.cpu import fits_cpu_kernel, paged_attention_cpu
+
+        if fits_cpu_kernel(q, k_cache, v_cache, sink_logits):
+            return paged_attention_cpu
+    refuse_recording("attention in torch reads block tables in Python")
+    return paged_attention_torch
 
 
 def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: PagedBatch) -> None:

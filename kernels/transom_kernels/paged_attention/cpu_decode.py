@@ -1,0 +1,300 @@
+"""Decoding for the CPU kernel of `paged_attention`: one query row and one KV head, straight on the blocks of the KV cache.
+
+- unit: the keys between two multiples of UNIT_KEYS that a row sees; sink tokens before the run have units of their own.
+- partial result: what a unit leaves for each query head of the KV head: the maximum of the scores (base 2), the sum of the weights
+  and the weighted values.
+- slot: one of several items that share a row. Slot s of S computes the units s, s + S, ...
+
+Partial results are merged in the order of their keys: by the item that computed them or, where slots share a row, by a second
+launch. Both do the same operations, so the result does not depend on the number of slots.
+
+Example: without a window, the row at position 600 has the units [0, 256), [256, 512) and [512, 601). With two slots the first
+computes the units 0 and 2, the second unit 1.
+
+Legend: G query heads per KV head, D key width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from transom_kernels.cpu.simd import (
+    LOAD_SCALAR,
+    LOG2_E,
+    NUM_BYTES,
+    STORE,
+    STORE_PART,
+    exp2,
+    float_of_bits,
+    fma,
+    keep_part,
+    lane_max,
+    lane_sum,
+    load_f32,
+    load_i32,
+    load_i64,
+    load_scalar_f32,
+    prefetch,
+    splat,
+    store_bf16,
+    store_f32,
+    store_scalar_f32,
+    tanh,
+    vector_max,
+)
+from transom_kernels.cpu.work import argument
+from transom_kernels.paged_attention.cpu_arguments import (
+    ATTEND_FROM,
+    KV_HEADS,
+    MAX_UNITS,
+    NUM_SINK_TOKENS,
+    NUM_SLOTS,
+    OUT,
+    PARTIALS,
+    Q_HEAD,
+    Q_ROW,
+    QUERY_OFFSET,
+    SCALE,
+    SINK_LOGITS,
+    SINK_STRIDE,
+    SOFT_CAP,
+    START,
+    Q,
+)
+from transom_kernels.paged_attention.cpu_inner_loops import (
+    first_lane,
+    make_copy_row,
+    make_dots,
+    make_weighted_sum,
+    num_accumulators,
+)
+from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, first_key, repeat_last, write_addresses
+from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, words_of
+
+_AHEAD = 32  # keys are asked for so many keys before they are read
+_ROWS_AT_ONCE = 8  # query heads whose weighted values are summed together
+
+
+def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool) -> Any:
+    """attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial) for keys [begin, end), at most UNIT_KEYS."""
+    words, layout = words_of(dtype), DecodeLayout(dtype, group, width, value_width)
+    query_stride, score_stride, weight_stride = layout.query_stride, layout.score_stride, layout.weight_stride
+    keys_at, values_at = layout.key_addresses, layout.value_addresses
+    queries_at, scores_at, weights_at = layout.queries, layout.scores, layout.weights
+    partial_stride, statistics, weight_bytes = layout.partial_stride, layout.statistics, layout.weight_bytes
+    key_bytes, value_bytes = width * NUM_BYTES[dtype], value_width * NUM_BYTES[dtype]
+    rows = min(group, _ROWS_AT_ONCE, max(1, num_accumulators() // words.elements))
+    rest = group % rows
+    dots = make_dots(words, width)
+    weighted_sum = make_weighted_sum(words, rows, value_width, weight_stride, partial_stride)
+    weighted_rest = make_weighted_sum(words, rest or 1, value_width, weight_stride, partial_stride)
+    store_weights = store_bf16 if words.pairs else store_f32
+    masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
+
+    @njit
+    def scores_of(scratch, padded):
+        """scores[g, k] = q[g] * key[k]; keys and values that are needed soon are asked for on the way."""
+        for k in range(0, padded, 16):
+            ahead = min(k + _AHEAD, padded - 16)
+            for t in range(16):
+                key, value = load_i64(scratch + keys_at + 8 * (ahead + t)), load_i64(scratch + values_at + 8 * (k + t))
+                for line in range(0, key_bytes, 64):
+                    prefetch(key + line)
+                for line in range(0, value_bytes, 64):
+                    prefetch(value + line)
+            for g in range(group):
+                at = scratch + scores_at + g * score_stride + 4 * k
+                store_f32(at, dots(scratch + keys_at + 8 * k, scratch + queries_at + g * query_stride))
+
+    @njit
+    def softmax(scores, weights, count, padded, scale, soft_cap, statistics_at):
+        """weights = 2 ** (score - maximum); store maximum and sum. Scores become base 2; those from `count` on are masked."""
+        factor = splat(scale * log2_e)
+        top = splat(no_maximum)
+        for k in range(0, padded, 16):
+            x = load_f32(scores + 4 * k)
+            x = x * factor if not has_soft_cap else tanh(x * splat(scale / soft_cap)) * splat(soft_cap * log2_e)
+            if k + 16 > count:
+                x = keep_part(x, count - k, masked)
+            store_f32(scores + 4 * k, x)
+            top = vector_max(top, x)
+        maximum = lane_max(top)
+        total = splat(np.float32(0.0))
+        for k in range(0, padded, 16):
+            weight = exp2(load_f32(scores + 4 * k) - splat(maximum))
+            total = total + weight
+            store_weights(weights + weight_bytes * k, weight)
+        store_scalar_f32(statistics_at, maximum)
+        store_scalar_f32(statistics_at + 4, lane_sum(total))
+
+    @njit
+    def attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial):
+        """Attention of the queries in scratch to some keys."""
+        count = end - begin
+        padded = (count + 15) // 16 * 16
+        keys, values = scratch + keys_at, scratch + values_at
+        write_addresses(arguments, sequence, kv_head, begin, end, keys, values)
+        repeat_last(keys, count, padded)
+        repeat_last(values, count, padded)
+        scores_of(scratch, padded)
+        scale, soft_cap = float_of_bits(argument(arguments, SCALE)), float_of_bits(argument(arguments, SOFT_CAP))
+        for g in range(group):
+            scores, weights = scratch + scores_at + g * score_stride, scratch + weights_at + g * weight_stride
+            softmax(scores, weights, count, padded, scale, soft_cap, partial + g * partial_stride + statistics)
+        weights = scratch + weights_at
+        even = (count + 1) // 2 * 2
+        for g in range(0, group - rest, rows):
+            weighted_sum(values, even, weights + g * weight_stride, partial + g * partial_stride)
+        if rest:
+            g = group - rest
+            weighted_rest(values, even, weights + g * weight_stride, partial + g * partial_stride)
+
+    return attend_unit
+
+
+def make_results(group: int, value_width: int, dtype: str, sink_dtype: str | None) -> tuple[Any, Any]:
+    """merge(total, partial), which adds a unit's partial result to a row's, and store_result(arguments, row, kv_head, total)."""
+    layout = DecodeLayout(dtype, group, 1, value_width)
+    partial_stride, statistics = layout.partial_stride, layout.statistics
+    store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
+    full, tail = value_width // 16 * 16, value_width % 16
+    sink_size = NUM_BYTES[sink_dtype] if sink_dtype else 0
+    load_sink = LOAD_SCALAR[sink_dtype or "f32"]
+    log2_e, no_maximum, zero, one = np.float32(LOG2_E), np.float32(NO_MAXIMUM), np.float32(0.0), np.float32(1.0)
+
+    @njit
+    def merge(total, partial):
+        """Rescale both to the larger maximum and add them."""
+        for g in range(group):
+            to, of = total + g * partial_stride, partial + g * partial_stride
+            old, new = load_scalar_f32(to + statistics), load_scalar_f32(of + statistics)
+            top = max(old, new)
+            a, b = exp2(splat(old - top)), exp2(splat(new - top))
+            for at in range(0, statistics, 64):
+                store_f32(to + at, fma(load_f32(to + at), a, load_f32(of + at) * b))
+            store_scalar_f32(to + statistics, top)
+            sums = splat(load_scalar_f32(to + statistics + 4)) * a + splat(load_scalar_f32(of + statistics + 4)) * b
+            store_scalar_f32(to + statistics + 4, first_lane(sums))
+
+    @njit
+    def clear(total):
+        """The result of no keys."""
+        for g in range(group):
+            for at in range(0, partial_stride, 64):
+                store_f32(total + g * partial_stride + at, splat(zero))
+            store_scalar_f32(total + g * partial_stride + statistics, no_maximum)
+
+    @njit
+    def store_result(arguments, row, kv_head, total):
+        """Divide by the sum of the weights and round. A row without keys gets zeros."""
+        head = kv_head * group
+        out = argument(arguments, OUT) + (row * argument(arguments, KV_HEADS) * group + head) * value_width * size
+        for g in range(group):
+            of = total + g * partial_stride
+            top, weight_sum, factor = load_scalar_f32(of + statistics), load_scalar_f32(of + statistics + 4), one
+            if sink_size:
+                sink = (
+                    load_sink(argument(arguments, SINK_LOGITS) + (head + g) * argument(arguments, SINK_STRIDE)) * log2_e
+                )
+                joint = max(top, sink)
+                factor = first_lane(exp2(splat(top - joint)))
+                weight_sum = weight_sum * factor + first_lane(exp2(splat(sink - joint)))
+            inverse = splat(factor / weight_sum if weight_sum > zero else zero)
+            for j in range(0, full, 16):
+                store(out + j * size, load_f32(of + 4 * j) * inverse)
+            if tail:
+                store_part(out + full * size, load_f32(of + 4 * full) * inverse, tail)
+            out += value_width * size
+
+    return merge, clear, store_result
+
+
+@njit
+def unit_counts(arguments, position, low):
+    """Units of the sink tokens that lie before `low`, and units of the run [low, position]."""
+    sinks_end = min(argument(arguments, NUM_SINK_TOKENS), position + 1, low)
+    run = position // UNIT_KEYS + 1 - low // UNIT_KEYS if low <= position else 0
+    return (sinks_end + UNIT_KEYS - 1) // UNIT_KEYS, run
+
+
+@njit
+def unit_range(arguments, position, low, num_sink_units, unit):
+    """The keys [begin, end) of a unit."""
+    if unit < num_sink_units:
+        sinks_end = min(argument(arguments, NUM_SINK_TOKENS), position + 1, low)
+        return unit * UNIT_KEYS, min((unit + 1) * UNIT_KEYS, sinks_end)
+    number = low // UNIT_KEYS + unit - num_sink_units
+    return max(low, number * UNIT_KEYS), min((number + 1) * UNIT_KEYS, position + 1)
+
+
+def make_decode(
+    group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool, sink_dtype: str | None
+) -> tuple[Any, Any]:
+    """decode(arguments, scratch, sequence, kv_head, slot) and combine(arguments, scratch, sequence, kv_head)."""
+    layout = DecodeLayout(dtype, group, width, value_width)
+    queries_at, query_stride = layout.queries, layout.query_stride
+    partial_at, total_at, partial_bytes = layout.partial, layout.total, layout.partial_bytes
+    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap)
+    merge, clear, store_result = make_results(group, value_width, dtype, sink_dtype)
+    copy_row = make_copy_row(words_of(dtype), width)
+
+    @njit
+    def attend_row(arguments, scratch, sequence, kv_head, slot, row, position):
+        """One query row. Slot s of S takes the units s, s + S, ..."""
+        low = first_key(arguments, position, load_i32(argument(arguments, ATTEND_FROM) + 4 * sequence))
+        num_sink_units, num_run_units = unit_counts(arguments, position, low)
+        num_units, num_slots = num_sink_units + num_run_units, argument(arguments, NUM_SLOTS)
+        shared = num_slots > 1 and num_units > 1
+        if slot > 0 and (slot >= num_units or not shared):
+            return
+        q = argument(arguments, Q) + row * argument(arguments, Q_ROW) + kv_head * group * argument(arguments, Q_HEAD)
+        for g in range(group):
+            copy_row(q + g * argument(arguments, Q_HEAD), scratch + queries_at + g * query_stride)
+        partials = argument(arguments, PARTIALS)
+        partials += (row * argument(arguments, KV_HEADS) + kv_head) * argument(arguments, MAX_UNITS) * partial_bytes
+        total, partial = scratch + total_at, scratch + partial_at
+        if num_units == 0:
+            clear(total)
+        for unit in range(slot, num_units, num_slots if shared else 1):
+            begin, end = unit_range(arguments, position, low, num_sink_units, unit)
+            to = partials + unit * partial_bytes if shared else (partial if unit > 0 else total)
+            attend_unit(arguments, scratch, sequence, kv_head, begin, end, to)
+            if not shared and unit > 0:
+                merge(total, partial)
+        if not shared:
+            store_result(arguments, row, kv_head, total)
+
+    @njit
+    def combine_row(arguments, sequence, kv_head, row, position):
+        """Merge the partial results of a row, if slots shared it."""
+        low = first_key(arguments, position, load_i32(argument(arguments, ATTEND_FROM) + 4 * sequence))
+        num_sink_units, num_run_units = unit_counts(arguments, position, low)
+        if num_sink_units + num_run_units > 1:
+            partials = argument(arguments, PARTIALS)
+            partials += (row * argument(arguments, KV_HEADS) + kv_head) * argument(arguments, MAX_UNITS) * partial_bytes
+            for unit in range(1, num_sink_units + num_run_units):
+                merge(partials, partials + unit * partial_bytes)
+            store_result(arguments, row, kv_head, partials)
+
+    @njit
+    def decode(arguments, scratch, sequence, kv_head, slot):
+        """All query rows of a sequence."""
+        offsets = argument(arguments, QUERY_OFFSET) + 4 * sequence
+        first, last = load_i32(offsets), load_i32(offsets + 4)
+        start = load_i32(argument(arguments, START) + 4 * sequence)
+        for row in range(first, last):
+            attend_row(arguments, scratch, sequence, kv_head, slot, row, start + row - first)
+
+    @njit
+    def combine(arguments, sequence, kv_head):
+        """All query rows of a sequence."""
+        offsets = argument(arguments, QUERY_OFFSET) + 4 * sequence
+        first, last = load_i32(offsets), load_i32(offsets + 4)
+        start = load_i32(argument(arguments, START) + 4 * sequence)
+        for row in range(first, last):
+            combine_row(arguments, sequence, kv_head, row, start + row - first)
+
+    return decode, combine

@@ -1,0 +1,346 @@
+"""The inner loops of the CPU kernels of `paged_attention`, emitted as LLVM code so that accumulators stay in registers.
+
+Vectors are of words (`cpu_layout.py`).
+
+- row: one key or one value of one head, whose elements are adjacent in the cache. Rows are found through arrays of addresses, one
+  int64 per key, so blocks may have any size and lie anywhere.
+
+Legend: R query rows, K words that are summed, N vectors of 16 columns.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from transom_kernels.cpu.bounds import checked_address
+from transom_kernels.cpu.simd import (
+    F16,
+    F32,
+    F32_16,
+    I1,
+    I16,
+    I32,
+    I32_16,
+    I64,
+    LANES,
+    NUM_BYTES,
+    Loop,
+    broadcast,
+    constant,
+    dot_pairs,
+    f32x16,
+    function,
+    int32,
+    int64,
+    load,
+    multiply_add,
+    shuffle,
+    store,
+)
+from transom_kernels.cpu.target import cpu_target
+from transom_kernels.paged_attention.cpu_layout import VECTOR_BYTES, Words
+
+_I = types.int64
+_F16_16 = ir.VectorType(F16, LANES)
+_I16_16, _I16_32 = ir.VectorType(I16, LANES), ir.VectorType(I16, 2 * LANES)
+
+
+def num_accumulators() -> int:
+    """How many vectors of sums fit into registers, beside what is multiplied."""
+    return 24 if cpu_target().avx512 else 6
+
+
+def row_vector(b, words: Words, address, index: int, width: int):
+    """Vector `index` of a row of `width` elements; what lies behind the row is 0 and is not read."""
+    first = index * LANES * words.elements
+    count = min(width - first, LANES * words.elements)
+    address = b.add(address, int64(first * NUM_BYTES[words.dtype]))
+    if words.pairs:
+        if count % 2:
+            return b.bitcast(_load_first(b, address, _I16_32, count), I32_16)
+        return _load_first(b, address, I32_16, count // 2)
+    if words.dtype == "f32":
+        return _load_first(b, address, F32_16, count)
+    if words.dtype == "f16":
+        return b.fpext(b.bitcast(_load_first(b, address, _I16_16, count), _F16_16), F32_16)
+    return b.bitcast(b.shl(b.zext(_load_first(b, address, _I16_16, count), I32_16), constant(I32_16, 16)), F32_16)
+
+
+def _load_first(b, address, vector, count: int):
+    """The first `count` elements of a vector at an address that is a multiple of 2; the others are 0."""
+    align = 4 if vector is F32_16 else 2
+    if count == vector.count:
+        return load(b, address, vector, align)
+    masks = ir.VectorType(I1, vector.count)
+    name = {I16: "i16", I32: "i32", F32: "f32"}[vector.element]
+    size = {"i16": 2, "i32": 4, "f32": 4}[name]
+    pointer = b.inttoptr(checked_address(b, address, count * size), ir.PointerType(vector))
+    masked = function(b, f"llvm.masked.load.v{vector.count}{name}.p0", vector, [pointer.type, I32, masks, vector])
+    mask = ir.Constant(masks, [index < count for index in range(vector.count)])
+    return b.call(masked, [pointer, int32(align), mask, constant(vector, 0)])
+
+
+def multiply(b, words: Words, total, x, y):
+    """total + x * y, lane by lane; of pairs, the products of both."""
+    return dot_pairs(b, total, x, y) if words.pairs else multiply_add(b, x, y, total)
+
+
+def splat_at(b, words: Words, address):
+    """The word at an address in every lane."""
+    if words.pairs:
+        return broadcast(b, load(b, address, I32, 4), I32_16)
+    return broadcast(b, load(b, address, F32, 4), F32_16)
+
+
+def sums_of_lanes(b, vectors):
+    """A vector whose lane i is the sum of the 16 lanes of vector i; a tree of additions, the same for every lane."""
+
+    def reduce(vectors):
+        if len(vectors) == 1:
+            return vectors[0], LANES
+        half = len(vectors) // 2
+        (x, width), (y, _) = reduce(vectors[:half]), reduce(vectors[half:])
+        low = [base + lane for base in range(0, 2 * LANES, width) for lane in range(width // 2)]
+        high = [lane + width // 2 for lane in low]
+        return b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)), width // 2
+
+    return reduce(list(vectors))[0]
+
+
+def make_dots(words: Words, width: int):
+    """dots(addresses, q): lane t is the product of `q` (a row in words) with the key at address t of 16."""
+    num_vectors = words.vectors(width)
+
+    @intrinsic
+    def dots(typingctx, addresses, q):
+        def emit(context, b, sig, args):
+            addresses, q = args
+            kind = I32_16 if words.pairs else F32_16
+            query = [load(b, b.add(q, int64(VECTOR_BYTES * j)), kind, 64) for j in range(num_vectors)]
+            products = []
+            for t in range(LANES):
+                key = load(b, b.add(addresses, int64(8 * t)), I64, 8)
+                total = constant(F32_16, 0.0)
+                for j in range(num_vectors):
+                    total = multiply(b, words, total, row_vector(b, words, key, j, width), query[j])
+                products.append(total)
+            return sums_of_lanes(b, products)
+
+        return f32x16(_I, _I), emit
+
+    return dots
+
+
+def make_weighted_sum(words: Words, rows: int, width: int, weight_stride: int, out_stride: int):
+    """weighted_sum(addresses, count, weights, out): out[r] = sum over keys of weights[r, key] * values[key], for `rows` rows.
+
+    `count` is even and above 0. `weights` are float32, or bfloat16 where `words` are pairs. Strides are in bytes. Results are
+    float32 in the order of the values' columns; as many columns are computed at once as registers hold sums for.
+    """
+    step = max(words.elements, num_accumulators() // rows // words.elements * words.elements)
+
+    def emit_slice(b, first, num, addresses, count, weights, out):
+        """The results' vectors [first, first + num)."""
+
+        def body(k, sums):
+            sums = list(sums)
+            rows_of_values = [load(b, b.add(addresses, b.shl(b.add(k, int64(t)), int64(3))), I64, 8) for t in range(2)]
+            values = [
+                [
+                    row_vector(b, words, value, j, width)
+                    for j in range(first // words.elements, (first + num) // words.elements)
+                ]
+                for value in rows_of_values
+            ]
+            if words.pairs:
+                values = [[half for x, y in zip(*values, strict=True) for half in _interleave(b, x, y)]]
+            for t, vectors in enumerate(values):
+                at = b.add(weights, b.shl(b.add(k, int64(t)), int64(1 if words.pairs else 2)))
+                for r in range(rows):
+                    weight = splat_at(b, words, b.add(at, int64(r * weight_stride)))
+                    for j in range(num):
+                        sums[r * num + j] = multiply(b, words, sums[r * num + j], vectors[j], weight)
+            return sums
+
+        sums = Loop(b, count, 2, [constant(F32_16, 0.0)] * (rows * num), body).results
+        for r in range(rows):
+            vectors = sums[r * num : (r + 1) * num]
+            if words.pairs:
+                vectors = [half for j in range(0, num, 2) for half in _in_order(b, vectors[j], vectors[j + 1])]
+            for j in range(num):
+                store(b, vectors[j], b.add(out, int64(r * out_stride + (first + j) * VECTOR_BYTES)), 64)
+
+    @intrinsic
+    def weighted_sum(typingctx, addresses, count, weights, out):
+        def emit(context, b, sig, args):
+            total = words.output_vectors(width)
+            for first in range(0, total, step):
+                emit_slice(b, first, min(step, total - first), *args)
+            return context.get_dummy_value()
+
+        return types.void(_I, _I, _I, _I), emit
+
+    return weighted_sum
+
+
+def _interleave(b, x, y):
+    """Pairs of equal elements of x and y: of elements 0-3, 8-11, 16-19, 24-27, and of the others (one instruction each)."""
+    x, y = b.bitcast(x, _I16_32), b.bitcast(y, _I16_32)
+    order = [[s * 32 + lane * 8 + d + part for lane in range(4) for d in range(4) for s in (0, 1)] for part in (0, 4)]
+    return [b.bitcast(shuffle(b, x, y, lanes), I32_16) for lanes in order]
+
+
+def _in_order(b, first, second):
+    """32 sums of `_interleave`'s pairs in the order of their columns."""
+    low = [s * 16 + lane * 4 + d for lane in range(2) for s in (0, 1) for d in range(4)]
+    return shuffle(b, first, second, low), shuffle(b, first, second, [lane + 8 for lane in low])
+
+
+def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int, int], *, rescales: bool):
+    """product(c, a, b, count, factors): C = A B, or C = factors * C + A B, for `rows` rows and `columns` vectors.
+
+    A [R, K] and B [K, N * 16] are words, C [R, N * 16] is float32; `strides` are the bytes of a row of C, A and B. `count` is K,
+    which is above 0. `factors` [R] float32 are used if the product `rescales`.
+    """
+    c_stride, a_stride, b_stride = strides
+    kind = I32_16 if words.pairs else F32_16
+
+    @intrinsic
+    def product(typingctx, c, a, b_address, count, factors):
+        def emit(context, b, sig, args):
+            c, a, b_address, count, factors = args
+
+            def place(r, j):
+                return b.add(c, int64(r * c_stride + j * VECTOR_BYTES))
+
+            initial = [constant(F32_16, 0.0)] * (rows * columns)
+            if rescales:
+                for r in range(rows):
+                    factor = broadcast(b, load(b, b.add(factors, int64(4 * r)), F32, 4), F32_16)
+                    for j in range(columns):
+                        initial[r * columns + j] = b.fmul(load(b, place(r, j), F32_16, 64), factor)
+
+            def body(k, sums):
+                sums = list(sums)
+                at = b.add(b_address, b.mul(k, int64(b_stride)))
+                right = [load(b, b.add(at, int64(VECTOR_BYTES * j)), kind, 64) for j in range(columns)]
+                left = b.add(a, b.shl(k, int64(2)))
+                for r in range(rows):
+                    word = splat_at(b, words, b.add(left, int64(r * a_stride)))
+                    for j in range(columns):
+                        sums[r * columns + j] = multiply(b, words, sums[r * columns + j], right[j], word)
+                return sums
+
+            sums = Loop(b, count, 1, initial, body).results
+            for r in range(rows):
+                for j in range(columns):
+                    store(b, sums[r * columns + j], place(r, j), 64)
+            return context.get_dummy_value()
+
+        return types.void(_I, _I, _I, _I, _I), emit
+
+    return product
+
+
+def make_pack_keys(words: Words, width: int, out_stride: int):
+    """pack_keys(addresses, out): 16 keys as columns: word k of key t goes to out + k * out_stride + 4 * t."""
+
+    @intrinsic
+    def pack_keys(typingctx, addresses, out):
+        def emit(context, b, sig, args):
+            addresses, out = args
+            keys = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(LANES)]
+            for j in range(words.vectors(width)):
+                columns = _transpose(b, [row_vector(b, words, key, j, width) for key in keys])
+                for k, column in enumerate(columns):
+                    store(b, column, b.add(out, int64((j * LANES + k) * out_stride)), 64)
+            return context.get_dummy_value()
+
+        return types.void(_I, _I), emit
+
+    return pack_keys
+
+
+def _transpose(b, rows):
+    """16 vectors whose lanes and numbers are exchanged."""
+    rows = list(rows)
+    for s in (1, 2, 4, 8):
+        low = [lane if not lane & s else LANES + lane - s for lane in range(LANES)]
+        high = [lane + s if not lane & s else LANES + lane for lane in range(LANES)]
+        for i in range(LANES):
+            if not i & s:
+                x, y = rows[i], rows[i + s]
+                rows[i], rows[i + s] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+    return rows
+
+
+def make_pack_values(words: Words, width: int, out_stride: int):
+    """pack_values(addresses, out): two values as words: one row of pairs, or two rows of float32 at `out_stride` bytes."""
+
+    @intrinsic
+    def pack_values(typingctx, addresses, out):
+        def emit(context, b, sig, args):
+            addresses, out = args
+            keys = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(2)]
+            for j in range(words.vectors(width)):
+                x, y = (row_vector(b, words, key, j, width) for key in keys)
+                if words.pairs:
+                    x, y = b.bitcast(x, _I16_32), b.bitcast(y, _I16_32)
+                    for part in range(2):
+                        lanes = [s * 32 + part * 16 + d for d in range(16) for s in (0, 1)]
+                        pairs = b.bitcast(shuffle(b, x, y, lanes), I32_16)
+                        store(b, pairs, b.add(out, int64((2 * j + part) * VECTOR_BYTES)), 64)
+                else:
+                    for t, vector in enumerate((x, y)):
+                        store(b, vector, b.add(out, int64(t * out_stride + j * VECTOR_BYTES)), 64)
+            return context.get_dummy_value()
+
+        return types.void(_I, _I), emit
+
+    return pack_values
+
+
+def make_copy_row(words: Words, width: int):
+    """copy_row(row, out): a row as words, with zeros behind it."""
+
+    @intrinsic
+    def copy_row(typingctx, row, out):
+        def emit(context, b, sig, args):
+            row, out = args
+            for j in range(words.vectors(width)):
+                store(b, row_vector(b, words, row, j, width), b.add(out, int64(j * VECTOR_BYTES)), 64)
+            return context.get_dummy_value()
+
+        return types.void(_I, _I), emit
+
+    return copy_row
+
+
+@intrinsic
+def keep_visible(typingctx, scores, first, low, high, sinks_end, other):
+    """The scores of keys k = first + lane with k <= high and (k >= low or k < sinks_end); `other` for the rest."""
+
+    def emit(context, b, sig, args):
+        scores, first, low, high, sinks_end, other = args
+        lanes = ir.Constant(I32_16, list(range(LANES)))
+
+        def relative(key):
+            return broadcast(b, b.trunc(b.sub(key, first), I32), I32_16)
+
+        seen = b.or_(b.icmp_signed(">=", lanes, relative(low)), b.icmp_signed("<", lanes, relative(sinks_end)))
+        seen = b.and_(seen, b.icmp_signed("<=", lanes, relative(high)))
+        return b.select(seen, scores, broadcast(b, other, F32_16))
+
+    return f32x16(f32x16, _I, _I, _I, _I, types.float32), emit
+
+
+@intrinsic
+def first_lane(typingctx, x):
+    """Lane 0 of a vector."""
+
+    def emit(context, b, sig, args):
+        return b.extract_element(args[0], int32(0))
+
+    return types.float32(f32x16), emit
