@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import logging
 import os
@@ -21,12 +22,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import llvmlite.binding as llvm
 
@@ -107,9 +110,11 @@ def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
 
     function = getattr(import_module(kernel.module), kernel.maker)(**dict(kernel.parameters))
     kind = types.void(types.int64, types.int64)
-    compiled = numba.njit(
-        kind, nogil=True, boundscheck=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
-    )(function).overloads[kind.args]
+    with _without_machine_code():
+        compiled = numba.njit(
+            kind, nogil=True, boundscheck=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+        )(function).overloads[kind.args]
+    compiled.library._optimize_final_module()
     name = compiled.fndesc.llvm_func_name
     # Numba's own wrapper refers to functions of numba, which is not in processes that only load code.
     wrapper = (
@@ -118,6 +123,48 @@ def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
         f"  call i32 @{name}(ptr %result, ptr %error, i64 %arguments, i64 %thread)\n  ret void\n}}\n"
     )
     return _emit(f"{compiled.library._final_module}\n{wrapper}", target or cpu_target())
+
+
+@contextlib.contextmanager
+def _without_machine_code() -> Iterator[None]:
+    """Within this context numba translates functions to LLVM's text, but neither optimises nor loads them.
+
+    Else it does both for every function that the kernel calls, which takes as long as everything else, and for no use: the kernel's
+    final text holds them all. Python's garbage collector rests, because a collection takes long in a process with torch.
+    """
+    from numba.core import codegen, cpu
+    from numba.core.compiler_lock import global_compiler_lock
+
+    def address_of_nothing(library: Any, name: str) -> int:
+        library._ensure_finalized()
+        return id(object)  # numba wants an address, and none of these functions is called
+
+    def do_nothing(*arguments: Any, **options: Any) -> None:
+        pass
+
+    changes: list[tuple[type, str, Callable[..., Any]]] = [
+        (codegen.JITCodeLibrary, "get_pointer_to_function", address_of_nothing),
+        (codegen.JITCodeLibrary, "_finalize_specific", do_nothing),
+        (codegen.JITCPUCodegen, "_add_module", do_nothing),
+        (codegen.JITCPUCodegen, "set_env", do_nothing),
+        (codegen.CPUCodeLibrary, "_optimize_final_module", do_nothing),
+        (codegen.CPUCodeLibrary, "_optimize_functions", do_nothing),
+        (cpu.CPUContext, "create_cpython_wrapper", do_nothing),
+        (cpu.CPUContext, "create_cfunc_wrapper", do_nothing),
+    ]
+    with global_compiler_lock:
+        before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
+        collects = gc.isenabled()
+        gc.disable()
+        for owner, name, replacement in changes:
+            setattr(owner, name, replacement)
+        try:
+            yield
+        finally:
+            for owner, name, original in before:
+                setattr(owner, name, original)
+            if collects:
+                gc.enable()
 
 
 def _emit(text: str, target: CpuTarget) -> bytes:
