@@ -52,6 +52,23 @@ def test_a_replay_reads_the_inputs_anew(memory):
         assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_operators_that_return_views_or_copies(memory, copied):
+    x, weight = torch.randn(4, 50), torch.randn(50)
+    dtype = torch.float64 if copied else torch.float32
+
+    def function():
+        y = norm(x, weight).to(dtype)
+        return (y.t() if copied else y).contiguous().reshape(-1)
+
+    program, result = record_program(function, memory)
+    assert program.num_calls == (2 if copied else 0)
+    x.normal_()
+    expected = function()
+    program.replay()
+    assert torch.equal(result, expected)
+
+
 def test_results_that_were_dropped_share_memory(memory):
     x, weight = torch.randn(1000, 1000), torch.randn(1000)
 

@@ -200,14 +200,21 @@ class _TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordable(f"{schema.name} reads a computed value")
         if schema.is_mutable:
             self._program.add_call(lambda: func(*args, **kwargs))
-        elif not _is_view(func):
+        elif not _is_view(result, (*args, *kwargs.values())):
             self._program.add_call(lambda: _copy_into(result, func(*args, **kwargs)))
         return result
 
 
-def _is_view(func: Any) -> bool:
-    """Whether an operator returns a view of its argument, so that a replay has nothing to do."""
-    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+def _is_view(result: Any, arguments: Sequence[Any]) -> bool:
+    """Whether the result is memory of an argument, so that a replay has nothing to do.
+
+    An operator's schema does not tell: `to`, `reshape` and `contiguous` return views or copies.
+    """
+    tensors = (
+        [result] if isinstance(result, torch.Tensor) else [part for part in result if isinstance(part, torch.Tensor)]
+    )
+    given = {part.untyped_storage().data_ptr() for part in arguments if isinstance(part, torch.Tensor)}
+    return all(tensor.untyped_storage().data_ptr() in given for tensor in tensors)
 
 
 def _copy_into(targets: Any, sources: Any) -> None:
