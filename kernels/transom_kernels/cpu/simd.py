@@ -142,16 +142,27 @@ def pair_high(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
     return b.bitcast(b.and_(pairs, constant(I32_16, 0xFFFF0000)), F32_16)
 
 
-def dot_quads(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """total + the four products of unsigned and signed 8-bit integers of each lane, in int32, exactly."""
-    if cpu_target().vnni:
-        bytes_ = ir.VectorType(I8, 4 * LANES)
-        product = function(b, "llvm.x86.avx512.vpdpbusd.512", I32_16, [I32_16, bytes_, bytes_])
-        return b.call(product, [total, b.bitcast(unsigned, bytes_), b.bitcast(signed, bytes_)])
-    for index in range(4):
-        left = b.and_(b.lshr(unsigned, constant(I32_16, 8 * index)), constant(I32_16, 0xFF))
-        right = b.ashr(b.shl(signed, constant(I32_16, 24 - 8 * index)), constant(I32_16, 24))
-        total = b.add(total, b.mul(left, right))
+def dot_quads(
+    b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value, *, largest: int = 255
+) -> ir.Value:
+    """total + the four products of unsigned and signed 8-bit integers of each lane, in int32, exactly.
+
+    No unsigned integer is above `largest`. AVX2 multiplies small ones faster: it adds pairs of products in 16 bits, and saturates.
+    """
+    target = cpu_target()
+    if target.vnni or target.avx_vnni:
+        lanes = 16 if target.vnni else 8
+        operands = [(total, I32), (unsigned, I8), (signed, I8)]
+        return _by_parts(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", lanes, operands, I32)
+    halves = ir.VectorType(I16, 2 * LANES)
+    if target.avx2 and 2 * largest * 128 < 1 << 15:
+        pairs = _by_parts(b, "llvm.x86.avx2.pmadd.ub.sw", 8, [(unsigned, I8), (signed, I8)], I16)
+        return b.add(total, _dot_halves(b, pairs, b.bitcast(constant(halves, 1), I32_16)))
+    unsigned, signed, eight = b.bitcast(unsigned, halves), b.bitcast(signed, halves), constant(halves, 8)
+    even = b.and_(unsigned, constant(halves, 0xFF)), b.ashr(b.shl(signed, eight), eight)
+    odd = b.lshr(unsigned, eight), b.ashr(signed, eight)
+    for left, right in (even, odd):
+        total = b.add(total, _dot_halves(b, b.bitcast(left, I32_16), b.bitcast(right, I32_16)))
     return total
 
 
@@ -194,6 +205,57 @@ def _fp4_bits(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
     half = b.and_(b.sub(constant(I32_16, 0), size), constant(I32_16, _FP4[1]))  # of 0 and of 1
     bits = b.select(b.icmp_signed(">", size, constant(I32_16, 1)), normal, half)
     return b.or_(bits, b.shl(b.and_(code, constant(I32_16, 8)), constant(I32_16, 12)))
+
+
+def _dot_halves(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The two products of signed 16-bit integers of each lane, added in int32."""
+    target = cpu_target()
+    if target.x86:
+        name, lanes = ("avx512.pmaddw.d.512", 16) if target.avx512 else ("avx2.pmadd.wd", 8)
+        if not target.avx2:
+            name, lanes = "sse2.pmadd.wd", 4
+        return _by_parts(b, f"llvm.x86.{name}", lanes, [(x, I16), (y, I16)], I32)
+    half = constant(I32_16, 16)
+    low = [b.ashr(b.shl(lane, half), half) for lane in (x, y)]
+    high = [b.ashr(lane, half) for lane in (x, y)]
+    return b.add(b.mul(*low), b.mul(*high))
+
+
+def _by_parts(
+    b: ir.IRBuilder, name: str, lanes: int, operands: list[tuple[ir.Value, ir.Type]], result: ir.Type
+) -> ir.Value:
+    """Call an intrinsic that takes `lanes` lanes of 32 bits on each part of vectors of 16 such lanes.
+
+    Operands come with the type of the elements that the intrinsic takes; its own elements have the type `result`.
+    """
+    kinds = [ir.VectorType(element, lanes * 32 // element.width) for _, element in operands]
+    intrinsic_function = function(b, name, ir.VectorType(result, lanes * 32 // result.width), kinds)
+    if lanes == LANES:
+        values = [b.bitcast(value, kind) for (value, _), kind in zip(operands, kinds, strict=True)]
+        return b.bitcast(b.call(intrinsic_function, values), I32_16)
+    parts = []
+    for first in range(0, LANES, lanes):
+        chosen = list(range(first, first + lanes))
+        values = [
+            b.bitcast(shuffle(b, value, value, chosen), kind) for (value, _), kind in zip(operands, kinds, strict=True)
+        ]
+        parts.append(b.bitcast(b.call(intrinsic_function, values), ir.VectorType(I32, lanes)))
+    while len(parts) > 1:
+        both = list(range(2 * parts[0].type.count))
+        parts = [shuffle(b, parts[i], parts[i + 1], both) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """16 finite float16 numbers, given as 16-bit integers, in float32. Exact on processors without such an instruction, too."""
+    target = cpu_target()
+    if target.avx2 or not target.x86:
+        return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
+    wide = b.zext(bits, I32_16)
+    magnitude = b.shl(b.and_(wide, constant(I32_16, 0x7FFF)), constant(I32_16, 13))
+    sign = b.shl(b.and_(wide, constant(I32_16, 0x8000)), constant(I32_16, 16))
+    value = b.fmul(b.bitcast(magnitude, F32_16), constant(F32_16, 2.0**112))  # the exponents' biases are 15 and 127
+    return b.bitcast(b.or_(b.bitcast(value, I32_16), sign), F32_16)
 
 
 def round_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:

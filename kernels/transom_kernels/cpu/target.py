@@ -34,11 +34,13 @@ class CpuTarget:
     vnni: bool  # products of four 8-bit integers over 512 bits (AVX512-VNNI)
     amx: bool  # tile products of bfloat16 (AMX-BF16), which the operating system allows
     avx2: bool = False
+    avx_vnni: bool = False  # products of four 8-bit integers over 256 bits (AVX-VNNI), without AVX-512
 
 
 # What processors in LLVM's list have, for names that differ from this processor's.
 _KNOWN = {
     "haswell": {"avx2"},
+    "alderlake": {"avx2", "avxvnni"},
     "znver2": {"avx2"},
     "znver4": {"avx2", "avx512f", "avx512bf16", "avx512vnni"},
     "skylake-avx512": {"avx2", "avx512f"},
@@ -80,6 +82,7 @@ def _target(triple: str, name: str, flags: str, given: set[str]) -> CpuTarget:
         features=flags,
         x86=x86,
         avx2="avx2" in given,
+        avx_vnni=x86 and {"avx2", "avxvnni"} <= given,
         avx512=x86 and "avx512f" in given,
         bf16=x86 and "avx512bf16" in given,
         vnni=x86 and {"avx512f", "avx512vnni"} <= given,

@@ -1,0 +1,112 @@
+"""Rounds rows to 8 bits, in numba, for products with quantised weights.
+
+Each group of 32 columns of a row becomes a *record* of 48 bytes:
+
+    bytes 0 to 31    the integers, -127 to 127
+    bytes 32 to 35   -zero * their sum, in int32: the total that a product of levels starts from
+    bytes 36 to 39   the group's scale, in float32
+    bytes 40 to 43   scale * sum, in float32: what a group's minimum is multiplied by
+
+Rows belong to *blocks* of 8, 4, 2 or 1 rows: 13 rows are blocks of 8, 4 and 1. (Without AVX-512 blocks have 2 rows or 1.) A block's
+records lie together, group by group: those of its rows for group 0, then those for group 1, and so on.
+
+Legend: K columns of a row.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from transom_kernels.cpu.simd import (
+    F32,
+    F32_16,
+    I8,
+    I32,
+    I32_16,
+    LOAD,
+    LOAD_PART,
+    NUM_BYTES,
+    broadcast,
+    constant,
+    f32x16,
+    function,
+    int64,
+    store,
+)
+from transom_kernels.cpu.target import cpu_target
+from transom_kernels.quantised_linear.layout import GROUP, RECORD
+
+START, SCALE, SCALED_SUM = 32, 36, 40  # where they lie in a record
+BLOCK_ROWS = (8, 4, 2, 1) if cpu_target().avx512 else (2, 1)  # as many as the registers hold
+
+
+@njit(error_model="numpy")
+def block_rows(left):  # type: ignore[no-untyped-def]
+    """Rows of the next block, of `left` rows."""
+    for rows in BLOCK_ROWS:
+        if left >= rows:
+            return rows
+    return 1
+
+
+def make_round_rows(dtype: str) -> Any:
+    """Make round_rows(x, row stride, rows, K, zero, records)."""
+    load_lanes, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+
+    @njit(error_model="numpy")
+    def round_rows(x, stride, num_rows, width, zero, records):  # type: ignore[no-untyped-def]
+        num_groups, rest = (width + GROUP - 1) // GROUP, width % GROUP
+        row = 0
+        while row < num_rows:
+            count = block_rows(num_rows - row)
+            for r in range(count):
+                at = x + (row + r) * stride
+                record = records + (row * num_groups + r) * RECORD
+                for _ in range(width // GROUP):
+                    _round_group(load_lanes(at), load_lanes(at + 16 * size), zero, record)
+                    at += GROUP * size
+                    record += count * RECORD
+                if rest:
+                    first, second = load_part(at, min(rest, 16)), load_part(at + 16 * size, max(rest - 16, 0))
+                    _round_group(first, second, zero, record)
+            row += count
+
+    return round_rows
+
+
+@intrinsic
+def _round_group(typing_context, first, second, zero, record):  # type: ignore[no-untyped-def]
+    """Write the record of a group: its first and its second 16 columns."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        *parts, zero, record = arguments
+        # magnitudes compare like their bits; NaN is the largest, so that it reaches the scale and all that is made of it
+        bits = [b.and_(b.bitcast(part, I32_16), constant(I32_16, 0x7FFFFFFF)) for part in parts]
+        largest = b.call(function(b, "llvm.smax.v16i32", I32_16, [I32_16] * 2), bits)
+        magnitude = b.bitcast(b.call(function(b, "llvm.vector.reduce.smax.v16i32", I32, [I32_16]), [largest]), F32)
+        is_tiny = b.fcmp_ordered("<", magnitude, _float32(1e-30))
+        inverse = broadcast(b, b.select(is_tiny, _float32(0.0), b.fdiv(_float32(127.0), magnitude)), F32_16)
+        total = constant(I32_16, 0)
+        for index, part in enumerate(parts):
+            rounded = b.call(function(b, "llvm.rint.v16f32", F32_16, [F32_16]), [b.fmul(part, inverse)])
+            integers = b.fptosi(rounded, I32_16)
+            store(b, b.trunc(integers, ir.VectorType(I8, 16)), b.add(record, int64(16 * index)), 16)
+            total = b.add(total, integers)
+        total = b.call(function(b, "llvm.vector.reduce.add.v16i32", I32, [I32_16]), [total])
+        scale = b.fmul(magnitude, _float32(1 / 127))
+        store(b, b.neg(b.mul(total, b.trunc(zero, I32))), b.add(record, int64(START)), 4)
+        store(b, scale, b.add(record, int64(SCALE)), 4)
+        store(b, b.fmul(scale, b.sitofp(total, F32)), b.add(record, int64(SCALED_SUM)), 4)
+        return context.get_dummy_value()
+
+    return types.void(f32x16, f32x16, types.int64, types.int64), generate
+
+
+def _float32(number: float) -> ir.Constant:
+    """The nearest float32: LLVM takes no other constants of that type."""
+    return ir.Constant(F32, struct.unpack("<f", struct.pack("<f", number))[0])

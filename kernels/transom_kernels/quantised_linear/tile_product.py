@@ -1,0 +1,124 @@
+"""Products of a block of rounded rows (`rounded_rows`) with a panel of a quantised weight (`weights`), in numba.
+
+The integers of each group are summed exactly. Then the float32 totals grow by sum * (scale of the weight * scale of the row), one
+group after the other, for any number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from transom_kernels.cpu.simd import (
+    F32_16,
+    I16,
+    I32_16,
+    Loop,
+    broadcast,
+    constant,
+    dot_quads,
+    half_to_float,
+    int64,
+    load,
+    multiply_add,
+    store,
+)
+from transom_kernels.quantised_linear.layout import LINE, QUADS, RECORD
+from transom_kernels.quantised_linear.rounded_rows import BLOCK_ROWS, SCALE, SCALED_SUM, START
+
+_AHEAD = 1024  # bytes from the levels in use to those that are fetched
+
+
+def make_tile_product(format: str) -> Any:
+    """Make tile_product(rows, levels, scales, records, groups, sums) for blocks of all numbers of rows.
+
+    `sums` gets 16 float32 per row, 64 bytes apart.
+    """
+    products = {rows: _make_product(format, rows) for rows in BLOCK_ROWS}
+    of_1, of_2 = products[1], products[2]
+    of_4, of_8 = products.get(4, of_1), products.get(8, of_1)
+
+    @njit(error_model="numpy")
+    def tile_product(rows, levels, scales, records, num_groups, sums):  # type: ignore[no-untyped-def]
+        if rows == 1:
+            of_1(levels, scales, records, num_groups, sums)
+        elif rows == 2:
+            of_2(levels, scales, records, num_groups, sums)
+        elif rows == 4:
+            of_4(levels, scales, records, num_groups, sums)
+        else:
+            of_8(levels, scales, records, num_groups, sums)
+
+    return tile_product
+
+
+def _make_product(format: str, rows: int) -> Any:
+    """Make the intrinsic for blocks of `rows` rows."""
+
+    @intrinsic
+    def product(typing_context, levels, scales, records, num_groups, sums):  # type: ignore[no-untyped-def]
+        def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            _emit_product(b, format, rows, *arguments)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), generate
+
+    return product
+
+
+def _emit_product(
+    b: ir.IRBuilder,
+    format: str,
+    rows: int,
+    levels: ir.Value,
+    scales: ir.Value,
+    records: ir.Value,
+    num_groups: ir.Value,
+    sums: ir.Value,
+) -> None:
+    is_small, has_minimum = format != "int8", format == "int4_min"
+    lines = QUADS // 2 if is_small else QUADS
+    scale_bytes = LINE if has_minimum else LINE // 2
+
+    def of_record(record: ir.Value, row: int, offset: int, vector: ir.VectorType) -> ir.Value:
+        number = load(b, b.add(record, int64(row * RECORD + offset)), vector.element, 4)
+        return broadcast(b, number, vector)
+
+    def factors(address: ir.Value) -> ir.Value:
+        return half_to_float(b, load(b, address, ir.VectorType(I16, 16), 32))
+
+    def quads_of(line: ir.Value) -> list[ir.Value]:
+        if not is_small:
+            return [line]
+        low, four = constant(I32_16, 0x0F0F0F0F), constant(I32_16, 4)
+        return [b.and_(line, low), b.and_(b.lshr(line, four), low)]
+
+    def group(g: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        record = b.add(records, b.mul(g, int64(rows * RECORD)))
+        begin = b.add(levels, b.mul(g, int64(lines * LINE)))
+        zero = constant(I32_16, 0)
+        products = [zero if has_minimum else of_record(record, row, START, I32_16) for row in range(rows)]
+        for index in range(lines):
+            line = load(b, b.add(begin, int64(index * LINE)), I32_16, LINE)
+            for quad, unsigned in enumerate(quads_of(line), index * (QUADS // lines)):
+                for row in range(rows):
+                    signed = of_record(record, row, 4 * quad, I32_16)
+                    products[row] = dot_quads(b, products[row], unsigned, signed, largest=15 if is_small else 255)
+        address = b.add(scales, b.mul(g, int64(scale_bytes)))
+        scale = factors(address)
+        for row in range(rows):
+            both = b.fmul(scale, of_record(record, row, SCALE, F32_16))
+            totals[row] = multiply_add(b, b.sitofp(products[row], F32_16), both, totals[row])
+        if has_minimum:
+            minimum = factors(b.add(address, int64(LINE // 2)))
+            for row in range(rows):
+                scaled_sum = of_record(record, row, SCALED_SUM, F32_16)
+                totals[row] = multiply_add(b, minimum, scaled_sum, totals[row])
+        return totals
+
+    loop = Loop(b, num_groups, 1, [constant(F32_16, 0.0)] * rows, group)
+    for row, total in enumerate(loop.results):
+        store(b, total, b.add(sums, int64(row * LINE)), LINE)

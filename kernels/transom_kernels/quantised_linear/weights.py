@@ -1,0 +1,216 @@
+"""Weights of linear layers in 8 or 4 bits: rounding, and the layout in which CPU kernels read them.
+
+- group: 32 neighbouring columns of a row; they share a scale, and in some formats a minimum.
+- level: the unsigned integer that stands for an element: element = scale * (level - zero), or scale * level + minimum.
+- panel: 16 rows whose levels lie together, so that one load brings four columns of each of the 16 rows.
+- quad: four neighbouring columns of a row.
+
+    format      levels      zero   as in GGUF
+    int8        1 to 255    128    Q8_0 (there signed, -127 to 127)
+    int4        0 to 15     8      Q4_0
+    int4_min    0 to 15     -      Q4_1, which has a minimum
+
+Legend: N rows (output width), K columns (input width), P panels of 16 rows, G groups of 32 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from transom_kernels.quantised_linear.layout import GROUP, PANEL, QUADS, ZERO
+
+Format = Literal["int8", "int4", "int4_min"]
+Activation = Literal["silu", "gelu_tanh"]
+
+_CHUNK_ROWS = 4096  # rows that are rounded or packed at once: few enough that their float32 copies stay small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedRows:
+    """A weight of which each row can be read, as files have it: columns past K in the last group have the level of zero."""
+
+    format: Format
+    levels: torch.Tensor  # [N, 32 G] uint8
+    scales: torch.Tensor  # [N, G] float16
+    minima: torch.Tensor | None  # [N, G] float16, of int4_min
+    width: int
+
+    def dequantised(self) -> torch.Tensor:
+        """The elements, [N, K] float32."""
+        levels = self.levels.view(len(self.levels), -1, GROUP).float() - ZERO[self.format]
+        elements = levels * self.scales[..., None].float()
+        if self.minima is not None:
+            elements += self.minima[..., None].float()
+        return elements.flatten(1)[:, : self.width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedPanels:
+    """A weight as kernels read it.
+
+    A group of a panel has 8 lines of 64 bytes, one for each quad: byte 4 i + j of line q is the level of column 4 q + j of the
+    panel's row i. In 4 bits it has 4 lines: the low halves of line q are quad 2 q, and the high halves quad 2 q + 1. The group's
+    scales are 16 numbers, and the minima, if the format has them, 16 more behind them.
+
+    A gated weight has two matrices of N rows each: panels 0, 2, 4, ... are the gate's, and panels 1, 3, 5, ... the up's.
+    """
+
+    format: Format
+    levels: torch.Tensor  # [P, G, 8, 64] uint8; [P, G, 4, 64] in 4 bits
+    scales: torch.Tensor  # [P, G, 1 or 2, 16] float16
+    bias: torch.Tensor | None  # [P, 16] float32
+    num_outputs: int  # of each matrix
+    width: int
+    is_gated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size in memory."""
+        return self.levels.nbytes + self.scales.nbytes
+
+    def biases(self) -> tuple[torch.Tensor | None, ...]:
+        """The biases [N] of the matrices: of one, or of gate and up."""
+        count = 2 if self.is_gated else 1
+        if self.bias is None:
+            return (None,) * count
+        return tuple(self.bias[part::count].flatten()[: self.num_outputs] for part in range(count))
+
+    def unpacked(self) -> tuple[QuantisedRows, ...]:
+        """The matrices with readable rows: one, or gate and up."""
+        levels = self.levels
+        if self.format != "int8":
+            levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2, 3)
+        num_panels, num_groups = levels.shape[:2]
+        levels = levels.view(num_panels, num_groups, QUADS, PANEL, 4).permute(0, 3, 1, 2, 4)
+        levels = levels.reshape(num_panels, PANEL, num_groups * GROUP)
+        factors = self.scales.permute(2, 0, 3, 1)  # [1 or 2, P, 16, G]
+        count = 2 if self.is_gated else 1
+        return tuple(
+            QuantisedRows(
+                format=self.format,
+                levels=levels[part::count].flatten(0, 1)[: self.num_outputs],
+                scales=factors[0, part::count].flatten(0, 1)[: self.num_outputs],
+                minima=factors[1, part::count].flatten(0, 1)[: self.num_outputs] if len(factors) > 1 else None,
+                width=self.width,
+            )
+            for part in range(count)
+        )
+
+
+def quantise(weight_NK: torch.Tensor, format: Format) -> QuantisedRows:
+    """Round a weight to the nearest levels. Scales are rounded first, so that their own rounding costs no precision."""
+    chunks = [_quantise_rows(rows, format) for rows in torch.split(weight_NK, _CHUNK_ROWS)]
+    levels, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return QuantisedRows(
+        format=format,
+        levels=levels,
+        scales=scales,
+        minima=minima if format == "int4_min" else None,
+        width=weight_NK.shape[1],
+    )
+
+
+def _quantise_rows(weight_NK: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return levels [N, 32 G], scales [N, G] and minima [N, G] of some rows."""
+    width = weight_NK.shape[1]
+    padding = -width % GROUP
+    # columns that do not exist repeat the last one, which changes no group's smallest or largest element
+    columns = torch.arange(width + padding).clamp_(max=width - 1)
+    elements = (weight_NK[:, columns] if padding else weight_NK).float()
+    groups = elements.reshape(len(elements), -1, GROUP)
+    if format == "int4_min":
+        low, high = groups.aminmax(dim=-1)
+        minima, scales = low.half(), ((high - low) / 15).half()
+        levels = _divided(groups - minima[..., None].float(), scales).clamp_(0, 15)
+    else:
+        minima = torch.zeros(groups.shape[:2], dtype=torch.float16)
+        magnitude = groups.abs().amax(dim=-1)
+        if format == "int8":
+            scales, least, most = (magnitude / 127).half(), -127, 127
+        else:  # the element of the largest magnitude, whatever its sign, becomes -8: there are 8 levels below zero and 7 above
+            extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))[..., 0]
+            scales, least, most = (extreme / -8).half(), -8, 7
+        levels = _divided(groups, scales).clamp_(least, most).add_(ZERO[format])
+    levels = levels.to(torch.uint8).flatten(1)
+    levels[:, width:] = ZERO[format]
+    return levels, scales, minima
+
+
+def _divided(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Elements divided by their group's scale and rounded; 0 where the scale is 0."""
+    scale = scales[..., None].float()
+    return torch.where(scale == 0, 0.0, elements / scale).round_()
+
+
+def concatenated(parts: Sequence[QuantisedRows]) -> QuantisedRows:
+    """The rows of several weights of one format and width, one after the other.
+
+    Raises:
+        ValueError: formats or widths differ.
+    """
+    first, *others = parts
+    if any(other.format != first.format or other.width != first.width for other in others):
+        kinds = [f"{part.format} of {part.width} columns" for part in parts]
+        raise ValueError(f"weights cannot be concatenated: {', '.join(kinds)}.")
+    return QuantisedRows(
+        format=first.format,
+        levels=torch.cat([part.levels for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minima=None if first.minima is None else torch.cat([p.minima for p in parts if p.minima is not None]),
+        width=first.width,
+    )
+
+
+def pack(rows: QuantisedRows, bias: torch.Tensor | None = None) -> PackedPanels:
+    """Lay a weight and its bias [N] out in panels. Rows that the last panel lacks have scale 0."""
+    padding = -len(rows.levels) % PANEL
+    factors = [part for part in (rows.scales, rows.minima) if part is not None]
+    scales = torch.stack([F.pad(part, (0, 0, 0, padding)) for part in factors])  # [1 or 2, 16 P, G]
+    num_groups = scales.shape[-1]
+    return PackedPanels(
+        format=rows.format,
+        levels=torch.cat([_pack_levels(part, rows.format) for part in torch.split(rows.levels, _CHUNK_ROWS)]),
+        scales=scales.view(len(factors), -1, PANEL, num_groups).permute(1, 3, 0, 2).contiguous(),
+        bias=None if bias is None else F.pad(bias.float(), (0, padding)).view(-1, PANEL),
+        num_outputs=len(rows.levels),
+        width=rows.width,
+    )
+
+
+def pack_gated(
+    gate: QuantisedRows, up: QuantisedRows, biases: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> PackedPanels:
+    """Lay a gate and an up of one shape and format out in alternating panels.
+
+    Raises:
+        ValueError: formats or shapes differ.
+    """
+    if gate.format != up.format or gate.levels.shape != up.levels.shape:
+        shapes = [f"{part.format} {list(part.levels.shape)}" for part in (gate, up)]
+        raise ValueError(f"gate and up must be alike, not {' and '.join(shapes)}.")
+    panels = [pack(part, bias) for part, bias in zip((gate, up), biases or (None, None), strict=True)]
+    return PackedPanels(
+        format=gate.format,
+        levels=torch.stack([part.levels for part in panels], dim=1).flatten(0, 1),
+        scales=torch.stack([part.scales for part in panels], dim=1).flatten(0, 1),
+        bias=None
+        if biases is None
+        else torch.stack([part.bias for part in panels if part.bias is not None], dim=1).flatten(0, 1),
+        num_outputs=panels[0].num_outputs,
+        width=panels[0].width,
+        is_gated=True,
+    )
+
+
+def _pack_levels(levels: torch.Tensor, format: Format) -> torch.Tensor:
+    """Return the levels [N, 32 G] of some panels as [P, G, 8 or 4, 64]."""
+    levels = F.pad(levels, (0, 0, 0, -len(levels) % PANEL), value=ZERO[format])
+    num_groups = levels.shape[1] // GROUP
+    quads = levels.view(-1, PANEL, num_groups, QUADS, 4).permute(0, 2, 3, 1, 4)
+    quads = quads.reshape(-1, num_groups, QUADS, 4 * PANEL)
+    return quads if format == "int8" else quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)

@@ -1,0 +1,192 @@
+"""The CPU kernels of `quantised_linear` against the reference, and the packing of weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.checked import run_checked, run_in_child
+from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.quantised_linear import (
+    Format,
+    concatenated,
+    pack,
+    pack_gated,
+    quantise,
+    quantised_gated_linear,
+    quantised_linear,
+)
+from transom_kernels.quantised_linear.cpu import fits
+from transom_kernels.quantised_linear.reference import quantised_gated_linear_reference, quantised_linear_reference
+
+FORMATS: list[Format] = ["int8", "int4", "int4_min"]
+# one row, blocks of all sizes, and more than one item's rows; widths and columns at, below and above groups and panels
+SHAPES = [(1, 32, 16), (3, 31, 15), (7, 33, 17), (13, 1, 1), (67, 70, 50)]
+
+
+def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows in the middle of wider rows of NaN."""
+    wide = torch.full((rows, width + 5), float("nan"))
+    wide[:, 2 : width + 2] = torch.randn(rows, width)
+    return wide.to(dtype)[:, 2 : width + 2]
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal but for the order of float32 roundings; one step of bfloat16 where that changes its rounding."""
+    exact = got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=1e-5 if exact else 2**-7, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [("int8", torch.float32), ("int8", torch.bfloat16), ("int4", torch.float32), ("int4_min", torch.float32)],
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_is_the_reference(format, dtype, shape):
+    rows, width, columns = shape
+    levels, bias = quantise(torch.randn(columns, width), format), torch.randn(columns)
+    x, residual = strided(rows, width, dtype), strided(rows, columns, dtype)
+    assert uses_cpu_kernels(x)
+    assert fits(x, dtype)
+    for weight, added in ((pack(levels), None), (pack(levels, bias), residual)):
+        got = quantised_linear(x, weight, added)
+        assert got.dtype == dtype
+        assert_close(got, quantised_linear_reference(x, weight, added))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_integers_are_exact(format):
+    """Inputs whose scales are powers of two leave nothing to be rounded: the extreme levels, which saturate in 16 bits, too."""
+    levels = {"int8": (-127, 128), "int4": (-8, 8), "int4_min": (0, 16)}[format]
+    weight = torch.randint(*levels, (40, 160)).float()
+    weight[:, ::32] = levels[0]
+    weight[:, 1::32] = levels[1] - 1
+    rows = quantise(weight, format)
+    assert rows.dequantised().equal(weight)
+    x = torch.randint(-127, 128, (11, 160)).float()
+    x[:, ::32] = 127
+    x[2], x[3, :80] = 127, -127
+    assert quantised_linear(x, pack(rows)).equal((x.double() @ weight.T.double()).float())
+
+
+@pytest.mark.parametrize(("format", "activation"), [("int8", "silu"), ("int4_min", "gelu_tanh")])
+def test_gated_weights(format, activation):
+    gate, up = (quantise(part, format) for part in torch.randn(2, 37, 70) / 4)
+    x, biases = torch.randn(5, 70).bfloat16(), (torch.randn(37), torch.randn(37))
+    for weight, limit in ((pack_gated(gate, up), None), (pack_gated(gate, up, biases), 0.7)):
+        got = quantised_gated_linear(x, weight, activation, limit=limit)
+        assert_close(got, quantised_gated_linear_reference(x, weight, activation, limit=limit))
+
+
+def test_logits():
+    x, weight = torch.randn(6, 64).bfloat16(), pack(quantise(torch.randn(50, 64), "int8"))
+    for scale, cap in ((1.0, None), (0.3, None), (1.0, 5.0), (0.3, 5.0)):
+        got = quantised_linear(x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32)
+        assert_close(got, quantised_linear_reference(x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_does_not_depend_on_its_batch_or_on_threads(format):
+    x, weight = torch.randn(150, 100), pack(quantise(torch.randn(700, 100), format))
+    whole = quantised_linear(x, weight)
+    for first, last in ((0, 1), (5, 7), (70, 74), (100, 115), (149, 150)):
+        assert quantised_linear(x[first:last], weight).equal(whole[first:last])
+    for threads in (1, 3):
+        set_num_threads(threads)
+        try:
+            assert quantised_linear(x, weight).equal(whole)
+            assert quantised_linear(x[:1], weight).equal(whole[:1])
+        finally:
+            set_num_threads(0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_and_infinity_reach_the_result_of_their_row(format):
+    x = torch.randn(4, 70)
+    x[1, 50], x[2, 3] = float("nan"), float("inf")
+    for cap in (None, 5.0):
+        out = quantised_linear(x, pack(quantise(torch.randn(20, 70), format)), soft_cap=cap)
+        assert out.isfinite().all(dim=1).tolist() == [True, False, False, True]
+        assert not out[1:3].isfinite().any()
+
+
+def test_zeros_and_tiny_numbers_give_zeros():
+    for weight in (torch.zeros(20, 40), torch.randn(20, 40)):
+        for x in (torch.zeros(2, 40), torch.full((2, 40), 1e-38)):
+            for format in FORMATS:
+                assert not quantised_linear(x, pack(quantise(weight, format))).any()
+
+
+def test_no_rows():
+    weight = pack(quantise(torch.randn(20, 40), "int8"))
+    x = torch.zeros(0, 40)
+    assert quantised_linear(x, weight).shape == quantised_linear_reference(x, weight).shape == (0, 20)
+
+
+def test_wrong_shapes_are_refused():
+    rows = quantise(torch.randn(20, 40), "int8")
+    plain, gated, x = pack(rows), pack_gated(rows, rows), torch.zeros(2, 40)
+    for call, match in (
+        (lambda: quantised_linear(torch.zeros(2, 39), plain), "fit"),
+        (lambda: quantised_linear(x, plain, torch.zeros(1, 20)), "residual"),
+        (lambda: quantised_linear(x, plain, torch.zeros(2, 20).bfloat16()), "residual"),
+        (lambda: quantised_linear(x, gated), "is gated"),
+        (lambda: quantised_gated_linear(x, plain, "silu"), "not gated"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    with pytest.raises(ValueError, match="alike"):
+        pack_gated(rows, quantise(torch.randn(19, 40), "int8"))
+    with pytest.raises(ValueError, match="concatenated"):
+        concatenated([rows, quantise(torch.randn(20, 40), "int4")])
+
+
+# --- weights
+
+
+@pytest.mark.parametrize(("format", "limit"), [("int8", 0.006), ("int4", 0.09), ("int4_min", 0.08)])
+def test_rounding_a_weight(format, limit):
+    weight = torch.randn(50, 70)
+    weight[7] = 0
+    rows = quantise(weight, format)
+    assert (rows.dequantised() - weight).norm() / weight.norm() < limit
+    assert rows.dequantised()[7].equal(weight[7])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packing_keeps_rows(format):
+    first, other = quantise(torch.randn(50, 70), format), quantise(torch.randn(50, 70), format)
+    both = concatenated([first, other])
+    (unpacked,) = pack(both).unpacked()
+    assert unpacked.dequantised().equal(torch.cat([first.dequantised(), other.dequantised()]))
+    for rows, wanted in zip(pack_gated(first, other).unpacked(), (first, other), strict=True):
+        assert rows.dequantised().equal(wanted.dequantised())
+
+
+def test_bytes_in_memory():
+    weight = torch.randn(64, 64)
+    sizes = [pack(quantise(weight, format)).nbytes * 8 / weight.numel() for format in FORMATS]
+    assert sizes == [8.5, 4.5, 5.0]
+
+
+# --- other processors
+
+
+def small_case() -> None:
+    torch.manual_seed(0)
+    for format in FORMATS[::2]:
+        rows = quantise(torch.randn(21, 70), format)
+        for x in (torch.randn(3, 70), torch.randn(9, 70)):
+            assert_close(quantised_linear(x, pack(rows)), quantised_linear_reference(x, pack(rows)))
+        test_integers_are_exact(format)
+    assert uses_cpu_kernels(x)
+
+
+def test_no_access_outside_of_its_memory():
+    run_checked(small_case)
+
+
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "cascadelake"])
+def test_other_processors(processor):
+    run_in_child(small_case, TRANSOM_CPU=processor)
