@@ -14,7 +14,7 @@ EPS = 1e-5
 INTERPRETER = pytest.param("interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="there is a GPU"))
 
 
-@pytest.fixture(params=["reference", INTERPRETER], autouse=True)
+@pytest.fixture(params=["reference", "auto", INTERPRETER], autouse=True)
 def kernels(request: pytest.FixtureRequest):
     torch.manual_seed(2)
     with prefer(request.param):

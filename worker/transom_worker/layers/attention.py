@@ -69,6 +69,11 @@ class Attention:
         sinks = options.sink_logits
         self.weight_bytes = sum(part.weight_bytes for part in parts if part) + (0 if sinks is None else sinks.nbytes)
 
+    @property
+    def adds_in_product(self) -> bool:
+        """Whether `add_to` adds the residual in the layer's last product."""
+        return self._output.adds_in_product
+
     def add_to(
         self,
         residual_TN: torch.Tensor,

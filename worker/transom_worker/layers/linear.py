@@ -23,6 +23,7 @@ class Linear(ABC):
     """`x @ weight.T + bias`, alone or added to a residual. `weight_bytes` is the size of the weight."""
 
     weight_bytes: int
+    adds_in_product = False  # whether `add_to` adds the residual in the product, without another pass over memory
 
     @abstractmethod
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -72,6 +73,8 @@ class PlainLinear(Linear):
 
 class PackedLinear(Linear):
     """A packed weight, multiplied by the CPU kernels; the residual is added in the same pass."""
+
+    adds_in_product = True
 
     def __init__(self, weight: PackedWeight) -> None:
         """Its bias is part of `weight`."""

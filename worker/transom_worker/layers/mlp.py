@@ -47,6 +47,11 @@ class GatedMlp:
         self._down = make_row_parallel(down_NI, down_bias, quantization=quantization, comm=comm)
         self.weight_bytes = gate_up_bytes + self._down.weight_bytes
 
+    @property
+    def adds_in_product(self) -> bool:
+        """Whether `add_to` adds the residual in the layer's last product."""
+        return self._down.adds_in_product
+
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
         """Return `residual + mlp(x)`, [T, N]."""
         return self._down.add_to(residual_TN, self._inner(x_TN))

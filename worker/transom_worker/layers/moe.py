@@ -19,6 +19,8 @@ class Moe:
     With several ranks, each has a part of every expert's inner width; one all-reduce adds up the ranks' parts for all experts.
     """
 
+    adds_in_product = False
+
     def __init__(
         self,
         router: ExpertRouter,

@@ -15,7 +15,6 @@ from typing import ParamSpec, Protocol
 
 import torch
 
-from transom_kernels.launch import uses_triton
 from transom_kernels.rms_norm import rms_norm
 from transom_worker.layers.norm import Norm, RmsNorm
 
@@ -24,6 +23,11 @@ P = ParamSpec("P")
 
 class Sublayer(Protocol[P]):
     """A layer whose output is added to the residual stream."""
+
+    @property
+    def adds_in_product(self) -> bool:
+        """Whether `add_to` adds the residual in the layer's last product, without another pass over memory."""
+        ...
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
         """Return the layer's output, [T, N]."""
@@ -69,9 +73,9 @@ class Residual:
     def add_output(self, sublayer: Sublayer[P], norm: RmsNorm | None, *args: P.args, **kwargs: P.kwargs) -> None:
         """Add `sublayer(...)`, normalised if there is a norm.
 
-        Without a norm, and where torch computes instead of Triton, the sublayer adds the sum in its own product (`add_to`).
+        Without a norm, the sublayer adds the sum in its own product if it can (`add_to`).
         """
-        if norm is None and not uses_triton(self._sum_TN):
+        if norm is None and sublayer.adds_in_product:
             self._sum_TN = sublayer.add_to(self.read(), *args, **kwargs)
         else:
             self.add(sublayer(*args, **kwargs), norm)

@@ -22,6 +22,8 @@ from transom_worker.models.style import dense_feed_forward
 class DenseAndExperts:
     """`norm(mlp(norm(x))) + norm(experts(norm(x)))`. The router reads x / rms(x), without a norm weight."""
 
+    adds_in_product = False
+
     def __init__(self, architecture: Architecture, index: int, load: Loader) -> None:
         """Load layer `index`; `load` reads names within the layer."""
         mixture, eps, hidden = architecture.mixture, architecture.rms_norm_eps, architecture.hidden_size

@@ -23,6 +23,11 @@ class FeedForward(Protocol):
 
     weight_bytes: int
 
+    @property
+    def adds_in_product(self) -> bool:
+        """Whether `add_to` adds the residual in the layer's last product."""
+        ...
+
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """The output [T, N] of `x` [T, N]."""
         ...
