@@ -22,9 +22,9 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-AGENT_DELAY_S = 20
+AGENT_DELAY_S = 30
 LOOK_S = 5  # how often a script looks whether its raylet still runs
-NUM_PRESTARTED = 4  # processes of Serve's controller, proxy, router and worker; they import Ray while the others start
+NUM_PRESTARTED = 2  # for Serve's controller and proxy: they import Ray while the driver imports Serve
 
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 _NO_SERVICE = "-1"
