@@ -49,7 +49,14 @@ SECTIONS: Sequence[Section] = (
     ("Any model as a hybrid", ("window", "sinks", "chunk", "window_pattern")),
     (
         "Batching",
-        ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "scheduling_policy", "steps_in_flight"),
+        (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "target_step_s",
+            "max_waiting",
+            "scheduling_policy",
+            "steps_in_flight",
+        ),
     ),
     ("Ranks", ("tensor_parallel_size", "num_threads", "step_timeout_s")),
     (

@@ -37,6 +37,7 @@ MAX_ONGOING_REQUESTS = (
 )
 HEALTH_CHECK_PERIOD_S = 1.0  # within this time Serve's controller notices a dead replica
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that imports modules or tokenises a huge prompt is slow, not dead
+CPU_TARGET_STEP_S = 0.1
 WORKER_DRAIN_S = 60.0  # requests that still run after this time migrate to another worker
 ROUTER_DRAIN_S = 300.0  # a client's connection cannot migrate to another router
 SURGE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
@@ -128,9 +129,16 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
 
 
 def worker_engine_config(settings: Settings, resources: WorkerResources) -> EngineConfig:
-    """The engine's config in a Serve worker: Ray starts its ranks, and `resources` say how many threads each one has."""
+    """The engine's config in a Serve worker: Ray starts its ranks, and `resources` say how many threads each one has.
+
+    On CPUs steps have a target time unless the settings say otherwise: requests of several clients wait for each other there.
+    """
     config = settings.engine_config()
-    return replace(config, ranks=replace(config.ranks, launcher="ray"), num_threads=resources.num_threads)
+    scheduler = config.scheduler
+    if settings.target_step_s is None and not resources.has_gpus:
+        scheduler = replace(scheduler, target_step_s=CPU_TARGET_STEP_S)
+    ranks = replace(config.ranks, launcher="ray")
+    return replace(config, scheduler=scheduler, ranks=ranks, num_threads=resources.num_threads)
 
 
 def worker_deployment(settings: Settings, resources: WorkerResources) -> Any:

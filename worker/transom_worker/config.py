@@ -44,13 +44,17 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`."""
+    """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`.
+
+    Steps with prompts should take `target_step_s` seconds at most while other requests decode or wait; None: no limit.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_waiting: int = 1024
     steps_in_flight: int = 1
+    target_step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

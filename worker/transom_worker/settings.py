@@ -107,6 +107,12 @@ class Settings(BaseModel):
         ge=1,
         description="Most tokens that one step computes; longer prompts take several steps (chunked prefill).",
     )
+    target_step_s: float | None = Field(
+        None,
+        ge=0,
+        description="While other requests decode or wait, a step computes only as many prompt tokens as take about so "
+        "many seconds; 0: as --max-num-batched-tokens allows. If unset: 0.1 for the workers of a server on CPUs, else 0.",
+    )
     max_waiting: int = Field(
         1024,
         ge=0,
@@ -305,6 +311,7 @@ class Settings(BaseModel):
                 max_waiting=self.max_waiting,
                 steps_in_flight=self.steps_in_flight
                 or (2 if self.device == "cuda" or self.tensor_parallel_size > 1 else 1),
+                target_step_s=self.target_step_s or None,
             ),
             ranks=RanksConfig(size=self.tensor_parallel_size, step_timeout_s=self.step_timeout_s),
             num_threads=self.num_threads,

@@ -69,9 +69,14 @@ class WorkerResources:
         }
 
     @property
+    def has_gpus(self) -> bool:
+        """Whether the worker's ranks run on GPUs."""
+        return bool(self.num_gpus) or any("GPU" in bundle for bundle in self.bundles or ())
+
+    @property
     def can_start_one_more(self) -> bool:
         """Whether one more worker can start during a redeploy: shares of cores leave space for it, GPUs may all be in use."""
-        return not self.num_gpus and not any("GPU" in bundle for bundle in self.bundles or ())
+        return not self.has_gpus
 
 
 def worker_resources(settings: Settings, machines: ClusterResources) -> WorkerResources:

@@ -12,6 +12,7 @@ from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, SamplingParams
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 
@@ -49,6 +50,7 @@ class Driver:
         window_repair: bool = True,
         min_shared_tokens: int | None = None,
         max_chunk: int | None = None,
+        pace: PromptPace | None = None,
         **config: object,
     ) -> None:
         settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
@@ -60,6 +62,7 @@ class Driver:
             enable_prefix_caching=caching,
             window_repair=window_repair,
             max_chunk=max_chunk,
+            pace=pace,
         )
         if min_shared_tokens is not None:
             self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens

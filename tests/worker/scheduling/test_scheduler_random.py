@@ -13,10 +13,17 @@ from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.scheduling.prompt_pace import PromptPace
 
 
 def random_run(
-    mix: tuple[str, ...], seed: int, *, steps_in_flight: int, num_requests: int = 14, equal: float = 0.0
+    mix: tuple[str, ...],
+    seed: int,
+    *,
+    steps_in_flight: int,
+    num_requests: int = 14,
+    equal: float = 0.0,
+    pace: PromptPace | None = None,
 ) -> Driver:
     """`equal`: how often a prompt is that of the request before."""
     rng = random.Random(seed)
@@ -31,6 +38,7 @@ def random_run(
         max_num_batched_tokens=rng.choice([3, 16, 64]),
         max_model_len=80,
         min_shared_tokens=rng.choice([1, 1, BLOCK, 20, None]),
+        pace=pace,
     )
     prompt = [1, 2, 3]
     prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
@@ -98,6 +106,24 @@ def test_random_requests_with_equal_prompts(mix: tuple[str, ...]) -> None:
         for seed in range(num_examples(daily=4, exhaustive=8))
     ]
     assert sum(driver.num_followed > 0 for driver in drivers) >= 3 * len(drivers) / 8
+
+
+class RandomPace(PromptPace):
+    """Sets a limit that nothing explains, as a machine may whose other work comes and goes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(1.0)
+        self._rng = random.Random(seed)
+
+    def limit(self, context: int, *, decodes: bool) -> int:
+        return self._rng.choice([1, 2, 5, 16, 30])
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_requests_at_a_pace(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    for seed in range(num_examples(daily=4, exhaustive=12)):
+        random_run(mix, seed, steps_in_flight=steps_in_flight, equal=0.5 * (seed % 2), pace=RandomPace(seed))
 
 
 @settings(max_examples=num_examples(daily=25, exhaustive=60), deadline=None)

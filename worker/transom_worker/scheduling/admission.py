@@ -76,6 +76,11 @@ class AdmissionControl:
         yield from self.waiting
         yield from self.in_flight_prefixes.waiters
 
+    @property
+    def first_is_blocked(self) -> bool:
+        """Whether the first sequence of the queue waits for memory, so that none can be admitted now."""
+        return bool(self.waiting) and bool(self.running) and self._is_blocked(self.waiting.first)
+
     def num_before(self, sequence: Sequence) -> int:
         """Return how many sequences that are not running stand before this one."""
         return self.waiting.num_before(sequence) + self.in_flight_prefixes.waiters.num_before(sequence)

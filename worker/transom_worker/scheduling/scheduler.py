@@ -35,6 +35,7 @@ from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import virtual_arrival_s
 from transom_worker.scheduling.request_validation import check_new, length_limit
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
@@ -50,7 +51,8 @@ class Scheduler:
     With no plan in flight, `schedule` returns a plan whenever a request can compute a token. A sequence at its length limit
     computes nothing more and keeps its blocks until the engine calls `finish`.
 
-    `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `policy` decides which cached blocks
+    `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `pace` limits the prompt tokens of a
+    step (made from the config if None); `policy` decides which cached blocks
     are evicted (the cache's own policy if None); `clock` gives seconds.
     """
 
@@ -64,6 +66,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         window_repair: bool = True,
         max_chunk: int | None = None,
+        pace: PromptPace | None = None,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,8 +82,13 @@ class Scheduler:
         )
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work)
+        self._pace = pace or (PromptPace(config.target_step_s) if config.target_step_s else None)
         self._planner = StepPlanner(
-            config, self.admission, self.work, max_chunk=max_chunk or chunk_limit(layout, block_size)
+            config,
+            self.admission,
+            self.work,
+            max_chunk=max_chunk or chunk_limit(layout, block_size),
+            pace=self._pace,
         )
         self.by_request: dict[str, Sequence] = {}
         self.steps_in_flight: deque[PlannedStep] = deque()
@@ -213,6 +221,8 @@ class Scheduler:
         plan = step.plan
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} where step {plan.step_id} was due")
+        if self._pace is not None:
+            self._pace.stepped(plan, result.timings)
         outputs = []
         sample = 0
         rows = zip(step.rows, plan.start, plan.count, plan.sample, strict=True)

@@ -4,20 +4,28 @@ Running sequences come first, in order; then waiting sequences are admitted whil
 is longer than the step's budget is computed in chunks over several steps. A waiting sequence whose prefix a running sequence
 computes now may become a *waiter*: it waits for that prefix (`in_flight_prefixes`). Example with `max_num_batched_tokens` of 64:
 two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62; the next step computes its last 38.
+
+Where steps have a target time, a step computes fewer prompt tokens while other requests decode or wait (`prompt_pace`), and prompts
+have *shares* of them (`prompt_shares`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.plan_builder import PlanBuilder
+from transom_worker.scheduling.prompt_pace import PromptPace
+from transom_worker.scheduling.prompt_shares import share_limit
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.step_budget import StepBudget
 from transom_worker.scheduling.work_counts import WorkCounts
 
+MAX_SHARING = 32  # waiting prompts that may have a share of one step
 MAX_NEW_WAITERS = 32  # sequences that may begin to wait for a prefix in one step: each costs a hash of its prompt
 
 
@@ -32,26 +40,35 @@ class PlannedStep:
 class StepPlanner:
     """Makes the plans, each with the next step id; `admission` admits sequences and gives them blocks.
 
-    `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`), None for no such bound.
+    `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`), None for no such bound. `pace` limits the
+    prompt tokens of a step; None: no limit.
     """
 
     def __init__(
-        self, config: SchedulerConfig, admission: AdmissionControl, work: WorkCounts, *, max_chunk: int | None
+        self,
+        config: SchedulerConfig,
+        admission: AdmissionControl,
+        work: WorkCounts,
+        *,
+        max_chunk: int | None,
+        pace: PromptPace | None = None,
     ) -> None:
         self._config = config
         self._admission = admission
         self._work = work
         self._max_chunk = max_chunk
+        self._pace = pace
         self._next_step = 0
 
     def plan(self, *, steps_in_flight: int) -> PlannedStep | None:
         """Plan the next step while `steps_in_flight` others have not answered; None if nothing can be computed now."""
         cache = self._admission.cache
+        shares = None if self._pace is None else self._prompt_shares(self._pace)
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         budget = StepBudget(self._config.max_num_batched_tokens, block_size=cache.block_size, max_chunk=self._max_chunk)
-        preempted = self._add_running(builder, budget, steps_in_flight=steps_in_flight)
-        if not preempted or not (builder.rows or steps_in_flight):
-            self._add_waiting(builder, budget)
+        self._add_rows(builder, budget, shares, steps_in_flight=steps_in_flight)
+        if not (builder.rows or steps_in_flight) and shares is not None:  # those that have a share got no blocks
+            self._add_rows(builder, budget, None, steps_in_flight=steps_in_flight)
         if not builder.rows:
             return None
         plan = builder.finish(self._admission.take_finished_ids(), cache.take_copies())
@@ -61,7 +78,36 @@ class StepPlanner:
         )
         return PlannedStep(plan, builder.rows)
 
-    def _add_running(self, builder: PlanBuilder, budget: StepBudget, *, steps_in_flight: int) -> bool:
+    def _prompt_shares(self, pace: PromptPace) -> dict[Sequence, int] | None:
+        """Return how many tokens each prompt may compute in this step; None for no limit, where a prompt delays no other request.
+
+        A prompt is a sequence that has more than one token to compute. One that is not named gets no token.
+        """
+        admission = self._admission
+        running = [one for one in admission.running if one.status is SequenceStatus.RUNNING and one.num_ready]
+        prompts = [one for one in running if one.num_ready > 1]
+        num_free_slots = max(0, self._config.max_num_seqs - admission.num_running_slots_used)
+        num_waiting = 0 if admission.first_is_blocked else min(num_free_slots, MAX_SHARING)
+        waiting = list(islice(admission.waiting, num_waiting))
+        together = [*prompts, *waiting]
+        decodes = len(running) > len(prompts)
+        if not together or (len(together) == 1 and not decodes):
+            return None
+        limit = pace.limit(together[0].scheduled, decodes=decodes)
+        shares = share_limit(limit, [one.num_ready for one in together], num_running=len(prompts))
+        return dict(zip(together, shares, strict=True))
+
+    def _add_rows(
+        self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None, *, steps_in_flight: int
+    ) -> None:
+        """Add rows for running sequences, then for waiting ones unless a running one was preempted."""
+        preempted = self._add_running(builder, budget, shares, steps_in_flight=steps_in_flight)
+        if not preempted or not (builder.rows or steps_in_flight):
+            self._add_waiting(builder, budget, shares)
+
+    def _add_running(
+        self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None, *, steps_in_flight: int
+    ) -> bool:
         """Add rows for running sequences, in order; return whether one was preempted."""
         before = self._work.num_preemptions
         num_after = len(self._admission.running)
@@ -77,6 +123,8 @@ class StepPlanner:
             count = (
                 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._reserved_before(sequence)))
             )
+            if shares is not None and ready > 1:
+                count = min(count, shares.get(sequence, 0))
             if count > 1 or sequence.num_in_flight:
                 count = budget.fit(sequence, count)
             # For how many of them there are KV blocks.
@@ -98,12 +146,15 @@ class StepPlanner:
         num_free_slots = self._config.max_num_seqs - self._admission.num_running_slots_used
         return self._admission.reserved_before(sequence, num_free_slots=num_free_slots)
 
-    def _add_waiting(self, builder: PlanBuilder, budget: StepBudget) -> None:
-        """Admit waiting sequences in order and add their rows, until one does not fit or the step is full."""
+    def _add_waiting(self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None) -> None:
+        """Admit waiting sequences in order and add their rows, until one does not fit, has no share, or the step is full."""
         admission = self._admission
         num_new_waiters = 0
         while admission.waiting and budget.for_new and admission.num_running_slots_used < self._config.max_num_seqs:
-            admitted = admission.admit_next(budget.for_new)
+            num_tokens = budget.for_new
+            if shares is not None:
+                num_tokens = min(num_tokens, shares.get(admission.waiting.first, 0))
+            admitted = admission.admit_next(num_tokens) if num_tokens else None
             if admitted is None:
                 return
             sequence, count = admitted

@@ -1,0 +1,71 @@
+"""`PromptPace`: how many prompt tokens a step may compute, so that it takes about `target_step_s` seconds.
+
+On a CPU a step with a chunk of 1,024 prompt tokens takes most of a second, in which every other request waits for its next token.
+So the scheduler asks for a limit where other requests decode or wait. The pace is learned from the steps themselves, by context
+(the tokens before a chunk), since attention makes later chunks of a prompt slower:
+
+    limit = (target - time of a step that only decodes) / seconds per prompt token at this context
+
+Example: the target is 0.1 s, a step that only decodes takes 0.03 s, and a prompt token takes 0.5 ms: 140 tokens. At least half of
+the target is for prompts, however long decode steps take. Until a step with prompt tokens has been measured, the limit is
+`FIRST_TOKENS`.
+
+Times come with the steps' results, so that a recorded run gives the same limits again.
+"""
+
+from __future__ import annotations
+
+from transom_worker.scheduling.step import StepPlan, StepTimings
+
+WEIGHT = 0.3  # of the newest measurement in the moving averages
+FIRST_TOKENS = 128
+LEAST_TOKENS = 16  # of every limit, and of a step whose pace is measured
+CONTEXT_TOKENS = 512  # contexts of 0 to 511 tokens have one pace, as have 512 to 1,023, 1,024 to 2,047, and so on
+
+
+class PromptPace:
+    """Learns from steps, and sets limits for the next ones."""
+
+    def __init__(self, target_step_s: float) -> None:
+        self._target_s = target_step_s
+        self._decode_s = 0.0  # of a step that only decodes; 0 until there was one
+        self._token_s: dict[int, float] = {}  # seconds per prompt token, by class of context
+
+    def limit(self, context: int, *, decodes: bool) -> int:
+        """Return the most prompt tokens of a step whose oldest prompt is computed behind `context` tokens.
+
+        `decodes`: the step also computes tokens of requests that decode.
+        """
+        token_s = self._token_s_at(_context_class(context))
+        if not token_s:
+            return FIRST_TOKENS
+        prompt_s = max(self._target_s - self._decode_s * decodes, self._target_s / 2)
+        return max(LEAST_TOKENS, int(prompt_s / token_s))
+
+    def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
+        """Learn from a step. Rows of more than one token are prompts."""
+        elapsed_s = timings.prepare_s + timings.copy_s + timings.forward_s + timings.sample_s
+        prompts = [(start, count) for start, count in zip(plan.start, plan.count, strict=True) if count > 1]
+        num_tokens = sum(count for _, count in prompts)
+        if elapsed_s <= 0.0:
+            return
+        if not num_tokens:
+            self._decode_s = _mean(self._decode_s, elapsed_s)
+        elif num_tokens >= LEAST_TOKENS:
+            decodes = len(prompts) < len(plan.count)
+            prompt_s = max(elapsed_s - self._decode_s * decodes, elapsed_s / 2)
+            kind = _context_class(sum(start * count for start, count in prompts) // num_tokens)
+            self._token_s[kind] = _mean(self._token_s.get(kind, 0.0), prompt_s / num_tokens)
+
+    def _token_s_at(self, kind: int) -> float:
+        """The seconds per token of the nearest class of context that was measured; 0 if none was."""
+        nearest = min(self._token_s, key=lambda measured: (abs(measured - kind), measured), default=None)
+        return 0.0 if nearest is None else self._token_s[nearest]
+
+
+def _context_class(context: int) -> int:
+    return (context // CONTEXT_TOKENS).bit_length()
+
+
+def _mean(mean: float, value: float) -> float:
+    return mean + WEIGHT * (value - mean) if mean else value
