@@ -2,8 +2,9 @@
 
     python benchmarks/prompt_pace.py [--model smollm2] [--targets 0,0.1] [--rounds 3]
 
-Closed loop of 16 clients on one engine in this process: prompts of 32 to 128 random tokens and answers of 32; every 16th prompt has 2,000
-tokens. Engines with different targets share the weights and take turns. Ratios count, since other work moves the machine's speed.
+Closed loop of 16 clients on one engine in this process: prompts of 32 to 128 random tokens and answers of 32; every 16th prompt has
+2,000 tokens. Engines with different targets share the weights and take turns. Ratios count, since other work moves the machine's
+speed.
 """
 
 from __future__ import annotations
