@@ -1,6 +1,6 @@
 """What a target time of steps changes for short requests beside long prompts: first tokens and gaps between tokens.
 
-    python benchmarks/prompt_pace.py [--model smollm2] [--targets 0,0.1] [--rounds 3]
+    python benchmarks/prompt_pace.py [--model smollm2] [--targets 0,0.2] [--rounds 3]
 
 Closed loop of 16 clients on one engine in this process: prompts of 32 to 128 random tokens and answers of 32; every 16th prompt has
 2,000 tokens. Engines with different targets share the weights and take turns. Ratios count, since other work moves the machine's
@@ -93,7 +93,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--targets", default="0,0.1")
+    parser.add_argument("--targets", default="0,0.2")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     targets = [float(part) for part in options.targets.split(",")]

@@ -22,7 +22,7 @@ from transom_cluster.serve.router_peers import ServeRouterPeers, answer_peer
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_cluster.serve.worker_directory import ServeWorkerDirectory
 from transom_cluster.serve.worker_resources import ROUTER_CPUS, ClusterResources, WorkerResources, worker_resources
-from transom_worker.config import EngineConfig
+from transom_worker.config import CoreShare, EngineConfig
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 
@@ -37,7 +37,7 @@ MAX_ONGOING_REQUESTS = (
 )
 HEALTH_CHECK_PERIOD_S = 1.0  # within this time Serve's controller notices a dead replica
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that imports modules or tokenises a huge prompt is slow, not dead
-CPU_TARGET_STEP_S = 0.1
+CPU_TARGET_STEP_S = 0.2
 WORKER_DRAIN_S = 60.0  # requests that still run after this time migrate to another worker
 ROUTER_DRAIN_S = 300.0  # a client's connection cannot migrate to another router
 SURGE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
@@ -90,11 +90,15 @@ class WorkerDeployment:
         """Make an instance that Ray Serve then initialises with the deployment's arguments. Its id is new at each start."""
         from transom_worker.replica import WorkerReplica
 
-        worker_id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        worker_id = context.replica_id.unique_id
+
+        def core_share(config: EngineConfig) -> CoreShare:
+            return replace(config.core_share, index=context.rank.local_rank)
 
         class ServeWorkerReplica(WorkerReplica):
             def __init__(self, config: EngineConfig, model_name: str) -> None:
-                super().__init__(config, model_name, worker_id)
+                super().__init__(replace(config, core_share=core_share(config)), model_name, worker_id)
 
         return ServeWorkerReplica.__new__(ServeWorkerReplica)
 
@@ -131,6 +135,7 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
 def worker_engine_config(settings: Settings, resources: WorkerResources) -> EngineConfig:
     """The engine's config in a Serve worker: Ray starts its ranks, and `resources` say how many threads each one has.
 
+    The replica sets which of the shares of the cores is its own.
     On CPUs steps have a target time unless the settings say otherwise: requests of several clients wait for each other there.
     """
     config = settings.engine_config()
@@ -138,7 +143,8 @@ def worker_engine_config(settings: Settings, resources: WorkerResources) -> Engi
     if settings.target_step_s is None and not resources.has_gpus:
         scheduler = replace(scheduler, target_step_s=CPU_TARGET_STEP_S)
     ranks = replace(config.ranks, launcher="ray")
-    return replace(config, scheduler=scheduler, ranks=ranks, num_threads=resources.num_threads)
+    share = CoreShare(count=1 if resources.has_gpus else resources.workers_per_node)
+    return replace(config, scheduler=scheduler, ranks=ranks, num_threads=resources.num_threads, core_share=share)
 
 
 def worker_deployment(settings: Settings, resources: WorkerResources) -> Any:

@@ -79,14 +79,23 @@ class TracingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CoreShare:
+    """Part `index` of `count` equal parts of a machine's cores, one for each worker on it."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of one worker. `num_threads` is the number of each rank's CPU threads."""
+    """All settings of one worker. `num_threads` is the number of each rank's CPU threads; they keep to `core_share` if they can."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
     ranks: RanksConfig = RanksConfig()
     num_threads: int | None = None
+    core_share: CoreShare = CoreShare()
     tracing: TracingConfig | None = None
     log_format: LogFormat = "text"
 

@@ -21,6 +21,7 @@ from transom_worker.blockmap.block_map import BlockMap, OnEngine
 from transom_worker.blockmap.encoder import WorkerIdentity
 from transom_worker.config import EngineConfig
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.cores import keep_to_share
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
@@ -44,6 +45,8 @@ class WorkerReplica:
         """Build the engine that `config` describes, unless it is there already, and start its thread."""
         show_logs(config.log_format, f"worker/{worker}")
         begin_s = time.perf_counter()
+        if config.ranks.size == 1:  # several ranks divide the cores themselves
+            keep_to_share(config.core_share)
         self.engine = engine or call_on_thread(lambda: build_engine(config, model_name=model_name, worker=worker))
         gc.collect()
         gc.freeze()  # the objects of loading stay for good; a collection over them would cost a step tens of milliseconds

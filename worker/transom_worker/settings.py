@@ -111,7 +111,7 @@ class Settings(BaseModel):
         None,
         ge=0,
         description="While other requests decode or wait, a step computes only as many prompt tokens as take about so "
-        "many seconds; 0: as --max-num-batched-tokens allows. If unset: 0.1 for the workers of a server on CPUs, else 0.",
+        "many seconds; 0: as --max-num-batched-tokens allows. If unset: 0.2 for the workers of a server on CPUs, else 0.",
     )
     max_waiting: int = Field(
         1024,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transom_worker.openmp import wait_variables
@@ -50,7 +50,8 @@ class WorkerResources:
     """One worker's resources.
 
     `num_cpus` and `num_gpus` are those of its replica's actor. `bundles` has the replica's bundle, then one per rank; None for one
-    rank. `num_threads` counts the threads of each rank; `environment` has the variables of its processes.
+    rank. `num_threads` counts the threads of each rank; `environment` has the variables of its processes. One node has at most
+    `workers_per_node` workers.
     """
 
     num_cpus: float
@@ -58,6 +59,7 @@ class WorkerResources:
     bundles: list[dict[str, float]] | None
     num_threads: int
     environment: dict[str, str]
+    workers_per_node: int = 1
 
     @property
     def actor_options(self) -> dict[str, Any]:
@@ -94,9 +96,11 @@ def worker_resources(settings: Settings, machines: ClusterResources) -> WorkerRe
     left = node_cpus - ROUTER_CPUS * settings.router_replicas
     share = max(left, node_cpus / 4) / (workers_per_node + 1)
     if num_ranks == 1:
-        return _resources(threads, 1, replica={}, rank={"CPU": _rounded(min(threads, share))})
+        resources = _resources(threads, 1, replica={}, rank={"CPU": _rounded(min(threads, share))})
+        return replace(resources, workers_per_node=workers_per_node)
     rank_cpus = min(float(threads), max(share - REPLICA_CPUS, share / 2) / num_ranks)
-    return _resources(threads, num_ranks, replica={"CPU": REPLICA_CPUS}, rank={"CPU": _rounded(rank_cpus)})
+    resources = _resources(threads, num_ranks, replica={"CPU": REPLICA_CPUS}, rank={"CPU": _rounded(rank_cpus)})
+    return replace(resources, workers_per_node=workers_per_node)
 
 
 def num_workers(settings: Settings) -> int:

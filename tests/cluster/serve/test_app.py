@@ -63,6 +63,30 @@ def test_a_workers_engine_config_has_its_threads_and_ray_as_rank_launcher():
     assert worker._replica_config.placement_group_bundles == resources.bundles
 
 
+@pytest.mark.parametrize(
+    ("given", "num_gpus", "target_s"), [(None, 0, 0.2), (0, 0, None), (0.05, 0, 0.05), (None, 8, None)]
+)
+def test_a_worker_on_cpus_has_a_target_time_of_steps(given, num_gpus, target_s):
+    settings = Settings.parse(model="m", target_step_s=given)
+    resources = worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=num_gpus))
+    assert app.worker_engine_config(settings, resources).scheduler.target_step_s == target_s
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "replicas", "num_gpus", "count"), [(1, 1, 0, 1), (1, 3, 0, 3), (2, 3, 0, 2), (1, 3, 8, 1)]
+)
+def test_workers_of_a_node_share_its_cores(num_nodes, replicas, num_gpus, count):
+    settings = Settings.parse(model="m", replicas=replicas)
+    machines = ClusterResources(node_cpus=(8.0,) * num_nodes, num_gpus=num_gpus)
+    assert app.worker_engine_config(settings, worker_resources(settings, machines)).core_share.count == count
+
+
+def test_an_app_for_inherited_variables_gives_its_actors_no_runtime_environment():
+    for build, has_any in ((app.build_app, True), (app.build_local_app, False)):
+        (worker,) = build({"model": "smollm2"})._bound_deployment.init_args[1:]
+        assert ("env_vars" in worker._bound_deployment.ray_actor_options.get("runtime_env", {})) is has_any
+
+
 def test_deployments_have_the_requested_numbers_of_replicas():
     settings = Settings.parse(model="m", replicas=3, router_replicas=2, request_timeout_s=1000)
     assert app.router_deployment(settings).num_replicas == 2

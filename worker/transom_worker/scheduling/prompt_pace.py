@@ -6,9 +6,10 @@ So the scheduler asks for a limit where other requests decode or wait. The pace 
 
     limit = (target - time of a step that only decodes) / seconds per prompt token at this context
 
-Example: the target is 0.1 s, a step that only decodes takes 0.03 s, and a prompt token takes 0.5 ms: 140 tokens. At least half of
-the target is for prompts, however long decode steps take. Until a step with prompt tokens has been measured, the limit is
-`FIRST_TOKENS`.
+Example: the target is 0.2 s, a step that only decodes takes 0.06 s, and a prompt token takes 0.5 ms: 280 tokens, rounded to 256.
+Prompts get at least half of the target, and at least as much time as decoding, so that they go on where decode steps are slow. A
+limit is at least `LEAST_TOKENS`, since a step costs time of its own, whatever it computes, and a multiple of `ROUNDED_TO`, since
+operators are prepared for each new number of rows. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
 
 Times come with the steps' results, so that a recorded run gives the same limits again.
 """
@@ -18,8 +19,9 @@ from __future__ import annotations
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
 WEIGHT = 0.3  # of the newest measurement in the moving averages
-FIRST_TOKENS = 128
-LEAST_TOKENS = 16  # of every limit, and of a step whose pace is measured
+FIRST_TOKENS = LEAST_TOKENS = 128
+ROUNDED_TO = 64
+LEAST_MEASURED = 16  # fewer prompt tokens are no measure of the pace
 CONTEXT_TOKENS = 512  # contexts of 0 to 511 tokens have one pace, as have 512 to 1,023, 1,024 to 2,047, and so on
 
 
@@ -39,8 +41,9 @@ class PromptPace:
         token_s = self._token_s_at(_context_class(context))
         if not token_s:
             return FIRST_TOKENS
-        prompt_s = max(self._target_s - self._decode_s * decodes, self._target_s / 2)
-        return max(LEAST_TOKENS, int(prompt_s / token_s))
+        decode_s = self._decode_s * decodes
+        prompt_s = max(self._target_s - decode_s, self._target_s / 2, decode_s)
+        return max(LEAST_TOKENS, int(prompt_s / token_s) // ROUNDED_TO * ROUNDED_TO)
 
     def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
         """Learn from a step. Rows of more than one token are prompts."""
@@ -51,7 +54,7 @@ class PromptPace:
             return
         if not num_tokens:
             self._decode_s = _mean(self._decode_s, elapsed_s)
-        elif num_tokens >= LEAST_TOKENS:
+        elif num_tokens >= LEAST_MEASURED:
             decodes = len(prompts) < len(plan.count)
             prompt_s = max(elapsed_s - self._decode_s * decodes, elapsed_s / 2)
             kind = _context_class(sum(start * count for start, count in prompts) // num_tokens)

@@ -68,10 +68,14 @@ class RendezvousOpened:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Asks a rank to connect to the other ranks and to load its weights. `ranks_on_host` ranks share this host."""
+    """Asks a rank to connect to the other ranks and to load its weights.
+
+    `ranks_on_host` ranks share this host; this one is number `index_on_host` of them, counted from 0.
+    """
 
     rendezvous: str
     ranks_on_host: int
+    index_on_host: int
 
 
 @dataclass(frozen=True, slots=True)

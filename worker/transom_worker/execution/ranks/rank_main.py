@@ -13,8 +13,11 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 
+from transom_worker.config import CoreShare, EngineConfig
 from transom_worker.contract import ErrorInfo
+from transom_worker.cores import keep_to_share
 from transom_worker.errors import StepFailed, TransomError
 from transom_worker.execution.model_loading import choose_device
 from transom_worker.execution.ranks.channel import RankChannel
@@ -116,9 +119,8 @@ class _Rank:
     def _start(self, load: Load) -> None:
         """Load the weights, allocate the KV pool, and report that the rank is ready."""
         parallel = Parallel(rank=self._setup.rank, size=self._setup.size, comm=self._comm)
-        self._runner = ModelRunner(
-            self._setup.config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress
-        )
+        config = _on_own_cores(self._setup.config, load)
+        self._runner = ModelRunner(config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress)
         self._channel.send(Loaded())
         message = self._channel.receive()
         if isinstance(message, Measure):
@@ -158,6 +160,19 @@ class _Rank:
         if now_s - self._usage_sent_s >= USAGE_PERIOD_S:
             self._usage_sent_s = now_s
             self._channel.send(RankUsed(self._runner.usage))
+
+
+def _on_own_cores(config: EngineConfig, load: Load) -> EngineConfig:
+    """Keep this thread and those that it starts to this rank's share of the host's cores; return the config with their number.
+
+    A rank does not know which cores other workers on its host have, so it keeps to a share only where its worker is the only one.
+    """
+    if config.core_share.count > 1 or choose_device(config.model.device).type != "cpu":
+        return config
+    cpus = keep_to_share(CoreShare(index=load.index_on_host, count=load.ranks_on_host))
+    if cpus is None:
+        return config
+    return replace(config, num_threads=config.num_threads or len(cpus))
 
 
 def _error_info(error: Exception) -> ErrorInfo:

@@ -58,7 +58,8 @@ class _StartProtocol:
         self._group.send(0, OpenRendezvous(hosts))
         (opened,) = self._collect(RendezvousOpened, num_ranks=1)
         for rank, host in enumerate(hosts):
-            self._group.send(rank, Load(opened.rendezvous, ranks_on_host=ranks_by_host[host]))
+            index = hosts[:rank].count(host)
+            self._group.send(rank, Load(opened.rendezvous, ranks_on_host=ranks_by_host[host], index_on_host=index))
         self._collect(Loaded)
 
     def measure(self) -> int:
