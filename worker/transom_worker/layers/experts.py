@@ -138,8 +138,7 @@ class SequentialExperts(Experts):
 
 def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     """Return the gated activation of `gate_up` [P, 2I], gates before ups, by `rule`, [P, I]."""
-    is_plain = rule.gain == 1.0 and rule.up_offset == 0.0
-    if is_plain and (rule.limit is None or uses_triton(gate_up)):
+    if rule.gain == 1.0 and rule.up_offset == 0.0:
         return gated_activation(gate_up, rule.activation, rule.limit)
     gate, up = gate_up.chunk(2, dim=-1)
     if rule.limit is not None:

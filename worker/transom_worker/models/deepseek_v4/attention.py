@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.latent_attention import latent_attention, write_rows
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.rms_norm import head_norm_
 from transom_worker.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.layers.rope import RotaryTables
@@ -103,7 +103,7 @@ class LatentAttention:
         slots_T: torch.Tensor,
     ) -> torch.Tensor:
         """Normalise and rotate queries and latent rows; write the rows to the cache; return the queries."""
-        if uses_triton(q_THD):
+        if uses_triton(q_THD) or uses_cpu_kernels(q_THD):
             return write_rotated(latent_TD, self._latent_norm, tables, cache, slots_T, q_THD)
         head_norm_(q_THD, None, self._eps)
         rotate(q_THD, tables)

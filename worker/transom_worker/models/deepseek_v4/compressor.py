@@ -17,7 +17,7 @@ import torch
 
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.latent_attention import pool_rows, select_entries, write_rows
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.rotary import rotary_
 from transom_worker.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.layers.norm import RmsNorm
@@ -62,7 +62,7 @@ class Compressor:
         slots = metadata.state(cache, self._ratio, self._num_groups)
         pooled_ED = pool_rows(state.k, state.v, slots, self._position_bias)
         tables, slots_E = metadata.entry_tables(cache, self._ratio), metadata.batch.groups[cache.entries.group].slots
-        if uses_triton(x_TN):
+        if uses_triton(x_TN) or uses_cpu_kernels(x_TN):
             write_rotated(pooled_ED, self._norm, tables, cache.entries.cache, slots_E)
             return
         entries_ED = self._norm(pooled_ED).to(x_TN.dtype)
