@@ -648,6 +648,42 @@ def exp2(b, x):
     return emit_exp2(b, x)
 
 
+# polynomials for 2 ** x in [-0.5, 0.5], by degree, without their last coefficient, which is 1
+_WEIGHT_FACTORS = {
+    3: (0.05500892922282219, 0.2422109693288803, 0.6932829022407532),
+    5: (0.001326472731307149, 0.009671512991189957, 0.05550733581185341, 0.24022242426872253, 0.6931470036506653),
+}
+
+
+def emit_weight(b: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
+    """2 ** x for x up to 0, the weights of a softmax; 0 far below 0. The error is 1e-4 with degree 3 and 1e-7 with degree 5."""
+    whole = b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [x])
+    part = b.fsub(x, whole)
+    total = constant(F32_16, _WEIGHT_FACTORS[degree][0])
+    for factor in (*_WEIGHT_FACTORS[degree][1:], 1.0):
+        total = multiply_add(b, total, part, constant(F32_16, factor))
+    if cpu_target().avx512:
+        scale = function(b, "llvm.x86.avx512.mask.scalef.ps.512", F32_16, [F32_16, F32_16, F32_16, I16, I32])
+        rounding_as_set, all_lanes = int32(4), ir.Constant(I16, 0xFFFF)
+        return b.call(scale, [total, whole, constant(F32_16, 0.0), all_lanes, rounding_as_set])
+    kept = b.fcmp_ordered(">=", x, constant(F32_16, -126.0))
+    whole = b.select(kept, whole, constant(F32_16, 0.0))
+    scaled = b.add(b.bitcast(total, I32_16), b.shl(b.fptosi(whole, I32_16), constant(I32_16, 23)))
+    return b.select(kept, b.bitcast(scaled, F32_16), constant(F32_16, 0.0))
+
+
+@_emits(f32x16, f32x16)
+def weight_f32(b, x):
+    """2 ** x for finite x up to 0, to the precision of float32."""
+    return emit_weight(b, x, 5)
+
+
+@_emits(f32x16, f32x16)
+def weight_bf16(b, x):
+    """2 ** x for finite x up to 0, to more than the precision of bfloat16."""
+    return emit_weight(b, x, 3)
+
+
 LOG2_E = 1.4426950408889634
 
 

@@ -44,6 +44,8 @@ from transom_kernels.cpu.simd import (
     store_scalar_f32,
     tanh,
     vector_max,
+    weight_bf16,
+    weight_f32,
 )
 from transom_kernels.cpu.work import argument
 from transom_kernels.paged_attention.cpu_arguments import (
@@ -91,8 +93,9 @@ def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_ca
     dots = make_dots(words, width)
     weighted_sum = make_weighted_sum(words, rows, value_width, weight_stride, partial_stride)
     weighted_rest = make_weighted_sum(words, rest or 1, value_width, weight_stride, partial_stride)
-    store_weights = store_bf16 if words.pairs else store_f32
+    store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
     masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
+    zero = np.float32(0.0)
 
     @njit
     def scores_of(scratch, padded):
@@ -122,9 +125,9 @@ def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_ca
             store_f32(scores + 4 * k, x)
             top = vector_max(top, x)
         maximum = lane_max(top)
-        total = splat(np.float32(0.0))
+        total = splat(zero)
         for k in range(0, padded, 16):
-            weight = exp2(load_f32(scores + 4 * k) - splat(maximum))
+            weight = weight_of(load_f32(scores + 4 * k) - splat(maximum))
             total = total + weight
             store_weights(weights + weight_bytes * k, weight)
         store_scalar_f32(statistics_at, maximum)

@@ -198,34 +198,27 @@ def _in_order(b, first, second):
     return shuffle(b, first, second, low), shuffle(b, first, second, [lane + 8 for lane in low])
 
 
-def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int, int], *, rescales: bool):
-    """product(c, a, b, count, factors): C = A B, or C = factors * C + A B, for `rows` rows and `columns` vectors.
+def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int, int], *, adds: bool):
+    """product(c, a, b, count): C = A B, or C += A B, for `rows` rows and `columns` panels of 16 columns.
 
-    A [R, K] and B [K, N * 16] are words, C [R, N * 16] is float32; `strides` are the bytes of a row of C, A and B. `count` is K,
-    which is above 0. `factors` [R] float32 are used if the product `rescales`.
+    A [R, K] and B [panels, K, 16] are words, C [R, panels * 16] is float32; `strides` are the bytes of a row of C, of a row of A
+    and of a panel of B. `count` is K, above 0.
     """
-    c_stride, a_stride, b_stride = strides
+    c_stride, a_stride, panel_stride = strides
     kind = I32_16 if words.pairs else F32_16
 
     @intrinsic
-    def product(typingctx, c, a, b_address, count, factors):
+    def product(typingctx, c, a, panels, count):
         def emit(context, b, sig, args):
-            c, a, b_address, count, factors = args
-
-            def place(r, j):
-                return b.add(c, int64(r * c_stride + j * VECTOR_BYTES))
-
-            initial = [constant(F32_16, 0.0)] * (rows * columns)
-            if rescales:
-                for r in range(rows):
-                    factor = broadcast(b, load(b, b.add(factors, int64(4 * r)), F32, 4), F32_16)
-                    for j in range(columns):
-                        initial[r * columns + j] = b.fmul(load(b, place(r, j), F32_16, 64), factor)
+            c, a, panels, count = args
+            places = [b.add(c, int64(r * c_stride + j * VECTOR_BYTES)) for r in range(rows) for j in range(columns)]
+            zero = constant(F32_16, 0.0)
+            initial = [load(b, place, F32_16, 64) if adds else zero for place in places]
 
             def body(k, sums):
                 sums = list(sums)
-                at = b.add(b_address, b.mul(k, int64(b_stride)))
-                right = [load(b, b.add(at, int64(VECTOR_BYTES * j)), kind, 64) for j in range(columns)]
+                at = b.add(panels, b.shl(k, int64(6)))
+                right = [load(b, b.add(at, int64(panel_stride * j)), kind, 64) for j in range(columns)]
                 left = b.add(a, b.shl(k, int64(2)))
                 for r in range(rows):
                     word = splat_at(b, words, b.add(left, int64(r * a_stride)))
@@ -233,29 +226,27 @@ def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int,
                         sums[r * columns + j] = multiply(b, words, sums[r * columns + j], right[j], word)
                 return sums
 
-            sums = Loop(b, count, 1, initial, body).results
-            for r in range(rows):
-                for j in range(columns):
-                    store(b, sums[r * columns + j], place(r, j), 64)
+            for place, total in zip(places, Loop(b, count, 1, initial, body).results, strict=True):
+                store(b, total, place, 64)
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I), emit
+        return types.void(_I, _I, _I, _I), emit
 
     return product
 
 
-def make_pack_keys(words: Words, width: int, out_stride: int):
-    """pack_keys(addresses, out): 16 keys as columns: word k of key t goes to out + k * out_stride + 4 * t."""
+def make_pack_keys(words: Words, width: int):
+    """pack_keys(addresses, panel): 16 keys as a panel [words of a key, 16]."""
 
     @intrinsic
-    def pack_keys(typingctx, addresses, out):
+    def pack_keys(typingctx, addresses, panel):
         def emit(context, b, sig, args):
-            addresses, out = args
+            addresses, panel = args
             keys = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(LANES)]
             for j in range(words.vectors(width)):
                 columns = _transpose(b, [row_vector(b, words, key, j, width) for key in keys])
                 for k, column in enumerate(columns):
-                    store(b, column, b.add(out, int64((j * LANES + k) * out_stride)), 64)
+                    store(b, column, b.add(panel, int64((j * LANES + k) * VECTOR_BYTES)), 64)
             return context.get_dummy_value()
 
         return types.void(_I, _I), emit
@@ -276,25 +267,25 @@ def _transpose(b, rows):
     return rows
 
 
-def make_pack_values(words: Words, width: int, out_stride: int):
-    """pack_values(addresses, out): two values as words: one row of pairs, or two rows of float32 at `out_stride` bytes."""
+def make_pack_values(words: Words, width: int, panel_stride: int):
+    """pack_values(addresses, out): two values as rows of panels: one row of pairs, or two of float32; panels lie apart."""
 
     @intrinsic
     def pack_values(typingctx, addresses, out):
         def emit(context, b, sig, args):
             addresses, out = args
-            keys = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(2)]
+            values = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(2)]
             for j in range(words.vectors(width)):
-                x, y = (row_vector(b, words, key, j, width) for key in keys)
+                x, y = (row_vector(b, words, value, j, width) for value in values)
                 if words.pairs:
                     x, y = b.bitcast(x, _I16_32), b.bitcast(y, _I16_32)
                     for part in range(2):
                         lanes = [s * 32 + part * 16 + d for d in range(16) for s in (0, 1)]
                         pairs = b.bitcast(shuffle(b, x, y, lanes), I32_16)
-                        store(b, pairs, b.add(out, int64((2 * j + part) * VECTOR_BYTES)), 64)
+                        store(b, pairs, b.add(out, int64((2 * j + part) * panel_stride)), 64)
                 else:
                     for t, vector in enumerate((x, y)):
-                        store(b, vector, b.add(out, int64(t * out_stride + j * VECTOR_BYTES)), 64)
+                        store(b, vector, b.add(out, int64(j * panel_stride + t * VECTOR_BYTES)), 64)
             return context.get_dummy_value()
 
         return types.void(_I, _I), emit

@@ -16,8 +16,8 @@ from transom_kernels.cpu.target import cpu_target
 
 UNIT_KEYS = 256
 KEY_TILE = 128
-SUB_ROWS = 16  # rows of a prompt's tile that are computed together
-TILE_ROWS = 96  # rows of a prompt's tile, about: they share the packing of keys
+SUB_ROWS = 32  # rows of a prompt's tile that are computed together
+TILE_ROWS = 192  # rows of a prompt's tile, about: they share the packing of keys
 
 _LANES = 16
 VECTOR_BYTES = 4 * _LANES
@@ -47,6 +47,11 @@ class Words:
 def words_of(dtype: str) -> Words:
     """How this processor multiplies elements of a dtype."""
     return Words(dtype, dtype == "bf16" and cpu_target().bf16)
+
+
+def uses_tiles(dtype: str) -> bool:
+    """Whether prompts are multiplied by tile registers (AMX)."""
+    return words_of(dtype).pairs and cpu_target().amx
 
 
 def partial_floats(dtype: str, group: int, value_width: int) -> int:
@@ -108,12 +113,14 @@ class PromptLayout:
         self.outputs = memory.take(self.rows * self.value_stride)
         self.sums = memory.take(self.rows * VECTOR_BYTES)
         self.maxima = memory.take(self.rows * 4)
-        self.factors = memory.take(SUB_ROWS * 4)
         self.scores = memory.take(SUB_ROWS * self.score_stride)
         self.weights = memory.take(SUB_ROWS * self.weight_stride)
         self.key_addresses = memory.take(KEY_TILE * 8)
         self.value_addresses = memory.take(KEY_TILE * 8)
         self.zeros = memory.take(self.zeros_bytes)
-        self.keys = memory.take(words.vectors(width) * _LANES * KEY_TILE * 4)
-        self.values = memory.take(KEY_TILE // words.elements * self.value_stride)
+        self.key_panel = words.vectors(width) * _LANES * VECTOR_BYTES  # bytes of 16 packed keys
+        self.keys = memory.take(KEY_TILE // _LANES * self.key_panel)
+        self.value_panel = KEY_TILE // words.elements * VECTOR_BYTES  # bytes of 16 columns of packed values
+        self.values = memory.take(words.output_vectors(value_width) * self.value_panel)
+        self.tile_registers = memory.take(VECTOR_BYTES)
         self.num_bytes = memory.end

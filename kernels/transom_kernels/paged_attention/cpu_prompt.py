@@ -4,7 +4,8 @@ Key tiles begin at multiples of KEY_TILE, whatever the query tile, and keys that
 not depend on the rows beside it. A key tile is packed once for all rows of the query tile (keys as columns of words, values as rows
 of words); keys that no row sees are packed as zeros, because their slots may hold NaN.
 
-A *row* is one query head of one token; the rows of a tile are ordered by token, then by head. 16 rows are computed together.
+A *row* is one query head of one token; the rows of a tile are ordered by token, then by head. SUB_ROWS rows are computed together:
+the scores of a key tile, their weights, the weighted values. Products use tile registers (AMX) where the processor has them.
 
 Legend: G query heads per KV head, D key width, Dv value width.
 """
@@ -24,6 +25,7 @@ from transom_kernels.cpu.simd import (
     STORE_PART,
     exp2,
     float_of_bits,
+    fma,
     lane_max,
     lane_sum,
     load_f32,
@@ -35,8 +37,10 @@ from transom_kernels.cpu.simd import (
     store_scalar_f32,
     tanh,
     vector_max,
+    weight_bf16,
+    weight_f32,
 )
-from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.tiles import configure_tiles, release_tiles
 from transom_kernels.cpu.work import argument
 from transom_kernels.paged_attention.cpu_arguments import (
     ATTEND_FROM,
@@ -59,10 +63,10 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
     make_copy_row,
     make_pack_keys,
     make_pack_values,
-    make_product,
 )
 from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, fill_addresses, first_key, write_addresses
-from transom_kernels.paged_attention.cpu_layout import KEY_TILE, SUB_ROWS, PromptLayout, words_of
+from transom_kernels.paged_attention.cpu_layout import KEY_TILE, SUB_ROWS, PromptLayout, uses_tiles, words_of
+from transom_kernels.paged_attention.cpu_products import make_multiply_keys, make_multiply_values
 
 
 def make_prompt(
@@ -71,29 +75,23 @@ def make_prompt(
     """attend_tile(arguments, scratch, sequence, first_token, kv_head)."""
     words = words_of(dtype)
     layout = PromptLayout(dtype, group, width, value_width)
-    tokens_of_tile, element_bytes = layout.tokens, NUM_BYTES[dtype]
+    tokens_of_tile = layout.tokens
     queries_at, outputs_at, sums_at, maxima_at = layout.queries, layout.outputs, layout.sums, layout.maxima
-    factors_at, scores_at, weights_at, zeros_at = layout.factors, layout.scores, layout.weights, layout.zeros
+    scores_at, weights_at, zeros_at = layout.scores, layout.weights, layout.zeros
     key_addresses_at, value_addresses_at = layout.key_addresses, layout.value_addresses
-    keys_at, values_at = layout.keys, layout.values
+    keys_at, values_at, tiles_at = layout.keys, layout.values, layout.tile_registers
+    key_panel, value_panel = layout.key_panel, layout.value_panel
     tile_rows, zeros_bytes = layout.rows, layout.zeros_bytes
     query_stride, value_stride, weight_stride = layout.query_stride, layout.value_stride, layout.weight_stride
     score_stride, weight_bytes = layout.score_stride, layout.weight_bytes
-    elements, key_words = words.elements, -(-width // words.elements)
-    rows_at_once, columns_at_once = (8, 2) if cpu_target().avx512 else (4, 1)
-    scores_product = make_product(
-        words, rows_at_once, columns_at_once, (score_stride, query_stride, score_stride), rescales=False
-    )
-    values_product = make_product(
-        words, rows_at_once, columns_at_once, (value_stride, weight_stride, value_stride), rescales=True
-    )
+    elements, element_bytes = words.elements, NUM_BYTES[dtype]
+    multiply_keys = make_multiply_keys(dtype, group, width, value_width)
+    multiply_values = make_multiply_values(dtype, group, width, value_width)
+    has_tiles = uses_tiles(dtype)
     copy_row = make_copy_row(words, width)
-    pack_keys = make_pack_keys(words, width, score_stride)
-    pack_values = make_pack_values(words, value_width, value_stride)
-    output_vectors = words.output_vectors(value_width)
-    odd_column = output_vectors % columns_at_once  # the last vector alone
-    last_product = make_product(words, rows_at_once, 1, (value_stride, weight_stride, value_stride), rescales=True)
-    store_weights = store_bf16 if words.pairs else store_f32
+    pack_keys = make_pack_keys(words, width)
+    pack_values = make_pack_values(words, value_width, value_panel)
+    store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
     store, store_part = STORE[dtype], STORE_PART[dtype]
     full, tail = value_width // 16 * 16, value_width % 16
     sink_size = NUM_BYTES[sink_dtype] if sink_dtype else 0
@@ -133,82 +131,74 @@ def make_prompt(
         if run < end:
             skipped = 8 * (run - begin)
             write_addresses(arguments, sequence, kv_head, run, end, keys + skipped, values + skipped)
-        for key in range(0, end - begin, 16):
-            pack_keys(keys + 8 * key, scratch + keys_at + 4 * key)
-            for pair in range(key, key + 16, 2):
-                pack_values(values + 8 * pair, scratch + values_at + pair // elements * value_stride)
+        for key in range(0, end - begin, 32):
+            pack_keys(keys + 8 * key, scratch + keys_at + key // 16 * key_panel)
+            pack_keys(keys + 8 * key + 128, scratch + keys_at + (key // 16 + 1) * key_panel)
+            for pair in range(key, key + 32, 2):
+                pack_values(values + 8 * pair, scratch + values_at + pair // elements * 64)
 
     @njit
-    def softmax_row(
-        scores, weights, sums, maximum, rescaling, num_keys, begin, low, high, sinks_end, is_masked, scale, cap
-    ):
-        """Weights of one row's scores; update its maximum and sums, and store the factor for what was summed before."""
-        old, factor = load_scalar_f32(maximum), splat(scale * log2_e)
-        top = splat(old)
+    def softmax_row(scores, weights, sums, maximum, output, num_keys, factor):
+        """Weights of one row's scores, which are multiplied by `factor`; rescale what was summed before to the new maximum."""
+        top = splat(masked)
         for k in range(0, num_keys, 16):
-            x = load_f32(scores + 4 * k)
-            x = x * factor if not has_soft_cap else tanh(x * splat(scale / cap)) * splat(cap * log2_e)
-            if is_masked:
-                x = keep_visible(x, begin + k, low, high, sinks_end, masked)
-            store_f32(scores + 4 * k, x)
-            top = vector_max(top, x)
-        new = lane_max(top)
-        rescale = exp2(splat(old - new))
+            top = vector_max(top, load_f32(scores + 4 * k))
+        old = load_scalar_f32(maximum)
+        new = max(old, lane_max(top) * factor)
+        rescale, factors, minus_new = exp2(splat(old - new)), splat(factor), splat(-new)
         total = load_f32(sums) * rescale
         for k in range(0, num_keys, 16):
-            weight = exp2(load_f32(scores + 4 * k) - splat(new))
+            weight = weight_of(fma(load_f32(scores + 4 * k), factors, minus_new))
             total = total + weight
             store_weights(weights + weight_bytes * k, weight)
         store_f32(sums, total)
         store_scalar_f32(maximum, new)
-        store_scalar_f32(rescaling, first_lane(rescale))
+        if old != new:
+            for at in range(0, value_stride, 64):
+                store_f32(output + at, load_f32(output + at) * rescale)
+
+    @njit
+    def cap_row(scores, num_keys, scale, cap):
+        """soft_cap * tanh(score * scale / soft_cap)"""
+        for k in range(0, num_keys, 16):
+            store_f32(scores + 4 * k, tanh(load_f32(scores + 4 * k) * splat(scale / cap)) * splat(cap))
+
+    @njit
+    def mask_row(scores, num_keys, begin, low, high, sinks_end):
+        """Overwrite the scores of keys that the row does not see."""
+        for k in range(0, num_keys, 16):
+            store_f32(scores + 4 * k, keep_visible(load_f32(scores + 4 * k), begin + k, low, high, sinks_end, masked))
 
     @njit
     def attend_rows(arguments, scratch, row, tokens, position, attend_from, begin):
-        """16 rows of the tile and one tile of packed keys. `position` is the tile's first token's."""
+        """SUB_ROWS rows of the query tile and one tile of packed keys. `position` is the tile's first token's."""
         first = position + row // group
         last = position + min((row + SUB_ROWS - 1) // group, tokens - 1)
-        num_keys = min(KEY_TILE, (last - begin + 16) // 16 * 16)
+        num_keys = min(KEY_TILE, (last - begin + 32) // 32 * 32)
         sinks_end = argument(arguments, NUM_SINK_TOKENS)
         if num_keys <= 0 or (first_key(arguments, first, attend_from) >= begin + KEY_TILE and sinks_end <= begin):
             return
-        for k in range(0, num_keys, 16 * columns_at_once):
-            for r in range(0, SUB_ROWS, rows_at_once):
-                scores_product(
-                    scratch + scores_at + r * score_stride + 4 * k,
-                    scratch + queries_at + (row + r) * query_stride,
-                    scratch + keys_at + 4 * k,
-                    key_words,
-                    0,
-                )
+        multiply_keys(scratch, row, num_keys)
         end = begin + num_keys
         is_masked = end - 1 > first or (first_key(arguments, last, attend_from) > begin and sinks_end < end)
         scale, cap = float_of_bits(argument(arguments, SCALE)), float_of_bits(argument(arguments, SOFT_CAP))
+        factor = log2_e if has_soft_cap else scale * log2_e
         for r in range(SUB_ROWS):
-            at = position + min((row + r) // group, tokens - 1)
+            at, scores = position + min((row + r) // group, tokens - 1), scratch + scores_at + r * score_stride
+            if has_soft_cap:
+                cap_row(scores, num_keys, scale, cap)
+            if is_masked:
+                mask_row(scores, num_keys, begin, first_key(arguments, at, attend_from), at, sinks_end)
             softmax_row(
-                scratch + scores_at + r * score_stride,
+                scores,
                 scratch + weights_at + r * weight_stride,
                 scratch + sums_at + (row + r) * 64,
                 scratch + maxima_at + (row + r) * 4,
-                scratch + factors_at + r * 4,
+                scratch + outputs_at + (row + r) * value_stride,
                 num_keys,
-                begin,
-                first_key(arguments, at, attend_from),
-                at,
-                sinks_end,
-                is_masked,
-                scale,
-                cap,
+                factor,
             )
-        for r in range(0, SUB_ROWS, rows_at_once):
-            out = scratch + outputs_at + (row + r) * value_stride
-            weights, factors = scratch + weights_at + r * weight_stride, scratch + factors_at + r * 4
-            for j in range(0, output_vectors - odd_column, columns_at_once):
-                values_product(out + 64 * j, weights, scratch + values_at + 64 * j, num_keys // elements, factors)
-            if odd_column:
-                j = output_vectors - 1
-                last_product(out + 64 * j, weights, scratch + values_at + 64 * j, num_keys // elements, factors)
+        multiply_values(scratch, row, num_keys)
 
     @njit
     def store_rows(arguments, scratch, row, kv_head, num_rows):
@@ -243,6 +233,8 @@ def make_prompt(
         low = first_key(arguments, position, attend_from)
         sinks_end = min(argument(arguments, NUM_SINK_TOKENS), end)
         load_queries(arguments, scratch, row, kv_head, tokens)
+        if has_tiles:
+            configure_tiles(scratch + tiles_at, 16)
         begin = 0
         while begin < end:
             if begin >= sinks_end:
@@ -252,6 +244,8 @@ def make_prompt(
                 for sub_row in range(0, tokens * group, SUB_ROWS):
                     attend_rows(arguments, scratch, sub_row, tokens, position, attend_from, begin)
             begin += KEY_TILE
+        if has_tiles:
+            release_tiles()
         store_rows(arguments, scratch, row, kv_head, tokens * group)
 
     return attend_tile
