@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.kernels.checked import run_checked, run_in_child
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
@@ -162,6 +163,22 @@ def test_nan_and_infinity_stay_in_their_row():
     assert got[3].isnan().all()
     kept = [row for row in range(18) if row not in (3, 17)]
     assert got[kept].equal(clean[kept])
+
+
+def test_a_recorded_step_needs_no_torch():
+    table, gate, down = matrices(40, 24, torch.bfloat16) + matrices(24, 24, torch.bfloat16, count=2)
+    ids, head, gated, packed = torch.tensor([3, 9]), pack_weight(table), pack_weight(gate, up=gate), pack_weight(down)
+
+    def step() -> torch.Tensor:
+        x = embedding_rows(ids, head)
+        x = linear(gated_linear(x, gated, "silu"), packed, x)
+        return linear(x, head, out_dtype=torch.float32)
+
+    program, logits = record_program(step, ReplayMemory())
+    assert (program.num_instructions, program.num_calls) == (4, 0)
+    ids.copy_(torch.tensor([17, 30]))
+    program.replay()
+    assert logits.equal(step())
 
 
 def test_what_does_not_fit_is_refused():
