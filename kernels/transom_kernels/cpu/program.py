@@ -190,6 +190,14 @@ class _TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._program = program
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that torch's compiler may trace this mode.
+
+        Otherwise torch imports the compiler when the mode is first used: more than a second of a worker's start.
+        """
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
