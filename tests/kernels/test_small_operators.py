@@ -14,6 +14,7 @@ from transom_kernels.gated_mlp import gated_activation, gated_silu
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
 from transom_kernels.kv_write import kv_write
 from transom_kernels.kv_write.reference import kv_write_reference
+from transom_kernels.launch import prefer
 from transom_kernels.rms_norm import head_norm_, rms_norm
 from transom_kernels.rms_norm.reference import head_norm_reference, rms_norm_reference
 from transom_kernels.rotary import rotary_
@@ -174,13 +175,17 @@ def test_gated_silu(dtype, rows):
         gated_silu(x[:, :13])
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12), st.sampled_from([2, 100]))
-def test_block_copy_is_as_one_after_the_other(pairs, staged_blocks):
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12),
+    staged_blocks=st.sampled_from([2, 100]),
+)
+def test_block_copy_is_as_one_after_the_other(kernels, pairs, staged_blocks):
     wanted = torch.randint(0, 255, (6, 40), dtype=torch.uint8)
     got = wanted.clone()
     block_copy_reference(wanted[:, :32], pairs)
-    with patch("transom_kernels.block_copy.op.STAGED_BYTES", staged_blocks * 32):
+    with patch("transom_kernels.block_copy.op.STAGED_BYTES", staged_blocks * 32), prefer(kernels):
         block_copy(got[:, :32], pairs)
     assert got.equal(wanted)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 STAGED_BYTES = 64 << 20  # a batch of the torch implementation passes through a buffer, at most this large
 
@@ -32,6 +32,12 @@ def block_copy(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         for batch in _independent_batches(pairs, most=len(pairs), staged=False):
             copy_blocks_triton(blocks, blocks, batch)
         return
+    if uses_cpu_kernels(blocks) and _is_rows_of_bytes(blocks):
+        from transom_kernels.block_copy.cpu import copy_blocks_cpu
+
+        for batch in _independent_batches(pairs, most=len(pairs), staged=False):
+            copy_blocks_cpu(blocks, batch)
+        return
     block_bytes = blocks[0].numel() * blocks.element_size() if pairs else 1
     for batch in _independent_batches(pairs, most=max(1, STAGED_BYTES // block_bytes), staged=True):
         sources = torch.tensor([source for source, _ in batch], device=blocks.device)
@@ -39,9 +45,14 @@ def block_copy(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         blocks.index_copy_(0, targets, blocks.index_select(0, sources))
 
 
+def _is_rows_of_bytes(blocks: torch.Tensor) -> bool:
+    """Whether `blocks` is a matrix of bytes whose rows are contiguous."""
+    return blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.stride(1) == 1
+
+
 def _is_rows_of_words(blocks: torch.Tensor) -> bool:
     """Whether `blocks` is a matrix of bytes whose rows are contiguous 32-bit words, as the Triton kernel needs."""
-    return blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.stride(1) == 1 and not blocks.shape[1] % 4
+    return _is_rows_of_bytes(blocks) and not blocks.shape[1] % 4
 
 
 def _independent_batches(pairs: Sequence[tuple[int, int]], *, most: int, staged: bool) -> list[list[tuple[int, int]]]:

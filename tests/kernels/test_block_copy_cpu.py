@@ -1,0 +1,36 @@
+"""The CPU kernel of block copies: blocks at the edges of an item, no byte beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.checked import run_checked
+from transom_kernels.block_copy import block_copy
+from transom_kernels.block_copy.cpu import ITEM_BYTES
+from transom_kernels.block_copy.reference import block_copy_reference
+from transom_kernels.launch import uses_cpu_kernels
+
+PAIRS = [(0, 3), (1, 2), (3, 0), (2, 2), (2, 1)]
+
+
+def compare(num_bytes: int) -> None:
+    wanted = torch.randint(0, 255, (4, num_bytes + 9), dtype=torch.uint8)
+    got = wanted.clone()
+    assert uses_cpu_kernels(got)
+    block_copy_reference(wanted[:, 3 : num_bytes + 3], PAIRS)
+    block_copy(got[:, 3 : num_bytes + 3], PAIRS)
+    assert got.equal(wanted)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, ITEM_BYTES - 1, ITEM_BYTES, ITEM_BYTES + 1, 2 * ITEM_BYTES + 100])
+def test_block_copy(num_bytes):
+    compare(num_bytes)
+
+
+def small_case() -> None:
+    compare(100)
+
+
+def test_no_access_outside_of_its_memory():
+    run_checked(small_case)
