@@ -58,7 +58,7 @@ class CpuKernel:
     maker: str
     parameters: tuple[tuple[str, Parameter], ...]
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The kernel's name in errors."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.parameters)

@@ -39,10 +39,12 @@ def launch(
     Raises:
         IndexError: a checked kernel touched memory outside of its tensors.
     """
-    words = [_word(argument) for argument in arguments]
+    words = [argument if type(argument) is int else _word(argument) for argument in arguments]
     count = _read_int(num_items) if isinstance(num_items, torch.Tensor) else num_items
-    ranges = [memory_of(argument) for argument in arguments if isinstance(argument, torch.Tensor)] if CHECKED else []
     if count:
+        ranges = (
+            [memory_of(argument) for argument in arguments if isinstance(argument, torch.Tensor)] if CHECKED else []
+        )
         pool().run_one(kernel, count, words, [*ranges, *linked], scratch_bytes)
     recorder = current_recorder()
     if recorder is not None:

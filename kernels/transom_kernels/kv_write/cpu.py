@@ -27,18 +27,15 @@ def prepare_qkv_fits(
 ) -> bool:
     """Whether the kernel takes these dtypes and strides; the heads of a token must be adjacent."""
     weights = [weight for weight in (preparation.q_weight, preparation.k_weight) if weight is not None]
-    groups = [
-        [q if query_scale is None else query_scale, q],
-        [rows for rows in (k, v) if rows is not None],
-        [cache for cache in (k_cache, v_cache) if cache is not None],
-        list(tables or ()),
-        weights,
-    ]
     return (
-        all(len({part.dtype for part in group}) < 2 and part.dtype in DTYPES for group in groups for part in group)
-        and all(part.stride(-1) == 1 for group in groups[2:] for part in group)
-        and all(weight.is_contiguous() for weight in weights)
-        and (query_scale is None or query_scale.is_contiguous())
+        q.dtype in DTYPES
+        and (query_scale is None or (query_scale.dtype == q.dtype and query_scale.is_contiguous()))
+        and _alike(k, v)
+        and _alike(k_cache, v_cache)
+        and (k_cache is None or k_cache.stride(3) == 1)
+        and (v_cache is None or v_cache.stride(3) == 1)
+        and (tables is None or (_alike(*tables) and tables[0].stride(-1) == tables[1].stride(-1) == 1))
+        and (not weights or (_alike(weights[0], weights[-1]) and all(weight.is_contiguous() for weight in weights)))
         and slots.dtype == torch.int64
         and slots.is_contiguous()
     )
@@ -83,8 +80,8 @@ def prepare_qkv_cpu(
             q, k, v, q_out, k_cache, v_cache, slots, cos, signed_sin, preparation.q_weight, preparation.k_weight, query_scale,
             heads, kv_heads, value_heads, width, value_width, rotated, width - rotated if preparation.rotates_last else 0,
             0 if k_cache is None else k_cache.shape[1], per_item,
-            *_strides(q, 1), *_strides(k, 1), *_strides(v, 1), *_strides(k_cache, 3), *_strides(v_cache, 3),
-            *_strides(cos, 1), *_strides(signed_sin, 1), preparation.norm, preparation.norm_after_rotation, preparation.value_norm,
+            _row_stride(q), _row_stride(k), _row_stride(v), *_cache_strides(k_cache), *_cache_strides(v_cache),
+            _row_stride(cos), _row_stride(signed_sin), preparation.norm, preparation.norm_after_rotation, preparation.value_norm,
             float(preparation.value_factor), preparation.eps,
         ],
         scratch_bytes=4 * (max(width, value_width) + 16),
@@ -99,6 +96,22 @@ def kv_write_cpu(
     prepare_qkv_cpu(k[:, :0], k, v, k_cache, v_cache, slots)
 
 
-def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
-    """The first strides of a tensor, in bytes."""
-    return (0,) * count if x is None else tuple(stride * x.element_size() for stride in x.stride()[:count])
+def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    """Whether both tensors, if there are any, have one dtype, which the kernel knows."""
+    if x is None or y is None:
+        return all(part is None or part.dtype in DTYPES for part in (x, y))
+    return x.dtype == y.dtype and x.dtype in DTYPES
+
+
+def _row_stride(x: torch.Tensor | None) -> int:
+    """The first stride of a tensor, in bytes."""
+    return 0 if x is None else x.stride(0) * x.element_size()
+
+
+def _cache_strides(cache: torch.Tensor | None) -> tuple[int, int, int]:
+    """The strides of blocks, tokens and heads, in bytes."""
+    if cache is None:
+        return 0, 0, 0
+    block, token, head, _ = cache.stride()
+    size = cache.element_size()
+    return block * size, token * size, head * size
