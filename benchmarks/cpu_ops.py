@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
     parser.add_argument("--token-major", action="store_true", help="blocks as [token, head, dim]")
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--only", default="", help="cases whose name contains this")

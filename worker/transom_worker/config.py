@@ -20,7 +20,7 @@ class ModelConfig:
     model: str
     dtype: Dtype = "auto"
     device: Device = "auto"
-    quantization: Literal["none", "int8"] = "none"
+    quantization: Literal["none", "int8", "int4"] = "none"
     max_model_len: int | None = None
     window: int | None = None
     sinks: int = 0

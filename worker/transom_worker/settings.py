@@ -52,8 +52,10 @@ class Settings(BaseModel):
         description="Number format of weights and activations; auto: float32 for a float32 checkpoint, else bfloat16.",
     )
     device: Device = Field("auto", description="auto takes CUDA where torch finds a GPU, else the CPU.")
-    quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: the weights and activations of linear layers have 8 bits, on CPUs."
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="int8, int4: the weights of linear layers have 8 or 4 bits, with a scale for every 32 columns, and their "
+        "activations 8; on CPUs.",
     )
     max_model_len: int | None = Field(
         None,

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, embedding_rows, linear
-from transom_worker.layers.linear import PackedLinear, PlainLinear, Quantization, make_linear
+from transom_kernels.quantised_linear import quantised_linear
+from transom_worker.layers.linear import PackedLinear, PlainLinear, QuantisedLinear, make_linear
+from transom_worker.layers.quantisation import Quantization, Weight
 from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
@@ -74,7 +76,7 @@ class LmHead:
 
     def __init__(
         self,
-        weight_VN: torch.Tensor | None,
+        weight_VN: Weight | None,
         *,
         quantization: Quantization,
         tied_to: Embedding | None = None,
@@ -90,7 +92,8 @@ class LmHead:
             assert isinstance(tied_to.table, torch.Tensor)
             weight_VN = tied_to.table
         assert weight_VN is not None
-        self._linear = make_linear(weight_VN, quantization=quantization)
+        # with 4 bits in the other layers the head has 8: its rounding goes into the logits as it is
+        self._linear = make_linear(weight_VN, quantization="int8" if quantization == "int4" else quantization)
         self.weight_bytes = self._linear.weight_bytes
         if tied_to is not None and isinstance(self._linear, PackedLinear):
             tied_to.table = self._linear.weight
@@ -102,6 +105,9 @@ class LmHead:
         if isinstance(self._linear, PackedLinear):
             weight = self._linear.weight
             return linear(x_RN, weight, scale=self._scale, soft_cap=self._soft_cap, out_dtype=torch.float32)
+        if isinstance(self._linear, QuantisedLinear):
+            panels = self._linear.weight
+            return quantised_linear(x_RN, panels, scale=self._scale, soft_cap=self._soft_cap, out_dtype=torch.float32)
         logits_RV = self._linear(x_RN).float()
         if self._scale != 1.0:
             logits_RV = logits_RV.mul_(self._scale)

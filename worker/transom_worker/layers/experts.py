@@ -18,7 +18,8 @@ from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
 from transom_worker.layers.expert_router import Routes
-from transom_worker.layers.linear import Linear, Quantization, make_linear
+from transom_worker.layers.linear import Linear, make_linear
+from transom_worker.layers.quantisation import Quantization
 
 
 class Experts(ABC):

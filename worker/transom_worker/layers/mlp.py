@@ -11,8 +11,10 @@ import torch
 
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_kernels.linear import PackedWeight, gated_linear, pack_weight
-from transom_worker.layers.linear import Linear, Quantization, make_linear, runs_packed
+from transom_kernels.quantised_linear import PackedPanels, pack_gated, quantised_gated_linear
+from transom_worker.layers.linear import Linear, make_linear, runs_packed
 from transom_worker.layers.parallel_linear import make_row_parallel
+from transom_worker.layers.quantisation import Quantization, Weight, quantised_rows
 from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
@@ -23,7 +25,7 @@ class GatedMlp:
 
     def __init__(
         self,
-        weights: Sequence[torch.Tensor],  # gate [I, N], up [I, N], down [N, I]
+        weights: Sequence[Weight],  # gate [I, N], up [I, N], down [N, I]
         biases: Sequence[torch.Tensor | None] | None,
         *,
         quantization: Quantization,
@@ -36,14 +38,9 @@ class GatedMlp:
         self._activation: Activation = activation
         gate_IN, up_IN, down_NI = weights
         gate_bias, up_bias, down_bias = biases or (None, None, None)
-        self._gate_up: PackedWeight | Linear
-        if runs_packed(gate_IN, quantization):
-            self._gate_up = pack_weight(gate_IN, gate_bias, up=up_IN, up_bias=up_bias)
-            gate_up_bytes = self._gate_up.nbytes
-        else:
-            bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-            self._gate_up = make_linear(torch.cat([gate_IN, up_IN]), bias, quantization=quantization)
-            gate_up_bytes = self._gate_up.weight_bytes
+        self._gate_up = _gate_and_up((gate_IN, up_IN), (gate_bias, up_bias), quantization)
+        gate_up = self._gate_up
+        gate_up_bytes = gate_up.weight_bytes if isinstance(gate_up, Linear) else gate_up.nbytes
         self._down = make_row_parallel(down_NI, down_bias, quantization=quantization, comm=comm)
         self.weight_bytes = gate_up_bytes + self._down.weight_bytes
 
@@ -64,4 +61,25 @@ class GatedMlp:
         """Return activation(gate(x)) * up(x), [T, I]."""
         if isinstance(self._gate_up, PackedWeight):
             return gated_linear(x_TN, self._gate_up, self._activation)
+        if isinstance(self._gate_up, PackedPanels):
+            return quantised_gated_linear(x_TN, self._gate_up, self._activation)
         return gated_activation(self._gate_up(x_TN), self._activation)
+
+
+def _gate_and_up(
+    weights: tuple[Weight, Weight], biases: tuple[torch.Tensor | None, torch.Tensor | None], quantization: Quantization
+) -> PackedWeight | PackedPanels | Linear:
+    """Return the two projections as one; both weights are plain, or stored in one format."""
+    gate_IN, up_IN = weights
+    gate_bias, up_bias = biases
+    both = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
+    gate, up = (quantised_rows(weight, quantization) for weight in weights)
+    if gate is not None and up is not None:
+        return pack_gated(gate, up, both)
+    assert isinstance(gate_IN, torch.Tensor)
+    assert isinstance(up_IN, torch.Tensor)
+    if runs_packed(gate_IN):
+        return pack_weight(gate_IN, gate_bias, up=up_IN, up_bias=up_bias)
+    return make_linear(
+        torch.cat([gate_IN, up_IN]), None if both is None else torch.cat(both), quantization=quantization
+    )

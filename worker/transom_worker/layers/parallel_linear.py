@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from transom_worker.layers.linear import Linear, Quantization, make_linear
+from transom_worker.layers.linear import Linear, make_linear
+from transom_worker.layers.quantisation import Quantization, Weight
 from transom_worker.parallel import SINGLE_RANK, Communicator
 
 
@@ -34,7 +35,7 @@ class RowParallelLinear(Linear):
 
 
 def make_row_parallel(
-    weight_NK: torch.Tensor,
+    weight_NK: Weight,
     bias_N: torch.Tensor | None = None,
     *,
     quantization: Quantization = "none",
@@ -43,8 +44,7 @@ def make_row_parallel(
     """Return the layer for this rank's columns of a weight. With `SINGLE_RANK` as `comm` the caller adds up the ranks' parts,
     if any.
 
-    In int8 each rank has scales of its own for its rows of the weight and its part of the input; they are finer than one scale
-    for all ranks.
+    Quantised weights are cut first: a rank's groups of columns begin where its columns do.
     """
     linear = make_linear(weight_NK, bias_N, quantization=quantization)
     return linear if comm is SINGLE_RANK else RowParallelLinear(linear, comm)

@@ -12,10 +12,11 @@ import torch
 
 from transom_kernels.gated_mlp import Activation
 from transom_worker.layers.embedding import Embedding, LmHead, make_embedding
-from transom_worker.layers.linear import Linear, Quantization, make_linear
+from transom_worker.layers.linear import Linear, make_linear
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.norm import RmsNorm
 from transom_worker.layers.parallel_linear import make_row_parallel
+from transom_worker.layers.quantisation import Quantization
 from transom_worker.model_config.scales import NO_SCALES, Scales
 from transom_worker.model_config.sharding import cut
 from transom_worker.models.model import Weights

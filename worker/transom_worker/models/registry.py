@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from transom_worker.errors import ModelError
-from transom_worker.layers.linear import Quantization
+from transom_worker.layers.quantisation import Quantization
 from transom_worker.model_config.architecture import Architecture
 from transom_worker.model_config.sharding import check_size
 from transom_worker.models.deepseek_v4.model import DeepseekV4
