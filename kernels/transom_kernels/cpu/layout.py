@@ -11,27 +11,31 @@ LINE = 128  # two cache lines, which processors fetch together: what two threads
 
 # an instruction, in words
 INSTRUCTION_WORDS = 64
-KERNEL, ITEMS, OWN_ITEMS, ARGUMENTS = (
-    0,
-    1,
-    2,
-    4,
-)  # kernel's address; address of the number of items; that number; arguments
+# kernel's address; address of the number of items; that number; arguments
+KERNEL, ITEMS, OWN_ITEMS, ARGUMENTS = 0, 1, 2, 4
 MAX_ARGUMENTS = INSTRUCTION_WORDS - ARGUMENTS
 
 # an instruction's claim word, and its done word DONE bytes behind
 SYNC_BYTES = 2 * LINE
 DONE = LINE
 
-# a thread's words
-SYNC_OF, TAG_OF, ITEMS_OF, SCRATCH_OF, THREAD_OF, THREADS_OF = range(6)
+# a thread's words; MASKS_OF is the address of its sets of cpus (CPU_SET_BYTES each), one for each cpu that the launching thread may
+# be on, or 0; LAUNCHER_OF the cpu whose set was taken last
+SYNC_OF, TAG_OF, ITEMS_OF, SCRATCH_OF, THREAD_OF, THREADS_OF, MASKS_OF, LAUNCHER_OF = range(8)
 THREAD_BYTES = 2 * LINE
+CPU_SET_BYTES = 128
 
 # what one run executes, in words: address of the instructions, their number, address of their claim and done words.
 # These words never change, so a thread that is late may still read them.
 INSTRUCTIONS, COUNT, SYNC = range(3)
 RUNNABLE_BYTES = LINE
 
-# the pool's words: tag of the newest run; whether threads end; how many are parked; what the newest run executes; rounds to spin
-RUN, STOP, PARKED, RUNNABLE, SPIN = 0, LINE // 8, 2 * LINE // 8, 3 * LINE // 8, 3 * LINE // 8 + 1
+# the pool's words: tag of the newest run; whether threads end; how many are parked; what the newest run executes; rounds to spin;
+# the cpu that the launching thread was on when the run began
+RUN, STOP, PARKED, RUNNABLE, SPIN, LAUNCHER_CPU = (
+    0,
+    LINE // 8,
+    2 * LINE // 8,
+    *(3 * LINE // 8 + word for word in range(3)),
+)
 POOL_BYTES = 4 * LINE

@@ -54,6 +54,7 @@ class Pool:
         self._words[layout.SPIN] = SPINS_BEFORE_PARKING
         self._threads: list[threading.Thread] = []
         self._thread_words = [_aligned_words(layout.THREAD_BYTES) for _ in range(num_threads)]
+        self._masks: list[NDArray[np.uint8]] = []
         self._scratch: list[mmap.mmap] = []
         self._scratch_bytes = 0
         self._kept: list[Runnable] = []  # never freed, because a late thread may still read them
@@ -63,6 +64,7 @@ class Pool:
         self._pool_address = self._words.ctypes.data
         for index, words in enumerate(self._thread_words):
             words[layout.THREAD_OF], words[layout.THREADS_OF] = index, num_threads
+            words[layout.LAUNCHER_OF] = -1
         self._grow_scratch(_FIRST_SCRATCH_BYTES)
         self._main = self._thread_words[0].ctypes.data
         self._start_threads()
@@ -128,7 +130,11 @@ class Pool:
         if self.num_threads == 1:
             return
         serve = _Entry(cpu_kernel("transom_kernels.cpu.pool_kernel", "make_serve").address)
-        for words in self._thread_words[1:]:
+        usable = sorted(os.sched_getaffinity(0))
+        for index, words in enumerate(self._thread_words[1:], start=1):
+            if len(usable) > 1:
+                self._masks.append(_cpu_sets(usable, index, self.num_threads))
+                words[layout.MASKS_OF] = self._masks[-1].ctypes.data
             address = words.ctypes.data
             thread = threading.Thread(
                 target=serve, args=(self._pool_address, address), daemon=True, name="transom-kernels"
@@ -191,6 +197,19 @@ def _forget_pool() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _cpu_sets(usable: list[int], index: int, num_threads: int) -> NDArray[np.uint8]:
+    """The sets of cpus for thread `index`, by the cpu that the launching thread is on.
+
+    With as many threads as usable cpus each has a cpu of its own. Fewer threads move among the cpus beside the launching thread's.
+    """
+    sets = np.zeros((8 * layout.CPU_SET_BYTES, 8 * layout.CPU_SET_BYTES), dtype=np.uint8)
+    for launcher in range(len(sets)):
+        others = [cpu for cpu in usable if cpu != launcher]
+        own = others[index - 1 :][:1] if num_threads == len(usable) and launcher in usable else others
+        sets[launcher, own or usable] = 1
+    return np.packbits(sets, axis=1, bitorder="little")
 
 
 def _aligned_words(num_bytes: int) -> _Words:

@@ -19,7 +19,8 @@ from transom_kernels.cpu.simd import (
     unchecked_i64,
 )
 
-_FUTEX, _SCHED_YIELD = (202, 24) if platform.machine() in ("x86_64", "AMD64") else (98, 124)  # Linux's numbers
+_X86 = platform.machine() in ("x86_64", "AMD64")
+_FUTEX, _SCHED_YIELD, _SET_AFFINITY, _GET_CPU = (202, 24, 203, 309) if _X86 else (98, 124, 122, 168)  # Linux's numbers
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 _SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one item of work takes
 
@@ -58,6 +59,18 @@ def _execute(tag, runnable, thread):  # type: ignore[no-untyped-def]
             return
 
 
+@njit
+def _keep_off_launcher(pool, thread):  # type: ignore[no-untyped-def]
+    """Move this thread to another cpu than the launching thread's, if that one has moved.
+
+    Linux may keep two threads on one cpu for as long as a program runs, while another cpu is idle.
+    """
+    cpu, masks = unchecked_i64(pool + 8 * layout.LAUNCHER_CPU), unchecked_i64(thread + 8 * layout.MASKS_OF)
+    if masks and cpu != unchecked_i64(thread + 8 * layout.LAUNCHER_OF):
+        store_i64_unchecked(thread + 8 * layout.LAUNCHER_OF, cpu)
+        system_call(_SET_AFFINITY, 0, layout.CPU_SET_BYTES, masks + cpu * layout.CPU_SET_BYTES, 0, 0, 0)
+
+
 def make_run():  # type: ignore[no-untyped-def]
     """The caller's part of a run: publish it, wake parked threads, take part in it, and close it to threads that are late."""
 
@@ -65,6 +78,7 @@ def make_run():  # type: ignore[no-untyped-def]
         tag = atomic_load(pool + 8 * layout.RUN) + 1
         runnable = unchecked_i64(pool + 8 * layout.RUNNABLE)
         count, sync = unchecked_i64(runnable + 8 * layout.COUNT), unchecked_i64(runnable + 8 * layout.SYNC)
+        system_call(_GET_CPU, pool + 8 * layout.LAUNCHER_CPU, 0, 0, 0, 0, 0)
         for index in range(count):
             claims = sync + index * layout.SYNC_BYTES
             store_i64_unchecked(claims + layout.DONE, tag << ITEM_BITS)
@@ -89,6 +103,7 @@ def make_serve():  # type: ignore[no-untyped-def]
             tag = atomic_load(pool + 8 * layout.RUN)
             if tag != seen:
                 seen, spins = tag, 0
+                _keep_off_launcher(pool, thread)
                 _execute(tag, atomic_load(pool + 8 * layout.RUNNABLE), thread)
                 continue
             pause()
