@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.checked import run_in_child
+from tests.kernels.checked import run_checked, run_in_child
 from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, cpu, moe, pack_experts
 from transom_kernels.moe.reference import moe_reference
@@ -153,10 +153,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def small_case() -> None:
-    tensors, dtype = biased(plain_experts(3, 20, 36, torch.bfloat16), torch.bfloat16, interleaved=False), torch.bfloat16
-    check(torch.randn(9, 36).to(dtype), routes(9, 2, 3), tensors, GPT_OSS, scales_input=True)
-    check(torch.randn(5, 96).to(dtype), routes(5, 2, 4), mx_experts(4, 32, 96), PLAIN, scales_input=False)
+    """An expert with more rows than a tile of AMX has, and few rows."""
+    tensors = biased(plain_experts(2, 20, 36, torch.bfloat16), torch.bfloat16, interleaved=False)
+    for tokens in (2, 40):
+        check(torch.randn(tokens, 36).bfloat16(), routes(tokens, 1, 2), tensors, GPT_OSS, scales_input=True)
+    check(torch.randn(7, 96).bfloat16(), routes(7, 2, 4), mx_experts(4, 32, 96), GPT_OSS, scales_input=False)
 
 
-def test_checked_kernels_of_a_processor_with_narrower_registers() -> None:
-    run_in_child(small_case, TRANSOM_CHECKED_KERNELS="1", TRANSOM_CPU="haswell")
+def test_checked_kernels() -> None:
+    run_checked(small_case)
+
+
+def test_a_processor_with_narrower_registers() -> None:
+    run_in_child(small_case, TRANSOM_CPU="haswell")

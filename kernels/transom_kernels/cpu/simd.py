@@ -1005,12 +1005,17 @@ def store_i64_unchecked(b, address, x):
     b.store(x, b.inttoptr(address, ir.PointerType(I64)), align=8)
 
 
-@_emits(types.void, _i)
-def prefetch(b, address):
+def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
     """Ask for a cache line that is read soon; any address is allowed."""
     byte = ir.PointerType(I8)
     fetch = function(b, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
     b.call(fetch, [b.inttoptr(address, byte), int32(0), int32(3), int32(1)])
+
+
+@_emits(types.void, _i)
+def prefetch(b, address):
+    """Ask for a cache line that is read soon; any address is allowed."""
+    emit_prefetch(b, address)
 
 
 @_emits(_i, _i)

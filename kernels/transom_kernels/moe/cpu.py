@@ -9,11 +9,13 @@ import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.target import cpu_target
 from transom_kernels.moe.packed import PackedExperts, PackedMatrix
 from transom_kernels.moe.weights import GateRule
 
 MODULE = "transom_kernels.moe.cpu_kernel"
 EXPERTS_PER_ITEM = 16  # of `gather_rows`
+SPARE_ROWS = 15  # behind all rows, as AMX reads and writes whole tiles
 MAX_PAIRS = 4096  # of a launch: sums of all pairs stay in a thread's cache
 
 
@@ -49,7 +51,7 @@ def _some_tokens(
 ) -> None:
     (tokens, num_chosen), num_experts, dtype = experts.shape, packed.num_experts, DTYPES[x.dtype]
     pairs, columns, inner = tokens * num_chosen, packed.gate_up.columns, packed.down.columns
-    rows, activations = empty((pairs, columns), x.dtype), empty((pairs, inner), x.dtype)
+    rows, activations = empty((pairs + SPARE_ROWS, columns), x.dtype), empty((pairs + SPARE_ROWS, inner), x.dtype)
     places, expert_at = empty((pairs,), torch.int64), empty((pairs,), torch.int64)
     first_of, count_of = empty((num_experts,), torch.int64), empty((num_experts,), torch.int64)
     launch(
@@ -62,7 +64,7 @@ def _some_tokens(
     )  # fmt: skip
     slots = min(pairs, num_experts)
     slots_are_places = int(pairs <= num_experts)
-    matrix, scratch_bytes = packed.gate_up, pairs * 256
+    matrix, scratch_bytes = packed.gate_up, 64 + (pairs + SPARE_ROWS) * 256
     launch(
         cpu_kernel(MODULE, "make_gate_up", kind=_kind(matrix), dtype=dtype, activation=rule.activation),
         slots * matrix.num_panels,
@@ -87,7 +89,9 @@ def _some_tokens(
 
 
 def _kind(matrix: PackedMatrix) -> str:
-    return "mx" if matrix.dtype is None else DTYPES[matrix.dtype]
+    if matrix.dtype is None:
+        return "mx"
+    return "tiles" if matrix.dtype == torch.bfloat16 and cpu_target().amx else DTYPES[matrix.dtype]
 
 
 def _units(matrix: PackedMatrix) -> int:

@@ -109,7 +109,7 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
 
     Arguments: rows [P, columns], weight, bias [E, panels, 64] float32 or 0, activations [P, 32 panels], expert_at, first_of,
     count_of, whether slots are places, panels, bytes of a panel, units of a row, bytes of a row, gain, whether there is a limit,
-    limit, offset of ups. Scratch: 256 bytes for each pair.
+    limit, offset of ups. Scratch: 64 bytes, and 256 for each pair and 15 more.
     """
     store, size = STORE[dtype], NUM_BYTES[dtype]
     multiply = make_multiply(kind, dtype)
@@ -125,8 +125,8 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
             if count > 0:
                 first, stride = load_i64(argument(arguments, 5) + 8 * expert), argument(arguments, 11)
                 weight = argument(arguments, 1) + (expert * panels + panel) * argument(arguments, 9)
-                rows, sums = argument(arguments, 0) + first * stride, scratch(thread)
-                multiply(rows, stride, count, weight, argument(arguments, 10), sums)
+                rows, sums = argument(arguments, 0) + first * stride, scratch(thread) + 64
+                multiply(rows, stride, count, weight, argument(arguments, 10), sums, scratch(thread))
                 bias = argument(arguments, 2)
                 if bias != 0:
                     bias += (expert * panels + panel) * PANEL_BYTES
@@ -159,7 +159,7 @@ def make_down_and_sum(kind: str, dtype: str) -> Any:
 
     Arguments: activations [P, columns], weight, bias [E, panels, 64] float32 or 0, weights [P] float32 or 0 (all are 1), out
     [T, N], places, expert_at, first_of, count_of, whether slots are places, slots, panels, bytes of a panel, units of a row, bytes
-    of a row, T, K, N. Scratch: 256 bytes for each pair.
+    of a row, T, K, N. Scratch: 64 bytes, and 256 for each pair and 15 more.
     """
     store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
     multiply = make_multiply(kind, dtype)
@@ -167,7 +167,7 @@ def make_down_and_sum(kind: str, dtype: str) -> Any:
     def down_and_sum(arguments, thread):  # type: ignore[no-untyped-def]
         panel = claim(thread)
         while panel >= 0:
-            panels, sums = argument(arguments, 11), scratch(thread)
+            panels, sums = argument(arguments, 11), scratch(thread) + 64
             bias, stride = argument(arguments, 2), argument(arguments, 14)
             # each expert's products
             for slot in range(argument(arguments, 10)):
@@ -177,7 +177,7 @@ def make_down_and_sum(kind: str, dtype: str) -> Any:
                     first = load_i64(argument(arguments, 7) + 8 * expert)
                     weight = argument(arguments, 1) + (expert * panels + panel) * argument(arguments, 12)
                     rows, products = argument(arguments, 0) + first * stride, sums + first * PANEL_BYTES
-                    multiply(rows, stride, count, weight, argument(arguments, 13), products)
+                    multiply(rows, stride, count, weight, argument(arguments, 13), products, scratch(thread))
                     if bias != 0:
                         addend = bias + (expert * panels + panel) * PANEL_BYTES
                         for at in range(0, count * PANEL_BYTES, 64):

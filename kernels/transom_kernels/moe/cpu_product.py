@@ -1,8 +1,9 @@
 """The inner product of the experts' CPU kernels: some rows of activations times one panel of weights (`packed.py`).
 
-A sum is one chain of multiply-adds along the columns, in their order, for any number of rows and any split of the columns, so a row
-of activations does not depend on other rows. In MXFP4 the chain of a group of 32 columns starts at zero, and the group's sum is
-multiplied by its scale (a power of two) and added to the sum of the groups before.
+A sum is one chain of additions along the columns, in their order, for any number of rows and any split of the columns, so a row of
+activations does not depend on other rows. With AMX a step of the chain is the product of 32 columns. In MXFP4 the chain of a
+group of 32 columns starts at zero, and the group's sum is multiplied by its scale (a power of two) and added to the sum of the
+groups before.
 
 - unit: the columns of one 32-bit word of a row: one in float32, two in bfloat16 (and in MXFP4, where they take 8 bits).
 """
@@ -27,6 +28,7 @@ from transom_kernels.cpu.simd import (
     broadcast,
     constant,
     dot_pairs,
+    emit_prefetch,
     fp4_floats,
     fp4_pairs,
     int64,
@@ -35,45 +37,79 @@ from transom_kernels.cpu.simd import (
     store,
 )
 from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.tiles import configure_tiles, make_tile_product, release_tiles
 
 PANEL_BYTES = 4 * 64  # of the sums of one row
 GROUP_UNITS = 16  # of MXFP4, in each of which two columns share a byte
 GROUP_BYTES = 17 * 64
 
-_BLOCK_UNITS = (
-    1024  # columns that many rows share are read from memory once, and then from the second level of the cache
-)
+# Columns that many rows share are read from memory once, and then from the second level of the cache (AMX: from the first).
+_BLOCK_UNITS, _TILE_BLOCK_UNITS = 1024, 256
+_AHEAD = 1024  # bytes from the weights in use to those that are fetched
 
+_TILE_ROWS = 16
 _BYTES_16 = ir.VectorType(I8, LANES)
 
 
 def make_multiply(kind: str, dtype: str) -> Any:
-    """Make multiply(x, x_stride, rows, weight, units, sums): sums [rows, 64] float32 of rows of x times a panel.
+    """Make multiply(x, x_stride, rows, weight, units, sums, memory): sums [rows, 64] float32 of rows of x times a panel.
 
-    `kind` is the panel's format (f32, bf16, mx), `dtype` that of x. Strides are in bytes; x has zeros in its padded columns.
+    `kind` is the panel's format (f32, bf16, mx), or `tiles` for bfloat16 with AMX; `dtype` is that of x. Strides are in bytes; x
+    has zeros in its padded columns. Behind the rows of x and of the sums there is memory for 15 more, which AMX reads and writes;
+    it also takes 64 bytes of `memory`.
     """
+    return _make_by_tiles() if kind == "tiles" else _make_by_vectors(kind, dtype)
+
+
+def _make_by_tiles() -> Any:
+    one, two = make_tile_product(1), make_tile_product(2)
+
+    @njit(error_model="numpy")
+    def multiply(x, x_stride, rows, weight, units, sums, memory):  # type: ignore[no-untyped-def]
+        part, tile = units * 64, min(rows, _TILE_ROWS)
+        configure_tiles(memory, tile)
+        block = units if rows <= 2 * _TILE_ROWS else _TILE_BLOCK_UNITS
+        for begin in range(0, units, block):
+            steps, adds = min(block, units - begin) // GROUP_UNITS, 1 if begin else 0
+            for pair in range(2):
+                weights = (weight + 2 * pair * part + begin * 64, weight + (2 * pair + 1) * part + begin * 64)
+                for row in range(0, rows, 2 * _TILE_ROWS):
+                    first, out = x + row * x_stride + begin * 4, sums + row * PANEL_BYTES + pair * 128
+                    if row + _TILE_ROWS < rows:
+                        firsts = (first, first + _TILE_ROWS * x_stride)
+                        outs = (out, out + _TILE_ROWS * PANEL_BYTES)
+                        two(firsts, x_stride, weights, steps, outs, PANEL_BYTES, adds, tile)
+                    else:
+                        one((first,), x_stride, weights, steps, (out,), PANEL_BYTES, adds, tile)
+        release_tiles()
+
+    return multiply
+
+
+def _make_by_vectors(kind: str, dtype: str) -> Any:
     tile_rows, tile_panels = (5, 4) if cpu_target().avx512 else (2, 2)
     one, many = _make_tile(kind, dtype, 1, tile_panels), _make_tile(kind, dtype, tile_rows, tile_panels)
     groups = kind == "mx"
     x_unit_bytes = 8 if groups and dtype == "f32" else 4
 
-    @njit
-    def multiply(x, x_stride, rows, weight, units, sums):  # type: ignore[no-untyped-def]
+    @njit(error_model="numpy")
+    def multiply(x, x_stride, rows, weight, units, sums, memory):  # type: ignore[no-untyped-def]
+        panel_stride = 16 if groups else units * 64
         block = units if rows <= tile_rows else _BLOCK_UNITS
         for begin in range(0, units, block):
             count = min(block, units - begin)
-            part = weight + (begin // GROUP_UNITS * GROUP_BYTES if groups else begin * PANEL_BYTES)
+            part = weight + (begin // GROUP_UNITS * GROUP_BYTES if groups else begin * 64)
             first = x + begin * x_unit_bytes
             row = 0
             while row < rows:
                 taken = min(tile_rows, rows - row)
                 for panel in range(0, 4, tile_panels):
-                    at = part + (panel * 16 if groups else panel * 64)
+                    at = part + panel * panel_stride
                     out = sums + row * PANEL_BYTES + panel * 64
                     if taken == 1:
-                        one(first + row * x_stride, x_stride, 0, at, count, out, begin)
+                        one(first + row * x_stride, x_stride, 0, at, panel_stride, count, out, begin)
                     else:
-                        many(first + row * x_stride, x_stride, taken - 1, at, count, out, begin)
+                        many(first + row * x_stride, x_stride, taken - 1, at, panel_stride, count, out, begin)
                 row += taken
 
     return multiply
@@ -87,9 +123,9 @@ def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
     emit = _emit_groups if kind == "mx" else _emit_units
 
     @intrinsic
-    def tile(typingctx, x, x_stride, last_row, weight, units, sums, goes_on):  # type: ignore[no-untyped-def]
+    def tile(typingctx, x, x_stride, last_row, weight, panel_stride, units, sums, goes_on):  # type: ignore[no-untyped-def]
         def generate(context, b, sig, args):  # type: ignore[no-untyped-def]
-            x, x_stride, last_row, weight, units, sums, goes_on = args
+            x, x_stride, last_row, weight, panel_stride, units, sums, goes_on = args
             indices = [b.select(b.icmp_signed("<", int64(row), last_row), int64(row), last_row) for row in range(rows)]
             x_rows = [b.add(x, b.mul(index, x_stride)) for index in indices]
             places = [
@@ -100,28 +136,32 @@ def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
             adds = b.icmp_signed("!=", goes_on, int64(0))
             zero = constant(F32_16, 0.0)
             totals = [b.select(adds, load(b, place, F32_16, 4), zero) for place in places]
-            totals = emit(b, dtype, x_rows, weight, panels, units, totals)
+            weights = [b.add(weight, b.mul(panel_stride, int64(p))) for p in range(panels)]
+            totals = emit(b, dtype, x_rows, weights, units, totals)
             for place, total in zip(places, totals, strict=True):
                 store(b, total, place, 4)
             return context.get_dummy_value()
 
-        return signature(types.void, *[types.int64] * 7), generate
+        return signature(types.void, *[types.int64] * 8), generate
 
     return tile
 
 
-def _emit_units(b, dtype, x_rows, weight, panels, units, totals):  # type: ignore[no-untyped-def]
+def _emit_units(b, dtype, x_rows, weights, units, totals):  # type: ignore[no-untyped-def]
     """Sums over plain weights."""
 
     def body(unit, totals):  # type: ignore[no-untyped-def]
-        at, totals = b.add(weight, b.mul(unit, int64(PANEL_BYTES))), list(totals)
-        kind = F32_16 if dtype == "f32" else I32_16
-        values = [load(b, b.add(at, int64(64 * p)), kind, 64) for p in range(panels)]
+        totals, kind = list(totals), F32_16 if dtype == "f32" else I32_16
+        places = [b.add(weight, b.mul(unit, int64(64))) for weight in weights]
+        values = [load(b, place, kind, 64) for place in places]
+        if len(x_rows) == 1:  # the weights come from memory
+            for place in places:
+                emit_prefetch(b, b.add(place, int64(_AHEAD)))
         for row, x in enumerate(x_rows):
             word = load(b, b.add(x, b.mul(unit, int64(4))), kind.element, 4)
             factor = broadcast(b, word, kind)
             for p, value in enumerate(values):
-                index = row * panels + p
+                index = row * len(weights) + p
                 if dtype == "f32":
                     totals[index] = multiply_add(b, value, factor, totals[index])
                 else:
@@ -131,18 +171,20 @@ def _emit_units(b, dtype, x_rows, weight, panels, units, totals):  # type: ignor
     return Loop(b, units, 1, totals, body).results
 
 
-def _emit_groups(b, dtype, x_rows, weight, panels, units, totals):  # type: ignore[no-untyped-def]
+def _emit_groups(b, dtype, x_rows, weights, units, totals):  # type: ignore[no-untyped-def]
     """Sums over MXFP4 weights."""
     zeros = [constant(F32_16, 0.0)] * len(totals)
     x_bytes = 8 if dtype == "f32" else 4
 
     def group(unit, totals):  # type: ignore[no-untyped-def]
-        at = b.add(weight, b.mul(b.sdiv(unit, int64(GROUP_UNITS)), int64(GROUP_BYTES)))
+        offset = b.mul(b.sdiv(unit, int64(GROUP_UNITS)), int64(GROUP_BYTES))
+        starts = [b.add(weight, offset) for weight in weights]
 
         def body(inner, sums):  # type: ignore[no-untyped-def]
             sums = list(sums)
-            where = b.add(at, b.mul(inner, int64(64)))
-            values = [load(b, b.add(where, int64(16 * p)), _BYTES_16, 16) for p in range(panels)]
+            values = [load(b, b.add(start, b.mul(inner, int64(64))), _BYTES_16, 16) for start in starts]
+            if len(x_rows) == 1:
+                emit_prefetch(b, b.add(b.add(starts[0], b.mul(inner, int64(64))), int64(_AHEAD)))
             values = [fp4_floats(b, value) if dtype == "f32" else [fp4_pairs(b, value)] for value in values]
             for row, x in enumerate(x_rows):
                 place = b.add(x, b.mul(b.add(unit, inner), int64(x_bytes)))
@@ -150,7 +192,7 @@ def _emit_groups(b, dtype, x_rows, weight, panels, units, totals):  # type: igno
                     word = load(b, b.add(place, int64(4 * half)), F32 if dtype == "f32" else I32, 4)
                     factor = broadcast(b, word, F32_16 if dtype == "f32" else I32_16)
                     for p, value in enumerate(values):
-                        index = row * panels + p
+                        index = row * len(weights) + p
                         if dtype == "f32":
                             sums[index] = multiply_add(b, value[half], factor, sums[index])
                         else:
@@ -158,10 +200,9 @@ def _emit_groups(b, dtype, x_rows, weight, panels, units, totals):  # type: igno
             return sums
 
         sums = Loop(b, int64(GROUP_UNITS), 1, zeros, body).results
-        scales = b.add(at, int64(GROUP_UNITS * 64))
-        factors = [_scale(b, b.add(scales, int64(16 * p))) for p in range(panels)]
+        factors = [_scale(b, b.add(start, int64(GROUP_UNITS * 64))) for start in starts]
         return [
-            multiply_add(b, factors[index % panels], one, total)
+            multiply_add(b, factors[index % len(weights)], one, total)
             for index, (one, total) in enumerate(zip(sums, totals, strict=True))
         ]
 

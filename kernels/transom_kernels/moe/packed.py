@@ -1,10 +1,9 @@
 """Packs experts once, while a model is loaded, into the memory layout that the CPU kernels read.
 
-A *panel* is 64 rows (outputs) of a weight matrix, and a panel's columns lie one after the other, so that a kernel reads one stream
-of memory from its begin to its end:
+A *panel* is 64 rows (outputs) of a weight matrix. A kernel reads it from its begin to its end:
 
-    float32     [columns] [64 rows]
-    bfloat16    [columns / 2] [64 rows] [2 columns]                              a 32-bit word holds two columns of a row
+    float32     [4] [columns] [16 rows]
+    bfloat16    [4] [columns / 2] [16 rows] [2 columns]                          a 32-bit word holds two columns of a row
     MXFP4       [columns / 32] ([16] [64 rows] [2 columns], then [64] scales)    a byte holds two columns of a row
 
 A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gates and their ups: a kernel has both factors of 32
@@ -15,10 +14,12 @@ Legend: E experts, N hidden width, I inner width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.moe.weights import MX_BIAS, MX_GROUP, ExpertTensors, MxTensor
 
 PANEL = 64
@@ -110,7 +111,7 @@ def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
     padding, rows = rows < 0, rows.clamp(min=0)
     if isinstance(weight, MxTensor):
         group_bytes = PANEL * MX_GROUP // 2 + PANEL
-        panels = torch.empty((num_experts, num_panels, columns // MX_GROUP, group_bytes), dtype=torch.uint8)
+        panels = _empty((num_experts, num_panels, columns // MX_GROUP, group_bytes), torch.uint8)
         for expert in range(num_experts):
             blocks, scales = weight.blocks[expert][rows], weight.scales[expert][rows]
             blocks[padding], scales[padding] = 0, MX_BIAS
@@ -121,13 +122,20 @@ def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
     if weight.dtype not in PACKED_DTYPES:
         raise ValueError(f"experts in {weight.dtype} cannot be packed; give bfloat16, float32 or MXFP4.")
     words = columns * weight.itemsize // 4
-    panels = torch.empty((num_experts, num_panels, words, PANEL), dtype=torch.int32)
+    panels = _empty((num_experts, num_panels * PANEL // LANES, words, LANES), torch.int32)
     padded = torch.zeros((len(rows), columns), dtype=weight.dtype)
     for expert in range(num_experts):
         padded[:, :given_columns] = weight[expert][rows]
         padded[padding] = 0
-        panels[expert] = padded.view(torch.int32).view(num_panels, PANEL, words).transpose(1, 2)
-    return PackedMatrix(panels=panels.flatten(2).view(torch.uint8), columns=columns, dtype=weight.dtype)
+        panels[expert] = padded.view(torch.int32).view(-1, LANES, words).transpose(1, 2)
+    panels = panels.view(num_experts, num_panels, words * PANEL).view(torch.uint8)
+    return PackedMatrix(panels=panels, columns=columns, dtype=weight.dtype)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for weights, in huge pages where there are any, since a step reads much of it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(lazy_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)
 
 
 def _pack_bias(bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
