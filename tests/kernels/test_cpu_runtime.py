@@ -140,6 +140,38 @@ def test_a_checked_kernel_raises_where_it_touches_other_memory():
     assert "accesses outside of its memory" in run.stdout
 
 
+def test_without_kernels_torch_computes_and_the_log_says_why():
+    program = (
+        "import logging, torch\n"
+        "logging.basicConfig()\n"
+        "from transom_kernels.launch import kernels_on\n"
+        "from transom_kernels.rms_norm import rms_norm\n"
+        "x, weight = torch.randn(3, 20), torch.randn(20)\n"
+        "torch.testing.assert_close(rms_norm(x, weight, 1e-5)[0], torch.nn.functional.rms_norm(x, (20,), weight, 1e-5))\n"
+        "print(kernels_on(x.device))\n"
+    )
+    environment = {**os.environ, "TRANSOM_CPU": "pdp11"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["torch"]
+    assert run.stderr.count("CPU kernels cannot be used") == 1
+    assert "TRANSOM_CPU is 'pdp11'" in run.stderr
+
+
+def test_processes_that_start_together_compile_once(tmp_path):
+    program = (
+        "from transom_kernels.cpu.kernel import cpu_kernel, statistics\n"
+        "assert cpu_kernel('tests.kernels.double_kernel', 'make_double').address\n"
+        "print(statistics.num_compiled)\n"
+    )
+    environment = {**os.environ, "TRANSOM_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert sorted(run.communicate()[0].strip() for run in runs) == ["0", "0", "1"]
+    assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".o"]
+
+
 def test_too_many_arguments_are_refused():
     with pytest.raises(ValueError, match="arguments"):
         pool().run_one(cpu_kernel(*NORM, dtype="f32", weight_dtype="f32"), 1, list(range(100)), [], 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import hashlib
 import logging
@@ -110,11 +111,12 @@ def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
 
     function = getattr(import_module(kernel.module), kernel.maker)(**dict(kernel.parameters))
     kind = types.void(types.int64, types.int64)
-    with _without_machine_code():
+    with _without_machine_code() as is_only_text:
         compiled = numba.njit(
             kind, nogil=True, boundscheck=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
         )(function).overloads[kind.args]
-    compiled.library._optimize_final_module()
+    if is_only_text:
+        compiled.library._optimize_final_module()
     name = compiled.fndesc.llvm_func_name
     # Numba's own wrapper refers to functions of numba, which is not in processes that only load code.
     wrapper = (
@@ -126,8 +128,10 @@ def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
 
 
 @contextlib.contextmanager
-def _without_machine_code() -> Iterator[None]:
+def _without_machine_code() -> Iterator[bool]:
     """Within this context numba translates functions to LLVM's text, but neither optimises nor loads them.
+
+    The value is False, and numba works as ever, where this numba lacks the private functions that are replaced.
 
     Else it does both for every function that the kernel calls, which takes as long as everything else, and for no use: the kernel's
     final text holds them all. Python's garbage collector rests, because a collection takes long in a process with torch.
@@ -152,6 +156,9 @@ def _without_machine_code() -> Iterator[None]:
         (cpu.CPUContext, "create_cpython_wrapper", do_nothing),
         (cpu.CPUContext, "create_cfunc_wrapper", do_nothing),
     ]
+    if any(name not in vars(owner) for owner, name, _ in changes):
+        yield False
+        return
     with global_compiler_lock:
         before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
         collects = gc.isenabled()
@@ -159,7 +166,7 @@ def _without_machine_code() -> Iterator[None]:
         for owner, name, replacement in changes:
             setattr(owner, name, replacement)
         try:
-            yield
+            yield True
         finally:
             for owner, name, original in before:
                 setattr(owner, name, original)
@@ -194,20 +201,44 @@ def _cached_code(kernel: CpuKernel) -> tuple[bytes, bool]:
     if CHECKED:  # checked code holds the address of this process's table of ranges
         return object_code(kernel), True
     path = cache_directory() / "kernels" / f"{_key(kernel)}.o"
+    code = _read_code(path)
+    if code is not None:
+        return code, False
+    with _alone(path.with_suffix(".lock")):
+        code = _read_code(path)  # another process may have compiled it meanwhile
+        if code is not None:
+            return code, False
+        _say_that_it_compiles()
+        code = object_code(kernel)
+        with contextlib.suppress(OSError):  # a read-only or full disk costs the next start its time, and nothing else
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(temporary, path)
+    return code, True
+
+
+def _read_code(path: Path) -> bytes | None:
+    """The code in a file; None if there is no file, or a damaged one."""
     with contextlib.suppress(OSError):
         data = path.read_bytes()
         digest, code = data[:32], data[32:]
         if hashlib.sha256(code).digest() == digest:
-            return code, False
-    _say_that_it_compiles()
-    code = object_code(kernel)
-    with contextlib.suppress(OSError):  # a read-only or full disk costs the next start its time, and nothing else
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(temporary, path)
-    return code, True
+            return code
+    return None
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Within this context no other process is in the context of the same path, so that ranks which start together compile once."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = stack.enter_context(path.open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 @cache
