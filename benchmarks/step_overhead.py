@@ -5,7 +5,7 @@
     python benchmarks/step_overhead.py --forward model
 
 The forward pass is replaced by random logits of SmolLM2's vocabulary (`--forward model` computes it), so that only what surrounds
-it takes time. Each figure is the median of the steps in milliseconds:
+XX
 
     schedule  the engine asks the scheduler for a plan
     prepare   the runner updates its sequences and builds the batch
@@ -122,11 +122,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--spread", type=float, default=3.0, help="standard deviation of the random logits")
     parser.add_argument("--forward", choices=("random", "model"), default="random")
+    parser.add_argument("--threads", type=int, help="CPU threads of the engine; all cores if unset")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     settings = Settings.parse(
-        model=options.model, device="cpu", kv_cache_memory_bytes="1GiB", max_num_seqs=64, steps_in_flight=1
-    )
+        model=options.model, device="cpu", kv_cache_memory_bytes="1GiB", max_num_seqs=64, steps_in_flight=1,
+        num_threads=options.threads,
+    )  # fmt: skip
     engine = build_engine(settings.engine_config())
     if options.forward == "random":
         forward = engine.executor._runner._forward  # type: ignore[attr-defined]
@@ -139,15 +141,15 @@ def main() -> None:
             for _ in range(WARM_UP_STEPS):
                 engine.step()
             measurement = Measurement(engine)
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.thread_time)  # leaves out what other processes take
             for _ in range(options.steps):
                 profile.runcall(measurement.step) if options.profile else measurement.step()
             engine.events.stepped = measurement._stepped  # type: ignore[method-assign]
-            medians = [1e3 * statistics.median(measurement.parts[part]) for part in PARTS]
-            figures = "".join(f"{figure:10.3f}" for figure in (*medians, sum(medians)))
+            quartiles = [1e3 * statistics.quantiles(measurement.parts[part])[0] for part in PARTS]
+            figures = "".join(f"{figure:10.3f}" for figure in (*quartiles, sum(quartiles)))
             print(f"{kind:<16}batch {batch:<2}" + figures, flush=True)
             if options.profile:
-                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+                pstats.Stats(profile).sort_stats("tottime").print_stats(40)
             for request_id in request_ids:
                 engine.abort(request_id)
             while engine.has_work:
