@@ -127,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = Settings.parse(
         model=options.model, device="cpu", kv_cache_memory_bytes="1GiB", max_num_seqs=64, steps_in_flight=1,
-        num_threads=options.threads,
+        num_threads=options.threads, enforce_eager=options.forward == "random",
     )  # fmt: skip
     engine = build_engine(settings.engine_config())
     if options.forward == "random":
