@@ -173,7 +173,7 @@ def test_adjustments() -> None:
     bits = np.unpackbits(allowed.numpy(), axis=1, count=vocabulary, bitorder="little")
     changed[torch.from_numpy(bits == 0)] = -math.inf
     assert sample_records(logits, table, numbers, allowed=allowed).tolist() == changed.argmax(-1).tolist()
-    table.set_positions(np.array([number]), [3])  # long enough: nothing is banned
+    table.set_position(number, 3)  # long enough: nothing is banned
     logits[:, 2] = 5.0
     assert sample_records(logits, table, numbers).tolist() == [2] * 40
 

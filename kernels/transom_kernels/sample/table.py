@@ -48,6 +48,7 @@ RECORD_WORDS = 20
 RECORD_BYTES = 8 * RECORD_WORDS
 KEY_IS_FINAL = -1
 
+_POSITION = int(Word.POSITION)
 _FIRST_RECORDS = 64
 
 
@@ -80,8 +81,7 @@ class SampleTable:
     """Records by number. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.words = torch.zeros(_FIRST_RECORDS, RECORD_WORDS, dtype=torch.int64)
-        self._array: Ints = self.words.numpy()
+        self._hold(torch.zeros(_FIRST_RECORDS, RECORD_WORDS, dtype=torch.int64))
         self._free = list(range(_FIRST_RECORDS - 1, -1, -1))
         self._kept: dict[int, _Kept] = {}
         self._copies = torch.empty(0, dtype=torch.float32)
@@ -120,9 +120,9 @@ class SampleTable:
         del self._kept[number]
         self._free.append(number)
 
-    def set_positions(self, numbers: Ints, positions: list[int]) -> None:
-        """Set the output positions of records."""
-        self._array[numbers, Word.POSITION] = positions
+    def set_position(self, number: int, position: int) -> None:
+        """Set the output position of a record."""
+        self._numbers[number * RECORD_WORDS + _POSITION] = position
 
     def set_counts(self, number: int, token_ids: Ints, output_counts: Ints, num_tokens: int) -> None:
         """Set the ids that penalties change: the first `num_tokens` of both arrays, which may grow in place."""
@@ -159,6 +159,12 @@ class SampleTable:
 
     def _grow(self) -> None:
         before = len(self.words)
-        self.words = torch.cat([self.words, torch.zeros_like(self.words)])
-        self._array = self.words.numpy()
+        self._hold(torch.cat([self.words, torch.zeros_like(self.words)]))
         self._free = list(range(2 * before - 1, before - 1, -1))
+
+    def _hold(self, words: torch.Tensor) -> None:
+        self.words = words
+        self._array: Ints = words.numpy()
+        self._numbers = memoryview(
+            self._array.reshape(-1)
+        )  # single numbers are written five times as fast as to an array

@@ -9,7 +9,6 @@ import torch
 
 from transom_worker.contract import TokenLogprobs
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.sampling.sampler import SamplerOutput
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -20,14 +19,14 @@ def sample_step(
     """Sample, write tokens and log-probabilities into `result`, and return the sampled token of each batch row that was
     sampled.
     """
+    if len(logits_RV) == len(plan.seq_ids) == plan.sample.count(1):  # a decode step: all rows are sampled
+        sampled = sampler.sample(logits_RV, plan.seq_ids, plan.grammar_mask)
+        result.sampled_ids, result.logprobs = sampled.token_ids, sampled.logprobs
+        return dict(enumerate(sampled.token_ids))
     ends = _logit_row_ends(plan)
     rows = [b for b, sample in enumerate(plan.sample) if sample]
-    last_rows = [ends[b] - 1 for b in rows]
-    logits_SV = logits_RV
-    if last_rows != list(range(len(logits_RV))):
-        rows_S = torch.tensor(last_rows, dtype=torch.int64).to(logits_RV.device, non_blocking=True)
-        logits_SV = logits_RV[rows_S]
-    sampled: SamplerOutput = sampler.sample(logits_SV, [plan.seq_ids[b] for b in rows], plan.grammar_mask)
+    rows_S = torch.tensor([ends[b] - 1 for b in rows], dtype=torch.int64).to(logits_RV.device, non_blocking=True)
+    sampled = sampler.sample(logits_RV[rows_S], [plan.seq_ids[b] for b in rows], plan.grammar_mask)
     result.sampled_ids, result.logprobs = sampled.token_ids, sampled.logprobs
     for b in range(len(plan.seq_ids)):
         logprobs = _prompt_logprobs(plan, b, logits_RV, ends[b], sampler, store)

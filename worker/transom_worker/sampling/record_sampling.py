@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from transom_kernels.sample.cpu import sample_records
 from transom_kernels.sample.table import Adjustments, SampleTable
 from transom_worker.sampling.noise import signed_key
+from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.sequence_state import SequenceState
 
 
@@ -25,10 +25,10 @@ from transom_worker.sampling.sequence_state import SequenceState
 class _Batch:
     """The sequences of a step, and their records."""
 
-    seq_ids: list[int]
-    states: list[SequenceState]
-    numbers: NDArray[np.int64]  # of their records
-    penalised: list[tuple[int, SequenceState]]  # with the numbers of their records
+    states: Sequence[SequenceState]
+    numbers: list[int]  # of their records
+    numbers_S: torch.Tensor
+    penalised: list[tuple[int, TokenCounts]]  # with the numbers of their records
 
 
 class RecordSampler:
@@ -56,7 +56,8 @@ class RecordSampler:
         first_id: int = 0,
         scores_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the token of each row, int64 [S]. The logits are not changed.
+        """Return the token of each row, int64 [S]. The logits are not changed. `states` are the sequences' own, in a list that
+        does not change any more.
 
         Column v is token id `first_id` + v. `scores_S` (float64) takes the scores of the tokens.
 
@@ -64,16 +65,16 @@ class RecordSampler:
             ValueError: the grammar's mask has a wrong length.
         """
         batch = self._batch
-        if batch is None or batch.seq_ids != seq_ids or batch.states != states:
+        if batch is None or batch.states != states:
             batch = self._batch = self._new_batch(seq_ids, states)
-        self._table.set_positions(batch.numbers, [state.output_position for state in batch.states])
-        for number, state in batch.penalised:
-            assert state.counts is not None
-            self._table.set_counts(number, *state.counts.arrays)
+        for number, state in zip(batch.numbers, states, strict=True):
+            self._table.set_position(number, state.output_position)
+        for number, counts in batch.penalised:
+            self._table.set_counts(number, *counts.arrays)
         return sample_records(
             logits_SV,
             self._table,
-            torch.from_numpy(batch.numbers),
+            batch.numbers_S,
             allowed=None if grammar_mask is None else _allowed(grammar_mask, logits_SV),
             first_id=first_id,
             scores=scores_S,
@@ -85,10 +86,10 @@ class RecordSampler:
                 self._numbers[seq_id] = self._add(state)
         numbers = [self._numbers[seq_id] for seq_id in seq_ids]
         return _Batch(
-            list(seq_ids),
-            list(states),
-            np.array(numbers, dtype=np.int64),
-            [(number, state) for number, state in zip(numbers, states, strict=True) if state.counts is not None],
+            states,
+            numbers,
+            torch.tensor(numbers, dtype=torch.int64),
+            [(number, state.counts) for number, state in zip(numbers, states, strict=True) if state.counts is not None],
         )
 
     def _add(self, state: SequenceState) -> int:

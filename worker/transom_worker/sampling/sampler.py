@@ -39,12 +39,22 @@ class SamplerOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The sequences of a step. Most decode steps have those of the step before."""
+
+    seq_ids: Sequence[int]
+    states: list[SequenceState]
+    logprob_rows: list[int]  # rows that ask for log-probabilities
+
+
 class Sampler:
     """Keeps the sampling state of every running sequence, and samples their next tokens."""
 
     def __init__(self, *, eos_token_ids: Sequence[int] = ()) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._states: dict[int, SequenceState] = {}
+        self._rows = _Rows([], [], [])
         self._record_sampler: RecordSampler | None = None
 
     def add(
@@ -75,6 +85,7 @@ class Sampler:
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ids are ignored."""
         self._states.pop(seq_id, None)
+        self._rows = _Rows([], [], [])
         if self._record_sampler is not None:
             self._record_sampler.remove(seq_id)
 
@@ -84,17 +95,25 @@ class Sampler:
         """Return the next token of each sequence, row by row. `logits_SV` is not changed."""
         if not seq_ids:
             return SamplerOutput(token_ids=[])
-        states = [self._states[seq_id] for seq_id in seq_ids]
+        if self._rows.seq_ids != seq_ids:
+            states = [self._states[seq_id] for seq_id in seq_ids]
+            logprob_rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+            self._rows = _Rows(list(seq_ids), states, logprob_rows)
+        token_ids = self._token_ids(logits_SV, self._rows, grammar_mask)
+        logprobs = _logprobs(logits_SV, self._rows, token_ids) if self._rows.logprob_rows else []
+        return SamplerOutput(token_ids=token_ids, logprobs=logprobs)
+
+    def _token_ids(self, logits_SV: torch.Tensor, rows: _Rows, grammar_mask: bytes | None) -> list[int]:
+        states = rows.states
         if self._uses_records(logits_SV):
-            token_ids = self._records.sample(logits_SV, seq_ids, states, grammar_mask=grammar_mask).tolist()
-            return SamplerOutput(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
+            ids: list[int] = self._records.sample(logits_SV, rows.seq_ids, states, grammar_mask=grammar_mask).tolist()
+            return ids
         fused = uses_triton(logits_SV)
         adjusted_SV = logits_SV
         if grammar_mask is not None or any(state.changes_logits for state in states):
             adjusted_SV = logits_SV.clone()
             (apply_bias_and_bans if fused else adjust_logits)(adjusted_SV, states, grammar_mask)
-        token_ids = (sample_fused if fused else _sample_rows)(adjusted_SV, states)
-        return SamplerOutput(token_ids=token_ids, logprobs=_logprobs(logits_SV, states, token_ids))
+        return (sample_fused if fused else _sample_rows)(adjusted_SV, states)
 
     def _uses_records(self, logits_SV: torch.Tensor) -> bool:
         """Whether the CPU kernel samples these logits."""
@@ -147,15 +166,11 @@ def _sample_unfiltered(logits_NV: torch.Tensor, states: Sequence[SequenceState])
     return token_ids_N.tolist()
 
 
-def _logprobs(
-    logits_SV: torch.Tensor, states: Sequence[SequenceState], chosen: list[int]
-) -> list[TokenLogprobs | None]:
-    requested = [(row, k) for row, state in enumerate(states) if (k := state.params.logprobs) is not None]
-    if not requested:
-        return []
-    rows = [row for row, _ in requested]
-    found = token_logprobs(take_rows(logits_SV, rows), [chosen[row] for row in rows], [k for _, k in requested])
-    result: list[TokenLogprobs | None] = [None] * len(states)
-    for row, logprobs in zip(rows, found, strict=True):
+def _logprobs(logits_SV: torch.Tensor, rows: _Rows, chosen: list[int]) -> list[TokenLogprobs | None]:
+    num_top = [rows.states[row].params.logprobs or 0 for row in rows.logprob_rows]
+    logits_LV = take_rows(logits_SV, rows.logprob_rows)
+    found = token_logprobs(logits_LV, [chosen[row] for row in rows.logprob_rows], num_top)
+    result: list[TokenLogprobs | None] = [None] * len(chosen)
+    for row, logprobs in zip(rows.logprob_rows, found, strict=True):
         result[row] = logprobs
     return result
