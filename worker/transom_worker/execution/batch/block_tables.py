@@ -89,8 +89,10 @@ class BlockTables:
         `end` [B].
         """
         length, first = self._length[rows], self._first[rows]
-        num_logical = -(-end // self.block_size)
-        holding = np.minimum(num_logical, self.num_sink_blocks) + np.maximum(0, num_logical - first)
+        num_logical = (end + self.block_size - 1) // self.block_size
+        holding = np.maximum(0, num_logical - first)
+        if self.num_sink_blocks:
+            holding += np.minimum(num_logical, self.num_sink_blocks)
         valid = np.minimum(length, holding)
         table = self._blocks[rows, : max(1, int(valid.max(initial=0)))]
         if (valid < length).any():

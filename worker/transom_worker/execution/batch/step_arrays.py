@@ -34,6 +34,11 @@ class RowRanges:
     start_host: list[int]
     count_host: list[int]
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every sequence has exactly one row."""
+        return self.count_host.count(1) == len(self.count_host)
+
 
 @dataclass(slots=True, kw_only=True)
 class GroupArrays:
@@ -78,9 +83,7 @@ class StepArrays:
     @property
     def only_decodes(self) -> bool:
         """Whether every sequence computes exactly one token and its logits."""
-        return len(self.logit_rows) == len(self.token_ids) == len(self.rows.count) and bool(
-            (self.rows.count == 1).all()
-        )
+        return len(self.logit_rows) == len(self.token_ids) and self.rows.one_each
 
 
 def step_arrays(plan: StepPlan, store: SequenceStore, layout: ArenaLayout) -> StepArrays:
@@ -127,10 +130,13 @@ def _group_arrays(
 
 def _row_ranges(start_host: list[int], count_host: list[int]) -> RowRanges:
     start, count = np.array(start_host, dtype=np.int64), np.array(count_host, dtype=np.int64)
-    offset = np.zeros(len(count) + 1, dtype=np.int64)
-    np.cumsum(count, out=offset[1:])
-    row_of_token = np.repeat(np.arange(len(count)), count)
-    positions = np.arange(offset[-1]) + (start - offset[:-1])[row_of_token]
+    if count_host.count(1) == len(count_host):
+        offset, row_of_token, positions = np.arange(len(count) + 1), np.arange(len(count)), start.copy()
+    else:
+        offset = np.zeros(len(count) + 1, dtype=np.int64)
+        np.cumsum(count, out=offset[1:])
+        row_of_token = np.repeat(np.arange(len(count)), count)
+        positions = np.arange(offset[-1]) + (start - offset[:-1])[row_of_token]
     return RowRanges(
         start=start,
         count=count,
@@ -158,6 +164,8 @@ def _blocks_of_rows(
     """Return the block id of each row, [T], or NO_BLOCK where the sequence has no block for it."""
     batch_rows = rows.row_of_token
     columns = tables.columns(rows.positions // block_size, first_block[batch_rows])
+    if not len(columns) or (columns.min() >= 0 and columns.max() < block_table.shape[1]):
+        return block_table[batch_rows, columns].astype(np.int64)
     inside = (columns >= 0) & (columns < block_table.shape[1])
     blocks = block_table[batch_rows, np.where(inside, columns, 0)].astype(np.int64)
     blocks[~inside] = NO_BLOCK
@@ -167,8 +175,9 @@ def _blocks_of_rows(
 def _slots(blocks: Ints, block_size: int, rows: RowRanges, write_from: list[int], dump_block: int) -> Ints:
     """Return the slot of each row, [T]: in its own block, or in the dump block if its position is below `write_from`."""
     batch_rows = rows.row_of_token
-    blocks[rows.positions < np.array(write_from, dtype=np.int64)[batch_rows]] = dump_block
-    if (blocks == NO_BLOCK).any():
+    if write_from != rows.start_host:
+        blocks[rows.positions < np.array(write_from, dtype=np.int64)[batch_rows]] = dump_block
+    if len(blocks) and blocks.min() == NO_BLOCK:
         token = int(np.argmax(blocks == NO_BLOCK))
         raise ValueError(
             f"Position {rows.positions[token]} of batch row {batch_rows[token]} has no block to be written to."
@@ -178,7 +187,7 @@ def _slots(blocks: Ints, block_size: int, rows: RowRanges, write_from: list[int]
 
 def _logit_rows(plan: StepPlan, rows: RowRanges) -> Ints:
     """Return which of the T rows need logits, sequence by sequence, [R]."""
-    logits_from = np.array(plan.logits_from, dtype=np.int64)
-    if (rows.count == 1).all() and (logits_from == rows.start).all():
+    if plan.logits_from == plan.start and rows.one_each:
         return rows.offset[:-1].copy()
+    logits_from = np.array(plan.logits_from, dtype=np.int64)
     return np.flatnonzero(rows.positions >= logits_from[rows.row_of_token])
