@@ -165,6 +165,4 @@ class SampleTable:
     def _hold(self, words: torch.Tensor) -> None:
         self.words = words
         self._array: Ints = words.numpy()
-        self._numbers = memoryview(
-            self._array.reshape(-1)
-        )  # single numbers are written five times as fast as to an array
+        self._numbers = self._array.reshape(-1).data  # single numbers are written five times as fast as to an array
