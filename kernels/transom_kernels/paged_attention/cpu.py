@@ -7,11 +7,12 @@ a recorded decode step, has no tiles: its launches depend on shapes alone, and t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 
-from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.pool import pool
 from transom_kernels.paged_attention.batch import PagedBatch
@@ -22,7 +23,6 @@ from transom_kernels.paged_attention.rule import MaskRule
 MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
 _ITEMS_PER_THREAD = 4  # slots share decoding rows until there are so many items
 _MAX_PARTIAL_BYTES = 64 << 20
-_KERNELS = "transom_kernels.paged_attention.cpu_kernel"
 
 
 def fits_cpu_kernel(
@@ -48,18 +48,23 @@ def paged_attention_cpu(
     q = q if q.stride(2) == 1 else q.contiguous()
     rows, heads, width = q.shape
     kv_heads, value_width = v_cache.shape[2], v_cache.shape[3]
-    group, dtype = heads // kv_heads, DTYPES[q.dtype]
     out = empty((rows, heads, value_width), q.dtype)
     if out.numel() == 0:
         return out
-    decode, prompt = DecodeLayout(dtype, group, width, value_width), PromptLayout(dtype, group, width, value_width)
-    plan = _plan_of(batch, rule, prompt.tokens)
+    kernels = _kernels(
+        DTYPES[q.dtype],
+        heads // kv_heads,
+        width,
+        value_width,
+        soft_cap is not None,
+        None if sink_logits is None else DTYPES[sink_logits.dtype],
+    )
+    plan = _plan_of(batch, rule, kernels.tile_tokens)
     max_units = _max_units(batch, rule)
-    num_slots = _num_slots(plan.num_decoding * kv_heads, max_units, rows * kv_heads * decode.partial_bytes)
+    num_slots = _num_slots(plan.num_decoding * kv_heads, max_units, 4 * rows * kv_heads * kernels.partial_floats)
     partials = None
     if num_slots > 1:
-        num_floats = rows * kv_heads * max_units * partial_floats(dtype, group, value_width)
-        partials = empty((num_floats,), torch.float32)
+        partials = empty((rows * kv_heads * max_units * kernels.partial_floats,), torch.float32)
     num_tile_items = plan.num_tiles * kv_heads
     size = q.element_size()
     arguments = [
@@ -74,23 +79,49 @@ def paged_attention_cpu(
         0 if sink_logits is None else sink_logits.stride(0) * sink_logits.element_size(),
         kv_heads, float(scale), float(soft_cap or 0.0),
     ]  # fmt: skip
-    parameters = {
-        "dtype": dtype,
-        "group": group,
-        "width": width,
-        "value_width": value_width,
-        "has_soft_cap": soft_cap is not None,
-        "sink_dtype": None if sink_logits is None else DTYPES[sink_logits.dtype],
-    }
-    launch(
-        cpu_kernel(_KERNELS, "make_attend", **parameters),
-        num_tile_items + plan.num_decoding * num_slots * kv_heads,
-        arguments,
+    num_items = num_tile_items + plan.num_decoding * num_slots * kv_heads
+    launch(kernels.attend, num_items, arguments, scratch_bytes=kernels.scratch_bytes)
+    if num_slots > 1:
+        launch(kernels.combine, plan.num_decoding * kv_heads, arguments)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """The kernels of one kind of layer, and their sizes."""
+
+    attend: CpuKernel
+    combine: CpuKernel
+    tile_tokens: int  # query tokens of a prompt's tile
+    partial_floats: int  # of a unit's partial result of one KV head
+    scratch_bytes: int
+
+
+@cache
+def _kernels(
+    dtype: str, group: int, width: int, value_width: int, has_soft_cap: bool, sink_dtype: str | None
+) -> _Kernels:
+    decode, prompt = DecodeLayout(dtype, group, width, value_width), PromptLayout(dtype, group, width, value_width)
+    attend, combine = (
+        cpu_kernel(
+            "transom_kernels.paged_attention.cpu_kernel",
+            maker,
+            dtype=dtype,
+            group=group,
+            width=width,
+            value_width=value_width,
+            has_soft_cap=has_soft_cap,
+            sink_dtype=sink_dtype,
+        )
+        for maker in ("make_attend", "make_combine")
+    )
+    return _Kernels(
+        attend=attend,
+        combine=combine,
+        tile_tokens=prompt.tokens,
+        partial_floats=partial_floats(dtype, group, value_width),
         scratch_bytes=max(decode.num_bytes, prompt.num_bytes),
     )
-    if num_slots > 1:
-        launch(cpu_kernel(_KERNELS, "make_combine", **parameters), plan.num_decoding * kv_heads, arguments)
-    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
 from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, first_key, repeat_last, write_addresses
 from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, words_of
 
-_AHEAD = 32  # keys are asked for so many keys before they are read
+_AHEAD = 96  # keys are asked for so many keys before they are read
 _ROWS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
 
