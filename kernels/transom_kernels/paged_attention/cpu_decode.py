@@ -30,14 +30,11 @@ from transom_kernels.cpu.simd import (
     exp2,
     float_of_bits,
     fma,
-    keep_part,
     lane_max,
     lane_sum,
     load_f32,
     load_i32,
-    load_i64,
     load_scalar_f32,
-    prefetch,
     splat,
     store_bf16,
     store_f32,
@@ -68,92 +65,76 @@ from transom_kernels.paged_attention.cpu_arguments import (
 )
 from transom_kernels.paged_attention.cpu_inner_loops import (
     first_lane,
+    keep_visible,
     make_copy_row,
-    make_dots,
+    make_group_scores,
     make_weighted_sum,
     num_accumulators,
 )
-from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, first_key, repeat_last, write_addresses
+from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, first_key, make_find_groups
 from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, words_of
 
-_AHEAD = 96  # keys are asked for so many keys before they are read
-_ROWS_AT_ONCE = 8  # query heads whose weighted values are summed together
+_HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
 
 def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool) -> Any:
-    """attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial) for keys [begin, end), at most UNIT_KEYS."""
+    """attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial) for the keys [begin, end) of a unit."""
     words, layout = words_of(dtype), DecodeLayout(dtype, group, width, value_width)
-    query_stride, score_stride, weight_stride = layout.query_stride, layout.score_stride, layout.weight_stride
-    keys_at, values_at = layout.key_addresses, layout.value_addresses
+    score_stride, weight_stride = layout.score_stride, layout.weight_stride
+    keys_at, values_at = layout.key_groups, layout.value_groups
     queries_at, scores_at, weights_at = layout.queries, layout.scores, layout.weights
     partial_stride, statistics, weight_bytes = layout.partial_stride, layout.statistics, layout.weight_bytes
-    key_bytes, value_bytes = width * NUM_BYTES[dtype], value_width * NUM_BYTES[dtype]
-    rows = min(group, _ROWS_AT_ONCE, max(1, num_accumulators() // words.elements))
-    rest = group % rows
-    dots = make_dots(words, width)
-    weighted_sum = make_weighted_sum(words, rows, value_width, weight_stride, partial_stride)
-    weighted_rest = make_weighted_sum(words, rest or 1, value_width, weight_stride, partial_stride)
+    heads = min(group, _HEADS_AT_ONCE, max(1, num_accumulators() // words.elements))
+    rest = group % heads
+    find_groups = make_find_groups(layout.key_copies, layout.value_copies, dtype, width, value_width)
+    group_scores = make_group_scores(words, group, width, value_width, (layout.query_stride, score_stride))
+    strides = (weight_stride, partial_stride)
+    weighted_sum = make_weighted_sum(words, heads, value_width, strides)
+    weighted_rest = make_weighted_sum(words, rest or 1, value_width, strides)
     store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
     masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
     zero = np.float32(0.0)
 
     @njit
-    def scores_of(scratch, padded):
-        """scores[g, k] = q[g] * key[k]; keys and values that are needed soon are asked for on the way."""
-        for k in range(0, padded, 16):
-            ahead = min(k + _AHEAD, padded - 16)
-            for t in range(16):
-                key, value = load_i64(scratch + keys_at + 8 * (ahead + t)), load_i64(scratch + values_at + 8 * (k + t))
-                for line in range(0, key_bytes, 64):
-                    prefetch(key + line)
-                for line in range(0, value_bytes, 64):
-                    prefetch(value + line)
-            for g in range(group):
-                at = scratch + scores_at + g * score_stride + 4 * k
-                store_f32(at, dots(scratch + keys_at + 8 * k, scratch + queries_at + g * query_stride))
-
-    @njit
-    def softmax(scores, weights, count, padded, scale, soft_cap, statistics_at):
-        """weights = 2 ** (score - maximum); store maximum and sum. Scores become base 2; those from `count` on are masked."""
-        factor = splat(scale * log2_e)
+    def softmax(scores, weights, first, begin, end, factor, soft_cap, statistics_at):
+        """weights = 2 ** (score - maximum); store maximum and sum. Scores become base 2. Key `first` has the first score."""
         top = splat(no_maximum)
-        for k in range(0, padded, 16):
-            x = load_f32(scores + 4 * k)
-            x = x * factor if not has_soft_cap else tanh(x * splat(scale / soft_cap)) * splat(soft_cap * log2_e)
-            if k + 16 > count:
-                x = keep_part(x, count - k, masked)
-            store_f32(scores + 4 * k, x)
+        for key in range(first, end, 16):
+            at = scores + 4 * (key - first)
+            x = load_f32(at) * splat(factor)
+            if has_soft_cap:
+                x = tanh(x) * splat(soft_cap * log2_e)
+            if key < begin or key + 16 > end:
+                x = keep_visible(x, key, begin, end - 1, key, masked)
+            store_f32(at, x)
             top = vector_max(top, x)
         maximum = lane_max(top)
         total = splat(zero)
-        for k in range(0, padded, 16):
-            weight = weight_of(load_f32(scores + 4 * k) - splat(maximum))
+        for key in range(first, end, 16):
+            weight = weight_of(load_f32(scores + 4 * (key - first)) - splat(maximum))
             total = total + weight
-            store_weights(weights + weight_bytes * k, weight)
+            store_weights(weights + weight_bytes * (key - first), weight)
         store_scalar_f32(statistics_at, maximum)
         store_scalar_f32(statistics_at + 4, lane_sum(total))
 
     @njit
     def attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial):
         """Attention of the queries in scratch to some keys."""
-        count = end - begin
-        padded = (count + 15) // 16 * 16
-        keys, values = scratch + keys_at, scratch + values_at
-        write_addresses(arguments, sequence, kv_head, begin, end, keys, values)
-        repeat_last(keys, count, padded)
-        repeat_last(values, count, padded)
-        scores_of(scratch, padded)
+        first, keys, values = begin // 16 * 16, scratch + keys_at, scratch + values_at
+        num_groups = (end - first + 15) // 16
+        find_groups(arguments, scratch, sequence, kv_head, begin, end, keys, values)
+        group_scores(keys, values, num_groups, scratch + queries_at, scratch + scores_at)
         scale, soft_cap = float_of_bits(argument(arguments, SCALE)), float_of_bits(argument(arguments, SOFT_CAP))
+        factor = scale / soft_cap if has_soft_cap else scale * log2_e
         for g in range(group):
             scores, weights = scratch + scores_at + g * score_stride, scratch + weights_at + g * weight_stride
-            softmax(scores, weights, count, padded, scale, soft_cap, partial + g * partial_stride + statistics)
+            softmax(scores, weights, first, begin, end, factor, soft_cap, partial + g * partial_stride + statistics)
         weights = scratch + weights_at
-        even = (count + 1) // 2 * 2
-        for g in range(0, group - rest, rows):
-            weighted_sum(values, even, weights + g * weight_stride, partial + g * partial_stride)
+        for g in range(0, group - rest, heads):
+            weighted_sum(values, num_groups, weights + g * weight_stride, partial + g * partial_stride)
         if rest:
             g = group - rest
-            weighted_rest(values, even, weights + g * weight_stride, partial + g * partial_stride)
+            weighted_rest(values, num_groups, weights + g * weight_stride, partial + g * partial_stride)
 
     return attend_unit
 

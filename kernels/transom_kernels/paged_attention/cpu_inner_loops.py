@@ -2,8 +2,8 @@
 
 Vectors are of words (`cpu_layout.py`).
 
-- row: one key or one value of one head, whose elements are adjacent in the cache. Rows are found through arrays of addresses, one
-  int64 per key, so blocks may have any size and lie anywhere.
+- row: one key or one value of one head, whose elements are adjacent in the cache.
+- group: the rows of 16 keys, one behind the other. Groups are found through arrays of addresses, so they may lie anywhere.
 
 Legend: R query rows, K words that are summed, N vectors of 16 columns.
 """
@@ -30,6 +30,7 @@ from transom_kernels.cpu.simd import (
     broadcast,
     constant,
     dot_pairs,
+    emit_prefetch,
     f32x16,
     function,
     int32,
@@ -42,6 +43,7 @@ from transom_kernels.cpu.simd import (
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.paged_attention.cpu_layout import VECTOR_BYTES, Words
 
+_GROUPS_AHEAD = 4  # keys are asked for so many groups before they are read
 _I = types.int64
 _F16_16 = ir.VectorType(F16, LANES)
 _I16_16, _I16_32 = ir.VectorType(I16, LANES), ir.VectorType(I16, 2 * LANES)
@@ -109,71 +111,116 @@ def sums_of_lanes(b, vectors):
     return reduce(list(vectors))[0]
 
 
-def make_dots(words: Words, width: int):
-    """dots(addresses, q): lane t is the product of `q` (a row in words) with the key at address t of 16."""
-    num_vectors = words.vectors(width)
+def make_group_scores(words: Words, heads: int, width: int, value_width: int, strides: tuple[int, int]):
+    """group_scores(keys, values, num_groups, queries, scores): scores[h, key] = the product of query and key, unscaled.
+
+    `keys` and `values` are the addresses of groups; values are asked for, because they are read next. `strides` are the bytes of a
+    query in words and of a head's scores.
+    """
+    query_stride, score_stride = strides
+    num_vectors, key_bytes = words.vectors(width), width * NUM_BYTES[words.dtype]
+    lines_of_keys = range(0, LANES * key_bytes, 64)
+    lines_of_values = range(0, LANES * value_width * NUM_BYTES[words.dtype], 64)
+    kind = I32_16 if words.pairs else F32_16
+    unrolled = heads * num_vectors <= 16
+
+    def load_query(b, queries, head):
+        at = b.add(queries, b.mul(head, int64(query_stride)))
+        return [load(b, b.add(at, int64(VECTOR_BYTES * j)), kind, 64) for j in range(num_vectors)]
+
+    def emit_head(b, key, query, place):
+        products = []
+        for t in range(LANES):
+            total, row = constant(F32_16, 0.0), b.add(key, int64(t * key_bytes))
+            for j in range(num_vectors):
+                total = multiply(b, words, total, row_vector(b, words, row, j, width), query[j])
+            products.append(total)
+        store(b, sums_of_lanes(b, products), place, 64)
 
     @intrinsic
-    def dots(typingctx, addresses, q):
+    def group_scores(typingctx, keys, values, num_groups, queries, scores):
         def emit(context, b, sig, args):
-            addresses, q = args
-            kind = I32_16 if words.pairs else F32_16
-            query = [load(b, b.add(q, int64(VECTOR_BYTES * j)), kind, 64) for j in range(num_vectors)]
-            products = []
-            for t in range(LANES):
-                key = load(b, b.add(addresses, int64(8 * t)), I64, 8)
-                total = constant(F32_16, 0.0)
-                for j in range(num_vectors):
-                    total = multiply(b, words, total, row_vector(b, words, key, j, width), query[j])
-                products.append(total)
-            return sums_of_lanes(b, products)
+            keys, values, num_groups, queries, scores = args
+            last = b.sub(num_groups, int64(1))
+            held = [load_query(b, queries, int64(h)) for h in range(heads)] if unrolled else []
 
-        return f32x16(_I, _I), emit
+            def body(group, carried):
+                ahead = b.add(group, int64(_GROUPS_AHEAD))
+                ahead = b.select(b.icmp_signed("<", ahead, last), ahead, last)
+                for at, index, lines in ((keys, ahead, lines_of_keys), (values, group, lines_of_values)):
+                    address = load(b, b.add(at, b.shl(index, int64(3))), I64, 8)
+                    for line in lines:
+                        emit_prefetch(b, b.add(address, int64(line)))
+                key = load(b, b.add(keys, b.shl(group, int64(3))), I64, 8)
+                out = b.add(scores, b.shl(group, int64(6)))
+                if unrolled:
+                    for h in range(heads):
+                        emit_head(b, key, held[h], b.add(out, int64(h * score_stride)))
+                else:
 
-    return dots
+                    def one_head(h, carried):
+                        emit_head(b, key, load_query(b, queries, h), b.add(out, b.mul(h, int64(score_stride))))
+                        return carried
+
+                    Loop(b, int64(heads), 1, [], one_head)
+                return carried
+
+            Loop(b, num_groups, 1, [], body)
+            return context.get_dummy_value()
+
+        return types.void(_I, _I, _I, _I, _I), emit
+
+    return group_scores
 
 
-def make_weighted_sum(words: Words, rows: int, width: int, weight_stride: int, out_stride: int):
-    """weighted_sum(addresses, count, weights, out): out[r] = sum over keys of weights[r, key] * values[key], for `rows` rows.
+def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, int]):
+    """weighted_sum(values, num_groups, weights, out): out[h] = the sum over keys of weights[h, key] * values[key].
 
-    `count` is even and above 0. `weights` are float32, or bfloat16 where `words` are pairs. Strides are in bytes. Results are
-    float32 in the order of the values' columns; as many columns are computed at once as registers hold sums for.
+    `values` are the addresses of groups. `weights` are float32, or bfloat16 where `words` are pairs. `strides` are the bytes of a
+    head's weights and results. Results are float32 in the order of the values' columns; as many columns are computed at once as
+    registers hold sums for.
     """
-    step = max(words.elements, num_accumulators() // rows // words.elements * words.elements)
+    weight_stride, out_stride = strides
+    value_bytes = width * NUM_BYTES[words.dtype]
+    step = max(words.elements, num_accumulators() // heads // words.elements * words.elements)
+    keys_at_once = LANES if words.output_vectors(width) * heads <= 32 else 4  # how far the loop is unrolled
 
-    def emit_slice(b, first, num, addresses, count, weights, out):
+    def emit_keys(b, sums, first, num, value, weights):
+        """Add a word's keys: a pair, or one."""
+        columns = range(first // words.elements, (first + num) // words.elements)
+        vectors = [row_vector(b, words, value, j, width) for j in columns]
+        if words.pairs:
+            others = [row_vector(b, words, b.add(value, int64(value_bytes)), j, width) for j in columns]
+            vectors = [half for x, y in zip(vectors, others, strict=True) for half in _interleave(b, x, y)]
+        for h in range(heads):
+            weight = splat_at(b, words, b.add(weights, int64(h * weight_stride)))
+            for j in range(num):
+                sums[h * num + j] = multiply(b, words, sums[h * num + j], vectors[j], weight)
+
+    def emit_slice(b, first, num, values, num_groups, weights, out):
         """The results' vectors [first, first + num)."""
 
         def body(k, sums):
             sums = list(sums)
-            rows_of_values = [load(b, b.add(addresses, b.shl(b.add(k, int64(t)), int64(3))), I64, 8) for t in range(2)]
-            values = [
-                [
-                    row_vector(b, words, value, j, width)
-                    for j in range(first // words.elements, (first + num) // words.elements)
-                ]
-                for value in rows_of_values
-            ]
-            if words.pairs:
-                values = [[half for x, y in zip(*values, strict=True) for half in _interleave(b, x, y)]]
-            for t, vectors in enumerate(values):
-                at = b.add(weights, b.shl(b.add(k, int64(t)), int64(1 if words.pairs else 2)))
-                for r in range(rows):
-                    weight = splat_at(b, words, b.add(at, int64(r * weight_stride)))
-                    for j in range(num):
-                        sums[r * num + j] = multiply(b, words, sums[r * num + j], vectors[j], weight)
+            group = load(b, b.add(values, b.shl(b.lshr(k, int64(4)), int64(3))), I64, 8)
+            group = b.add(group, b.mul(b.and_(k, int64(15)), int64(value_bytes)))
+            at = b.add(weights, b.shl(k, int64(1 if words.pairs else 2)))
+            for t in range(0, keys_at_once, words.elements):
+                value = b.add(group, int64(t * value_bytes))
+                emit_keys(b, sums, first, num, value, b.add(at, int64(t * 4 // words.elements)))
             return sums
 
-        sums = Loop(b, count, 2, [constant(F32_16, 0.0)] * (rows * num), body).results
-        for r in range(rows):
-            vectors = sums[r * num : (r + 1) * num]
+        zeros = [constant(F32_16, 0.0)] * (heads * num)
+        sums = Loop(b, b.shl(num_groups, int64(4)), keys_at_once, zeros, body).results
+        for h in range(heads):
+            vectors = sums[h * num : (h + 1) * num]
             if words.pairs:
                 vectors = [half for j in range(0, num, 2) for half in _in_order(b, vectors[j], vectors[j + 1])]
             for j in range(num):
-                store(b, vectors[j], b.add(out, int64(r * out_stride + (first + j) * VECTOR_BYTES)), 64)
+                store(b, vectors[j], b.add(out, int64(h * out_stride + (first + j) * VECTOR_BYTES)), 64)
 
     @intrinsic
-    def weighted_sum(typingctx, addresses, count, weights, out):
+    def weighted_sum(typingctx, values, num_groups, weights, out):
         def emit(context, b, sig, args):
             total = words.output_vectors(width)
             for first in range(0, total, step):
@@ -183,6 +230,25 @@ def make_weighted_sum(words: Words, rows: int, width: int, weight_stride: int, o
         return types.void(_I, _I, _I, _I), emit
 
     return weighted_sum
+
+
+def make_move_row(dtype: str, width: int):
+    """move_row(row, out): copy a row; what lies behind `out`, up to the end of a vector, is overwritten, too."""
+
+    @intrinsic
+    def move_row(typingctx, row, out):
+        def emit(context, b, sig, args):
+            row, out = args
+            vector = F32_16 if dtype == "f32" else _I16_32
+            for first in range(0, width, vector.count):
+                offset = int64(first * NUM_BYTES[dtype])
+                part = _load_first(b, b.add(row, offset), vector, min(vector.count, width - first))
+                store(b, part, b.add(out, offset), 2)
+            return context.get_dummy_value()
+
+        return types.void(_I, _I), emit
+
+    return move_row
 
 
 def _interleave(b, x, y):

@@ -86,8 +86,10 @@ class DecodeLayout:
         self.partial_stride = self.partial_bytes // group
         self.statistics = self.partial_stride - VECTOR_BYTES  # of maximum and sum behind a query head's weighted values
         self.queries = memory.take(group * self.query_stride)
-        self.key_addresses = memory.take(8 * UNIT_KEYS)
-        self.value_addresses = memory.take(8 * UNIT_KEYS)
+        self.key_groups = memory.take(8 * UNIT_KEYS // _LANES)
+        self.value_groups = memory.take(8 * UNIT_KEYS // _LANES)
+        self.key_copies = memory.take(UNIT_KEYS * width * 4 + VECTOR_BYTES)
+        self.value_copies = memory.take(UNIT_KEYS * value_width * 4 + VECTOR_BYTES)
         self.scores = memory.take(group * self.score_stride)
         self.weights = memory.take(group * self.weight_stride)
         self.partial = memory.take(self.partial_bytes)
