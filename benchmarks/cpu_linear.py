@@ -16,6 +16,7 @@ Shapes are K x N; `gated` has gate and up of N together, and the activation.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
@@ -74,7 +75,8 @@ def candidates(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[[torch.Te
 
     found: dict[str, Callable[[torch.Tensor, int], object]] = {"own": own, "torch": by_torch}
     if dtype == torch.bfloat16:
-        found["onednn"] = onednn(plain, gated=shape.gated)
+        with contextlib.suppress(AttributeError, RuntimeError):  # not in this torch, or not on this processor
+            found["onednn"] = onednn(plain, gated=shape.gated)
     found["read"] = lambda x, index: _read(packed[index])
     return found
 
