@@ -17,7 +17,7 @@ from transom_kernels.linear.layout import LINE, STEP_BYTES, TILE_ROWS, Method, p
 from transom_kernels.linear.weights import PackedWeight
 
 _BLOCK_BYTES = 1 << 20  # of x in a block: half of a usual second-level cache
-_MOST_ROWS = 256  # of a block
+_MOST_ROWS = 512  # of a block
 _FEW_ROWS = 2 * TILE_ROWS  # whose products with a group of panels need no chunks of K
 _CHUNK_BYTES = 64 << 10  # of each of two panels in a chunk, which stays in the nearer caches
 _ITEMS_PER_THREAD = (4, 8)  # least and most
