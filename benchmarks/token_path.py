@@ -71,7 +71,7 @@ def start(haproxy: bool) -> Any:
         def _start_serve(self, given: dict[str, Any]) -> None:
             from transom_cluster import app
 
-            app.worker_deployment = lambda settings: Paced()
+            app.worker_deployment = lambda settings, resources: Paced()
             super()._start_serve(given)
 
     os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"

@@ -56,6 +56,7 @@ _ENVIRONMENT = {
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_memory_monitor_refresh_ms": "1000",
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "transom_cluster.serve.control_loop.adapt_interval",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "transom_cluster.serve.proxy_clock.slow_clock",
 }
 
 

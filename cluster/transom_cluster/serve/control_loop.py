@@ -2,7 +2,7 @@
 
 Serve's controller compares what should run with what runs, in a loop, ten times a second. Each start of a replica takes several
 rounds, so that shorter intervals start a server faster, while an idle controller with this interval takes 2 to 3 % of a core.
-With the longer interval the controller still checks each replica every `app.HEALTH_CHECK_PERIOD_S`.
+With the longer interval each round checks every replica, so that they are checked about every `app.HEALTH_CHECK_PERIOD_S`.
 
 Serve calls `adapt_interval` in the controller's process, where RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH names it.
 """
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 BUSY_INTERVAL_S = 0.05
-STEADY_INTERVAL_S = 0.5
+STEADY_INTERVAL_S = (
+    1.12  # Serve draws each period of health checks between 0.9 and 1.1 of what is set, so every round has one
+)
 
 # Of applications and of deployments, in Serve's words: nothing has to be started or stopped.
 STEADY_STATES = frozenset({"RUNNING", "HEALTHY", "DEPLOY_FAILED"})
