@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
+from tests.matrices import some_daily
+from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.sample.cpu import sample_cpu, sample_records
 from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import sample_reference
@@ -18,6 +21,11 @@ from transom_worker.sampling import noise
 
 ROWS = 24
 NO_INTS, NO_FLOATS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+
+ARM = CpuTarget(
+    triple="aarch64-unknown-linux-gnu", name="neoverse-n1", features="", x86=False, avx512=False, bf16=False, vnni=False,
+    amx=False,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +206,15 @@ def test_checked() -> None:
     run_checked(small_case)
 
 
-@pytest.mark.parametrize("processor", ["haswell"])
+@pytest.mark.parametrize("processor", some_daily(["haswell", "x86-64", "skylake-avx512"], daily=["haswell"]))
 def test_for_another_processor(processor: str) -> None:
     run_in_child(small_case, TRANSOM_CPU=processor)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", ["sample.cpu_kernel make_sample", "logprobs.cpu_kernel make_logprobs"])
+def test_arm_code_can_be_made(kernel: str) -> None:
+    module, maker = kernel.split()
+    code = object_code(cpu_kernel(f"transom_kernels.{module}", maker), ARM)
+    assert code[:4] == b"\x7fELF"
+    assert int.from_bytes(code[18:20], "little") == 183  # EM_AARCH64
