@@ -170,26 +170,22 @@ _FP4 = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)  # 0, 0.
 _FP4_SIGNED = (*_FP4, *(bits | 0x8000 for bits in _FP4))
 
 
-def fp4_pairs(b: ir.IRBuilder, bytes_: ir.Value) -> ir.Value:
-    """16 bytes of two 4-bit numbers (e2m1: sign, two bits of exponent, one of fraction) as pairs; the first is the low half."""
-    index = b.zext(bytes_, I32_16)
-    high = b.lshr(index, constant(I32_16, 4))
+def fp4_pairs(b: ir.IRBuilder, words: ir.Value, index: int) -> ir.Value:
+    """Pairs of the 4-bit numbers (e2m1: sign, two bits of exponent, one of fraction) at `index` (0 to 3) of each half of a word."""
+    shifted = b.lshr(words, constant(I32_16, 4 * index))
+    if (
+        cpu_target().bf16
+    ):  # has the instruction for 32 entries, too: the fifth bit of an index belongs to the next number
+        half = ir.VectorType(I16, 2 * LANES)
+        table = ir.Constant(half, [*_FP4_SIGNED, *_FP4_SIGNED])
+        look_up = function(b, "llvm.x86.avx512.permvar.hi.512", half, [half, half])
+        return b.bitcast(b.call(look_up, [table, b.bitcast(shifted, half)]), I32_16)
+    high = b.lshr(words, constant(I32_16, 16 + 4 * index))
     if cpu_target().avx512:
-        low = _look_up(b, list(_FP4_SIGNED), index)
+        low = _look_up(b, list(_FP4_SIGNED), shifted)
         return b.or_(low, _look_up(b, [bits << 16 for bits in _FP4_SIGNED], high))
-    low = _fp4_bits(b, b.and_(index, constant(I32_16, 15)))
-    return b.or_(low, b.shl(_fp4_bits(b, high), constant(I32_16, 16)))
-
-
-def fp4_floats(b: ir.IRBuilder, bytes_: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The first and the second 4-bit numbers of 16 bytes, in float32."""
-    if cpu_target().avx512:
-        index, table = b.zext(bytes_, I32_16), [bits << 16 for bits in _FP4_SIGNED]
-        halves = (index, b.lshr(index, constant(I32_16, 4)))
-        first, second = (b.bitcast(_look_up(b, table, half), F32_16) for half in halves)
-        return first, second
-    pairs = fp4_pairs(b, bytes_)
-    return pair_low(b, pairs), pair_high(b, pairs)
+    low, high = (_fp4_bits(b, b.and_(code, constant(I32_16, 15))) for code in (shifted, high))
+    return b.or_(low, b.shl(high, constant(I32_16, 16)))
 
 
 def _look_up(b: ir.IRBuilder, table: list[int], index: ir.Value) -> ir.Value:

@@ -5,7 +5,7 @@ activations does not depend on other rows. With AMX a step of the chain is the p
 group of 32 columns starts at zero, and the group's sum is multiplied by its scale (a power of two) and added to the sum of the
 groups before.
 
-- unit: the columns of one 32-bit word of a row: one in float32, two in bfloat16 (and in MXFP4, where they take 8 bits).
+- unit: the columns of one 32-bit word of a row, one in float32 and two in bfloat16; in MXFP4 two columns, too.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from transom_kernels.cpu.simd import (
     constant,
     dot_pairs,
     emit_prefetch,
-    fp4_floats,
     fp4_pairs,
     int64,
     load,
     multiply_add,
+    pair_high,
+    pair_low,
     store,
 )
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.tiles import configure_tiles, make_tile_product, release_tiles
 
 PANEL_BYTES = 4 * 64  # of the sums of one row
-GROUP_UNITS = 16  # of MXFP4, in each of which two columns share a byte
+GROUP_UNITS = 16  # of MXFP4
 GROUP_BYTES = 17 * 64
 
 # Columns that many rows share are read from memory once, and then from the second level of the cache (AMX: from the first).
@@ -87,29 +88,32 @@ def _make_by_tiles() -> Any:
 
 
 def _make_by_vectors(kind: str, dtype: str) -> Any:
-    tile_rows, tile_panels = (5, 4) if cpu_target().avx512 else (2, 2)
-    one, many = _make_tile(kind, dtype, 1, tile_panels), _make_tile(kind, dtype, tile_rows, tile_panels)
+    many_rows, tile_panels = (5, 4) if cpu_target().avx512 else (2, 2)
+    one, two, many = (_make_tile(kind, dtype, rows, tile_panels) for rows in (1, 2, many_rows))
     groups = kind == "mx"
     x_unit_bytes = 8 if groups and dtype == "f32" else 4
 
     @njit(error_model="numpy")
     def multiply(x, x_stride, rows, weight, units, sums, memory):  # type: ignore[no-untyped-def]
-        panel_stride = 16 if groups else units * 64
-        block = units if rows <= tile_rows else _BLOCK_UNITS
+        panel_stride = 64 if groups else units * 64
+        block = units if rows <= many_rows else _BLOCK_UNITS
         for begin in range(0, units, block):
             count = min(block, units - begin)
             part = weight + (begin // GROUP_UNITS * GROUP_BYTES if groups else begin * 64)
             first = x + begin * x_unit_bytes
             row = 0
             while row < rows:
-                taken = min(tile_rows, rows - row)
+                taken = min(many_rows, rows - row)
                 for panel in range(0, 4, tile_panels):
                     at = part + panel * panel_stride
                     out = sums + row * PANEL_BYTES + panel * 64
+                    place = first + row * x_stride
                     if taken == 1:
-                        one(first + row * x_stride, x_stride, 0, at, panel_stride, count, out, begin)
+                        one(place, x_stride, 0, at, panel_stride, panel, count, out, begin)
+                    elif taken == 2:
+                        two(place, x_stride, 1, at, panel_stride, panel, count, out, begin)
                     else:
-                        many(first + row * x_stride, x_stride, taken - 1, at, panel_stride, count, out, begin)
+                        many(place, x_stride, taken - 1, at, panel_stride, panel, count, out, begin)
                 row += taken
 
     return multiply
@@ -120,12 +124,11 @@ def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
 
     With `goes_on` the sums are added to.
     """
-    emit = _emit_groups if kind == "mx" else _emit_units
 
     @intrinsic
-    def tile(typingctx, x, x_stride, last_row, weight, panel_stride, units, sums, goes_on):  # type: ignore[no-untyped-def]
+    def tile(typingctx, x, x_stride, last_row, weight, panel_stride, panel, units, sums, goes_on):  # type: ignore[no-untyped-def]
         def generate(context, b, sig, args):  # type: ignore[no-untyped-def]
-            x, x_stride, last_row, weight, panel_stride, units, sums, goes_on = args
+            x, x_stride, last_row, weight, panel_stride, panel, units, sums, goes_on = args
             indices = [b.select(b.icmp_signed("<", int64(row), last_row), int64(row), last_row) for row in range(rows)]
             x_rows = [b.add(x, b.mul(index, x_stride)) for index in indices]
             places = [
@@ -137,12 +140,17 @@ def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
             zero = constant(F32_16, 0.0)
             totals = [b.select(adds, load(b, place, F32_16, 4), zero) for place in places]
             weights = [b.add(weight, b.mul(panel_stride, int64(p))) for p in range(panels)]
-            totals = emit(b, dtype, x_rows, weights, units, totals)
+            if kind == "mx":  # behind a group's words, 16 bytes for each of the panel's parts of 64 bytes
+                parts = [b.add(panel, int64(p)) for p in range(panels)]
+                scales = [b.sub(int64(GROUP_UNITS * 64), b.mul(part, int64(48))) for part in parts]
+                totals = _emit_groups(b, dtype, x_rows, weights, scales, units, totals)
+            else:
+                totals = _emit_units(b, dtype, x_rows, weights, units, totals)
             for place, total in zip(places, totals, strict=True):
                 store(b, total, place, 4)
             return context.get_dummy_value()
 
-        return signature(types.void, *[types.int64] * 8), generate
+        return signature(types.void, *[types.int64] * 9), generate
 
     return tile
 
@@ -171,8 +179,8 @@ def _emit_units(b, dtype, x_rows, weights, units, totals):  # type: ignore[no-un
     return Loop(b, units, 1, totals, body).results
 
 
-def _emit_groups(b, dtype, x_rows, weights, units, totals):  # type: ignore[no-untyped-def]
-    """Sums over MXFP4 weights."""
+def _emit_groups(b, dtype, x_rows, weights, scales, units, totals):  # type: ignore[no-untyped-def]
+    """Sums over MXFP4 weights; `scales` are the distances from a group's words to its scales."""
     zeros = [constant(F32_16, 0.0)] * len(totals)
     x_bytes = 8 if dtype == "f32" else 4
 
@@ -180,27 +188,31 @@ def _emit_groups(b, dtype, x_rows, weights, units, totals):  # type: ignore[no-u
         offset = b.mul(b.sdiv(unit, int64(GROUP_UNITS)), int64(GROUP_BYTES))
         starts = [b.add(weight, offset) for weight in weights]
 
-        def body(inner, sums):  # type: ignore[no-untyped-def]
-            sums = list(sums)
-            values = [load(b, b.add(start, b.mul(inner, int64(64))), _BYTES_16, 16) for start in starts]
+        def line(inner, sums):  # type: ignore[no-untyped-def]
+            sums, at = list(sums), b.mul(inner, int64(64))  # 256 bytes for 4 units
+            words = [load(b, b.add(start, at), I32_16, 64) for start in starts]
             if len(x_rows) == 1:
-                emit_prefetch(b, b.add(b.add(starts[0], b.mul(inner, int64(64))), int64(_AHEAD)))
-            values = [fp4_floats(b, value) if dtype == "f32" else [fp4_pairs(b, value)] for value in values]
-            for row, x in enumerate(x_rows):
-                place = b.add(x, b.mul(b.add(unit, inner), int64(x_bytes)))
-                for half in range(2 if dtype == "f32" else 1):
-                    word = load(b, b.add(place, int64(4 * half)), F32 if dtype == "f32" else I32, 4)
-                    factor = broadcast(b, word, F32_16 if dtype == "f32" else I32_16)
-                    for p, value in enumerate(values):
-                        index = row * len(weights) + p
-                        if dtype == "f32":
-                            sums[index] = multiply_add(b, value[half], factor, sums[index])
-                        else:
-                            sums[index] = dot_pairs(b, sums[index], value[0], factor)
+                for start in starts:
+                    emit_prefetch(b, b.add(b.add(start, at), int64(_AHEAD)))
+            for index in range(4):
+                pairs = [fp4_pairs(b, word, index) for word in words]
+                for row, x in enumerate(x_rows):
+                    place = b.add(x, b.mul(b.add(b.add(unit, inner), int64(index)), int64(x_bytes)))
+                    if dtype == "f32":
+                        for half, widen in enumerate((pair_low, pair_high)):
+                            factor = broadcast(b, load(b, b.add(place, int64(4 * half)), F32, 4), F32_16)
+                            for p, pair in enumerate(pairs):
+                                at_sum = row * len(weights) + p
+                                sums[at_sum] = multiply_add(b, widen(b, pair), factor, sums[at_sum])
+                    else:
+                        factor = broadcast(b, load(b, place, I32, 4), I32_16)
+                        for p, pair in enumerate(pairs):
+                            at_sum = row * len(weights) + p
+                            sums[at_sum] = dot_pairs(b, sums[at_sum], pair, factor)
             return sums
 
-        sums = Loop(b, int64(GROUP_UNITS), 1, zeros, body).results
-        factors = [_scale(b, b.add(start, int64(GROUP_UNITS * 64))) for start in starts]
+        sums = Loop(b, int64(GROUP_UNITS), 4, zeros, line).results
+        factors = [_scale(b, b.add(start, scale)) for start, scale in zip(starts, scales, strict=True)]
         return [
             multiply_add(b, factors[index % len(weights)], one, total)
             for index, (one, total) in enumerate(zip(sums, totals, strict=True))

@@ -4,7 +4,7 @@ A *panel* is 64 rows (outputs) of a weight matrix. A kernel reads it from its be
 
     float32     [4] [columns] [16 rows]
     bfloat16    [4] [columns / 2] [16 rows] [2 columns]                          a 32-bit word holds two columns of a row
-    MXFP4       [columns / 32] ([16] [64 rows] [2 columns], then [64] scales)    a byte holds two columns of a row
+    MXFP4       [columns / 32] ([4] [64 rows] [8 columns], then [64] scales)     a word holds columns 0 2 4 6 1 3 5 7, from bit 0 on
 
 A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gates and their ups: a kernel has both factors of 32
 activations. Rows and columns are padded with zeros, columns to a multiple of 32.
@@ -115,8 +115,8 @@ def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
         for expert in range(num_experts):
             blocks, scales = weight.blocks[expert][rows], weight.scales[expert][rows]
             blocks[padding], scales[padding] = 0, MX_BIAS
-            parts = blocks.view(num_panels, PANEL, columns // MX_GROUP, MX_GROUP // 2).permute(0, 2, 3, 1)
-            panels[expert, ..., :-PANEL] = parts.flatten(2)
+            words = _mx_words(blocks).view(num_panels, PANEL, columns // MX_GROUP, 4).permute(0, 2, 3, 1)
+            panels[expert, ..., :-PANEL] = words.flatten(2).contiguous().view(torch.uint8)
             panels[expert, ..., -PANEL:] = scales.view(num_panels, PANEL, -1).transpose(1, 2)
         return PackedMatrix(panels=panels.flatten(2), columns=columns, dtype=None)
     if weight.dtype not in PACKED_DTYPES:
@@ -130,6 +130,14 @@ def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
         panels[expert] = padded.view(torch.int32).view(-1, LANES, words).transpose(1, 2)
     panels = panels.view(num_experts, num_panels, words * PANEL).view(torch.uint8)
     return PackedMatrix(panels=panels, columns=columns, dtype=weight.dtype)
+
+
+def _mx_words(blocks: torch.Tensor) -> torch.Tensor:
+    """Eight columns to a word: even columns in its low half."""
+    bytes_ = blocks.view(len(blocks), -1, 4).to(torch.int32)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32)
+    words = ((bytes_ & 15) << shifts) + ((bytes_ >> 4) << (shifts + 16))
+    return words.sum(dim=2, dtype=torch.int32)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
