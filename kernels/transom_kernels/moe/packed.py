@@ -106,30 +106,35 @@ def _gate_up_rows(inner: int, *, interleaved: bool) -> torch.Tensor:
 
 
 def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
-    num_experts, _, given_columns = weight.shape
-    columns, num_panels = padded_columns(given_columns), len(rows) // PANEL
-    padding, rows = rows < 0, rows.clamp(min=0)
     if isinstance(weight, MxTensor):
-        group_bytes = PANEL * MX_GROUP // 2 + PANEL
-        panels = _empty((num_experts, num_panels, columns // MX_GROUP, group_bytes), torch.uint8)
-        for expert in range(num_experts):
-            blocks, scales = weight.blocks[expert][rows], weight.scales[expert][rows]
-            blocks[padding], scales[padding] = 0, MX_BIAS
-            words = _mx_words(blocks).view(num_panels, PANEL, columns // MX_GROUP, 4).permute(0, 2, 3, 1)
-            panels[expert, ..., :-PANEL] = words.flatten(2).contiguous().view(torch.uint8)
-            panels[expert, ..., -PANEL:] = scales.view(num_panels, PANEL, -1).transpose(1, 2)
-        return PackedMatrix(panels=panels.flatten(2), columns=columns, dtype=None)
+        return _pack_mx(weight, rows)
     if weight.dtype not in PACKED_DTYPES:
         raise ValueError(f"experts in {weight.dtype} cannot be packed; give bfloat16, float32 or MXFP4.")
+    num_experts, _, width = weight.shape
+    columns, num_panels = padded_columns(width), len(rows) // PANEL
     words = columns * weight.itemsize // 4
     panels = _empty((num_experts, num_panels * PANEL // LANES, words, LANES), torch.int32)
-    padded = torch.zeros((len(rows), columns), dtype=weight.dtype)
+    padding, padded = rows < 0, torch.zeros((len(rows), columns), dtype=weight.dtype)
     for expert in range(num_experts):
-        padded[:, :given_columns] = weight[expert][rows]
+        padded[:, :width] = weight[expert][rows.clamp(min=0)]
         padded[padding] = 0
         panels[expert] = padded.view(torch.int32).view(-1, LANES, words).transpose(1, 2)
     panels = panels.view(num_experts, num_panels, words * PANEL).view(torch.uint8)
     return PackedMatrix(panels=panels, columns=columns, dtype=weight.dtype)
+
+
+def _pack_mx(weight: MxTensor, rows: torch.Tensor) -> PackedMatrix:
+    num_experts, _, columns = weight.shape
+    groups, num_panels = columns // MX_GROUP, len(rows) // PANEL
+    panels = _empty((num_experts, num_panels, groups, PANEL * MX_GROUP // 2 + PANEL), torch.uint8)
+    padding, rows = rows < 0, rows.clamp(min=0)
+    for expert in range(num_experts):
+        blocks, scales = weight.blocks[expert][rows], weight.scales[expert][rows]
+        blocks[padding], scales[padding] = 0, MX_BIAS
+        words = _mx_words(blocks).view(num_panels, PANEL, groups, 4).permute(0, 2, 3, 1)
+        panels[expert, ..., :-PANEL] = words.flatten(2).contiguous().view(torch.uint8)
+        panels[expert, ..., -PANEL:] = scales.view(num_panels, PANEL, groups).transpose(1, 2)
+    return PackedMatrix(panels=panels.flatten(2), columns=columns, dtype=None)
 
 
 def _mx_words(blocks: torch.Tensor) -> torch.Tensor:
