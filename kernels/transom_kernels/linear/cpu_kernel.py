@@ -3,7 +3,8 @@ rounding. `cpu.py` launches it.
 
 - method: how rows and panels are multiplied (`layout.py`).
 - group: the two panels that are multiplied together; in a gated weight they are a panel of gate and one of up.
-- block: the rows of an item. Their products with a group come in chunks of K, so that weights stay in the first-level cache.
+- block: the rows of an item. With a long K their products with a group come in chunks of K, so that the group's weights stay in
+  the nearer caches.
 
 Legend: M rows, K input width, N output width.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 from numba import njit
 
+from transom_kernels.cpu.rows import make_inverse_rms
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -24,11 +26,9 @@ from transom_kernels.cpu.simd import (
     float_of_bits,
     fma,
     keep_nan,
-    lane_sum,
     load_f32,
     sigmoid,
     splat,
-    sqrt,
     tanh,
     vector_max,
     vector_min,
@@ -169,7 +169,7 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
     store, own_size, rounded = STORE[stored], NUM_BYTES[stored], ROUND[dtype]
     normalises = norm_dtype is not None
     load_norm, load_norm_part = LOAD[norm_dtype or "f32"], LOAD_PART[norm_dtype or "f32"]
-    norm_size = NUM_BYTES[norm_dtype or "f32"]
+    norm_size, inverse_rms = NUM_BYTES[norm_dtype or "f32"], make_inverse_rms(dtype)
 
     @njit(error_model="numpy")
     def copy_rows(x, x_stride, rows, width, own, own_stride, norm, eps):  # type: ignore[no-untyped-def]
@@ -178,14 +178,7 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
             source, target = x + row * x_stride, own + row * own_stride
             factor = splat(1.0)
             if normalises:
-                total = splat(0.0)
-                for k in range(0, full, 16):
-                    lanes = load(source + k * size)
-                    total = fma(lanes, lanes, total)
-                if rest:
-                    lanes = load_part(source + full * size, rest)
-                    total = fma(lanes, lanes, total)
-                factor = splat(1.0 / sqrt(lane_sum(total) / width + eps))
+                factor = splat(inverse_rms(source, width, eps))
             for k in range(0, full, 16):
                 lanes = load(source + k * size)
                 if normalises:
