@@ -96,8 +96,7 @@ def make_tile_product(num_row_tiles: int) -> Any:
                     _load(b, _ROWS + m, b.add(first_rows[m], b.mul(k, int64(64))), row_stride, row_bytes)
                 for p in range(2):
                     address = b.add(panels[p], b.mul(k, int64(STEP_BYTES)))
-                    if num_row_tiles == 1:  # with few rows the weights come from memory
-                        _fetch(b, b.add(address, int64(_AHEAD)))
+                    _fetch(b, b.add(address, int64(_AHEAD)))
                     _load(b, _WEIGHTS + p, address, int64(64), STEP_BYTES)
                     for m in range(num_row_tiles):
                         operands = (_SUMS + 2 * m + p, _ROWS + m, _WEIGHTS + p)
