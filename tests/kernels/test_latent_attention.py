@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transom_kernels.latent_attention.reference import (
     pool_rows_reference,
     select_entries_reference,
 )
+from transom_kernels.launch import prefer
 
 
 def filled_cache(slots: list[int], width: int, *, ids: int = 12, size: int = 3, dtype=torch.float32) -> torch.Tensor:
@@ -39,10 +41,15 @@ def fixed_seed() -> None:
     torch.manual_seed(3)
 
 
-@pytest.fixture(params=[1, 500, 2**20], ids=lambda size: f"tiles_of_{size}")
-def tile_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+@pytest.fixture(params=[1, 500, 2**20, None], ids=lambda size: f"tiles_of_{size}" if size else "kernels")
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch with tiles of some sizes, and the CPU kernels."""
+    if request.param is None:
+        yield
+        return
     monkeypatch.setattr(rows_module, "TILE_ELEMENTS", request.param)
-    return int(request.param)
+    with prefer("reference"):
+        yield
 
 
 def present(slots: torch.Tensor) -> list[int]:
@@ -62,7 +69,7 @@ def test_rows_are_read_where_they_were_written(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("num_queries", "window", "entries"), [(1, 1, 0), (5, 7, 3), (17, 3, 11)])
-def test_latent_attention(tile_elements: int, num_queries: int, window: int, entries: int) -> None:
+def test_latent_attention(implementation: None, num_queries: int, window: int, entries: int) -> None:
     window_slots, entry_slots = random_slots(num_queries, window), random_slots(num_queries, entries)
     q, sinks = torch.randn(num_queries, 4, 10), torch.randn(4)
     caches = [filled_cache(present(slots), 10) for slots in (window_slots, entry_slots)]
@@ -85,7 +92,7 @@ def test_latent_attention_in_bfloat16_and_without_entries() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "groups"), [(4, 2), (5, 1), (1, 2)])
-def test_pooled_rows(tile_elements: int, ratio: int, groups: int) -> None:
+def test_pooled_rows(implementation: None, ratio: int, groups: int) -> None:
     slots = torch.stack([torch.randperm(36)[: groups * ratio] for _ in range(6)])
     slots[0, : (groups - 1) * ratio] = -1  # the first entry has no group before its own
     kv, gate = (filled_cache(list(range(36)), groups * 6) for _ in range(2))
@@ -99,7 +106,7 @@ def test_pooled_rows(tile_elements: int, ratio: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 30])
-def test_selected_entries(tile_elements: int, top_k: int) -> None:
+def test_selected_entries(implementation: None, top_k: int) -> None:
     slots = torch.stack([torch.randperm(36)[:11], torch.randperm(36)[:11], torch.full((11,), -1)])
     sequence = torch.tensor([0, 0, 1, 2, 1, 0, 0])
     num_visible = torch.tensor([1, 2, 11, 0, 4, 0, 9])

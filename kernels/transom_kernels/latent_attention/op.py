@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.latent_attention.rows import read_rows, rows_per_tile
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
 def latent_attention(
@@ -48,6 +48,19 @@ def latent_attention(
         return latent_attention_triton(
             q, window_cache, window_slots, sink_logits, scale=scale, entry_cache=entry_cache, entry_slots=entry_slots
         )
+    if uses_cpu_kernels(q):
+        from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
+
+        if fits_cpu_kernel(q, window_cache, window_slots, entry_cache, entry_slots):
+            return latent_attention_cpu(
+                q,
+                window_cache,
+                window_slots,
+                sink_logits,
+                scale=scale,
+                entry_cache=entry_cache,
+                entry_slots=entry_slots,
+            )
     pairs = [(window_cache, window_slots)]
     if entry_cache is not None and entry_slots is not None:
         pairs.append((entry_cache, entry_slots))

@@ -77,8 +77,11 @@ from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, 
 _HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
 
-def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool) -> Any:
-    """attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial) for the keys [begin, end) of a unit."""
+def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool, find_groups: Any) -> Any:
+    """attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial) for the keys [begin, end) of a unit.
+
+    `find_groups` is what `cpu_keys.make_find_groups` makes, or a function like it.
+    """
     words, layout = words_of(dtype), DecodeLayout(dtype, group, width, value_width)
     score_stride, weight_stride = layout.score_stride, layout.weight_stride
     keys_at, values_at = layout.key_groups, layout.value_groups
@@ -86,7 +89,6 @@ def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_ca
     partial_stride, statistics, weight_bytes = layout.partial_stride, layout.statistics, layout.weight_bytes
     heads = min(group, _HEADS_AT_ONCE, max(1, num_accumulators() // words.elements))
     rest = group % heads
-    find_groups = make_find_groups(layout.key_copies, layout.value_copies, dtype, width, value_width)
     group_scores = make_group_scores(words, group, width, value_width, (layout.query_stride, score_stride))
     strides = (weight_stride, partial_stride)
     weighted_sum = make_weighted_sum(words, heads, value_width, strides)
@@ -221,7 +223,8 @@ def make_decode(
     layout = DecodeLayout(dtype, group, width, value_width)
     queries_at, query_stride = layout.queries, layout.query_stride
     partial_at, total_at, partial_bytes = layout.partial, layout.total, layout.partial_bytes
-    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap)
+    find_groups = make_find_groups(layout.key_copies, layout.value_copies, dtype, width, value_width)
+    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups)
     merge, clear, store_result = make_results(group, value_width, dtype, sink_dtype)
     copy_row = make_copy_row(words_of(dtype), width)
 
