@@ -20,7 +20,7 @@ from transom_kernels.quantised_linear import (
 from transom_kernels.quantised_linear.cpu import fits
 from transom_kernels.quantised_linear.reference import quantised_gated_linear_reference, quantised_linear_reference
 
-FORMATS: list[Format] = ["int8", "int4", "int4_min"]
+FORMATS: list[Format] = ["int8", "int8_min", "int4", "int4_min"]
 # one row, blocks of all sizes, and more than one item's rows; widths and columns at, below and above groups and panels
 SHAPES = [(1, 32, 16), (3, 31, 15), (7, 33, 17), (13, 1, 1), (67, 70, 50)]
 
@@ -40,7 +40,13 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("format", "dtype"),
-    [("int8", torch.float32), ("int8", torch.bfloat16), ("int4", torch.float32), ("int4_min", torch.float32)],
+    [
+        ("int8", torch.float32),
+        ("int8", torch.bfloat16),
+        ("int8_min", torch.float32),
+        ("int4", torch.float32),
+        ("int4_min", torch.float32),
+    ],
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_the_reference(format, dtype, shape):
@@ -58,7 +64,7 @@ def test_the_product_is_the_reference(format, dtype, shape):
 @pytest.mark.parametrize("format", FORMATS)
 def test_integers_are_exact(format):
     """Inputs whose scales are powers of two leave nothing to be rounded: the extreme levels, which saturate in 16 bits, too."""
-    levels = {"int8": (-127, 128), "int4": (-8, 8), "int4_min": (0, 16)}[format]
+    levels = {"int8": (-127, 128), "int8_min": (0, 256), "int4": (-8, 8), "int4_min": (0, 16)}[format]
     weight = torch.randint(*levels, (40, 160)).float()
     weight[:, ::32] = levels[0]
     weight[:, 1::32] = levels[1] - 1
@@ -70,7 +76,7 @@ def test_integers_are_exact(format):
     assert quantised_linear(x, pack(rows)).equal((x.double() @ weight.T.double()).float())
 
 
-@pytest.mark.parametrize(("format", "activation"), [("int8", "silu"), ("int4_min", "gelu_tanh")])
+@pytest.mark.parametrize(("format", "activation"), [("int8_min", "silu"), ("int4_min", "gelu_tanh")])
 def test_gated_weights(format, activation):
     gate, up = (quantise(part, format) for part in torch.randn(2, 37, 70) / 4)
     x, biases = torch.randn(5, 70).bfloat16(), (torch.randn(37), torch.randn(37))
@@ -145,7 +151,9 @@ def test_wrong_shapes_are_refused():
 # --- weights
 
 
-@pytest.mark.parametrize(("format", "limit"), [("int8", 0.006), ("int4", 0.09), ("int4_min", 0.08)])
+@pytest.mark.parametrize(
+    ("format", "limit"), [("int8", 0.006), ("int8_min", 0.005), ("int4", 0.09), ("int4_min", 0.08)]
+)
 def test_rounding_a_weight(format, limit):
     weight = torch.randn(50, 70)
     weight[7] = 0
@@ -167,7 +175,7 @@ def test_packing_keeps_rows(format):
 def test_bytes_in_memory():
     weight = torch.randn(64, 64)
     sizes = [pack(quantise(weight, format)).nbytes * 8 / weight.numel() for format in FORMATS]
-    assert sizes == [8.5, 4.5, 5.0]
+    assert sizes == [8.5, 9.0, 4.5, 5.0]
 
 
 # --- other processors
@@ -175,7 +183,7 @@ def test_bytes_in_memory():
 
 def small_case() -> None:
     torch.manual_seed(0)
-    for format in FORMATS[::2]:
+    for format in FORMATS[::3]:
         rows = quantise(torch.randn(21, 70), format)
         for x in (torch.randn(3, 70), torch.randn(9, 70)):
             assert_close(quantised_linear(x, pack(rows)), quantised_linear_reference(x, pack(rows)))

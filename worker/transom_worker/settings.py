@@ -54,8 +54,7 @@ class Settings(BaseModel):
     device: Device = Field("auto", description="auto takes CUDA where torch finds a GPU, else the CPU.")
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8, int4: the weights of linear layers have 8 or 4 bits, with a scale for every 32 columns, and their "
-        "activations 8; on CPUs.",
+        description="int8, int4: the weights of linear layers have 8 or 4 bits, with a scale for every 32 columns; on CPUs.",
     )
     max_model_len: int | None = Field(
         None,

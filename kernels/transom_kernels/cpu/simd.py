@@ -142,28 +142,61 @@ def pair_high(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
     return b.bitcast(b.and_(pairs, constant(I32_16, 0xFFFF0000)), F32_16)
 
 
-def dot_quads(
-    b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value, *, largest: int = 255
-) -> ir.Value:
-    """total + the four products of unsigned and signed 8-bit integers of each lane, in int32, exactly.
+WIDE_LARGEST = 127 * 256  # magnitude of the integers that `store_wide` takes
+WIDE_BYTES = 64  # of 32 integers
 
-    No unsigned integer is above `largest`. AVX2 multiplies small ones faster: it adds pairs of products in 16 bits, and saturates.
+
+def store_wide(b: ir.IRBuilder, parts: list[ir.Value], address: ir.Value) -> None:
+    """Store 32 integers, two vectors of int32, as 8 quads of 16-bit integers for `dot_wide`, in 64 bytes.
+
+    With VNNI they lie there as 32 high bytes and 32 low bytes, integer = 256 * high + low; both are signed. Otherwise each quad has
+    8 bytes: the first and third, then the second and fourth integer.
     """
-    target = cpu_target()
-    if target.vnni or target.avx_vnni:
-        lanes = 16 if target.vnni else 8
-        operands = [(total, I32), (unsigned, I8), (signed, I8)]
-        return _by_parts(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", lanes, operands, I32)
-    halves = ir.VectorType(I16, 2 * LANES)
-    if target.avx2 and 2 * largest * 128 < 1 << 15:
-        pairs = _by_parts(b, "llvm.x86.avx2.pmadd.ub.sw", 8, [(unsigned, I8), (signed, I8)], I16)
-        return b.add(total, _dot_halves(b, pairs, b.bitcast(constant(halves, 1), I32_16)))
-    unsigned, signed, eight = b.bitcast(unsigned, halves), b.bitcast(signed, halves), constant(halves, 8)
-    even = b.and_(unsigned, constant(halves, 0xFF)), b.ashr(b.shl(signed, eight), eight)
-    odd = b.lshr(unsigned, eight), b.ashr(signed, eight)
-    for left, right in (even, odd):
-        total = b.add(total, _dot_halves(b, b.bitcast(left, I32_16), b.bitcast(right, I32_16)))
-    return total
+    for index, part in enumerate(parts):
+        if _has_vnni():
+            eight, bytes_ = constant(I32_16, 8), ir.VectorType(I8, LANES)
+            high = b.ashr(b.add(part, constant(I32_16, 128)), eight)
+            store(b, b.trunc(high, bytes_), b.add(address, int64(16 * index)), 16)
+            store(b, b.trunc(part, bytes_), b.add(address, int64(32 + 16 * index)), 16)
+        else:
+            halves = b.trunc(part, ir.VectorType(I16, LANES))
+            order = [4 * quad + lane for quad in range(4) for lane in (0, 2, 1, 3)]
+            store(b, shuffle(b, halves, halves, order), b.add(address, int64(32 * index)), 16)
+
+
+def dot_wide(
+    b: ir.IRBuilder, totals: tuple[ir.Value, ir.Value], unsigned: ir.Value, address: ir.Value, quad: int
+) -> tuple[ir.Value, ir.Value]:
+    """Add the four products of unsigned 8-bit integers of each lane and one stored quad to a pair of totals (`wide_total`)."""
+    if _has_vnni():
+        high, low = (broadcast(b, load(b, b.add(address, int64(at + 4 * quad)), I32, 4), I32_16) for at in (0, 32))
+        return _dot_bytes(b, totals[0], unsigned, high), _dot_bytes(b, totals[1], unsigned, low)
+    at = b.add(address, int64(8 * quad))
+    parts = (broadcast(b, load(b, b.add(at, int64(offset)), I32, 4), I32_16) for offset in (0, 4))
+    products = [_dot_halves(b, left, right) for left, right in zip(_even_and_odd(b, unsigned), parts, strict=True)]
+    return totals[0], b.add(totals[1], b.add(*products))
+
+
+def wide_total(b: ir.IRBuilder, totals: tuple[ir.Value, ir.Value]) -> ir.Value:
+    """The sum of the products that were added to a pair of totals, which begins with zeros; int32, exact."""
+    return b.add(b.shl(totals[0], constant(I32_16, 8)), totals[1]) if _has_vnni() else totals[1]
+
+
+def _has_vnni() -> bool:
+    return cpu_target().vnni or cpu_target().avx_vnni
+
+
+def _dot_bytes(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    lanes = 16 if cpu_target().vnni else 8
+    operands = [(total, I32), (unsigned, I8), (signed, I8)]
+    return _by_parts(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", lanes, operands, I32)
+
+
+def _even_and_odd(b: ir.IRBuilder, unsigned: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The first and third, and the second and fourth, unsigned 8-bit integers of each lane, as 16-bit integers."""
+    return b.and_(unsigned, constant(I32_16, 0x00FF00FF)), b.and_(
+        b.lshr(unsigned, constant(I32_16, 8)), constant(I32_16, 0x00FF00FF)
+    )
 
 
 _FP4 = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6 in bfloat16
@@ -580,12 +613,6 @@ def fma(b, x, y, z):
 def dot_bf16(b, total, x, y):
     """total + the products of pairs, in float32."""
     return dot_pairs(b, total, x, y)
-
-
-@_emits(i32x16, i32x16, i32x16, i32x16)
-def dot_u8s8(b, total, unsigned, signed):
-    """total + the products of quads, in int32."""
-    return dot_quads(b, total, unsigned, signed)
 
 
 @_emits(f32x16, i32x16)

@@ -27,7 +27,7 @@ from transom_kernels.cpu.simd import (
     vector_min,
 )
 from transom_kernels.cpu.work import argument, claim, finish, scratch
-from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANEL, QUADS, RECORD, ZERO
+from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANEL, RECORD, ZERO, group_bytes
 from transom_kernels.quantised_linear.rounded_rows import block_rows, make_round_rows
 from transom_kernels.quantised_linear.tile_product import make_tile_product
 
@@ -37,7 +37,7 @@ _SUMS = MOST_ROWS * LINE  # bytes of a block's sums
 
 
 def make_rounded_rows(dtype: str) -> Any:
-    """Round rows to 8 bits; an item is MOST_ROWS rows. Arguments: x, records, M, K, row stride of x in bytes, zero."""
+    """Round rows to 16 bits; an item is MOST_ROWS rows. Arguments: x, records, M, K, row stride of x in bytes, zero."""
     round_rows = make_round_rows(dtype)
 
     def rounded_rows(arguments, thread):  # type: ignore[no-untyped-def]
@@ -64,8 +64,7 @@ def make_quantised_linear(dtype: str, out_dtype: str, format: str, activation: s
     """
     round_rows, product, zero = make_round_rows(dtype), make_tile_product(format), ZERO[format]
     halves = 1 if activation is None else 2
-    level_bytes = QUADS * LINE if format == "int8" else QUADS * LINE // 2
-    scale_bytes = LINE if format == "int4_min" else LINE // 2
+    level_bytes, scale_bytes = group_bytes(format)
     store_tile = _store_output(out_dtype) if activation is None else _store_gated(out_dtype, activation)
 
     def quantised_linear(arguments, thread):  # type: ignore[no-untyped-def]

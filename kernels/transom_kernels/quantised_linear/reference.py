@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transom_kernels.quantised_linear.layout import GROUP, ZERO
 from transom_kernels.quantised_linear.weights import Activation, PackedPanels, QuantisedRows
 
-LARGEST = 127
+LARGEST = 127 * 256
 SMALLEST = 1e-30  # groups without a larger magnitude are 0
 
 
@@ -45,7 +45,7 @@ def quantised_gated_linear_reference(
 
 
 def quantise_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x` [M, K] as integers from -127 to 127 [M, G, 32], and the groups' scales [M, G], both in float32."""
+    """Return `x` [M, K] as integers from -32512 to 32512 [M, G, 32], and the groups' scales [M, G], both in float32."""
     padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
     groups = padded.view(len(x), padded.shape[1] // GROUP, GROUP)
     largest = groups.abs().amax(dim=-1)
@@ -63,12 +63,12 @@ def _products(x: torch.Tensor, weight: PackedPanels) -> list[torch.Tensor]:
 
 
 def _product(x: torch.Tensor, x_scales: torch.Tensor, weight: QuantisedRows) -> torch.Tensor:
-    """x @ weight.T [M, N] in float32. The integer products of a group are below 2 ** 24, so that float32 sums are exact."""
+    """x @ weight.T [M, N] in float32. The integers of a group are summed in float64, exactly."""
     total = torch.zeros(len(x), len(weight.levels))
     levels = weight.levels.view(len(weight.levels), -1, GROUP)
     for group in range(x.shape[1]):
         scale = x_scales[:, group, None]
-        product = x[:, group] @ (levels[:, group].float() - ZERO[weight.format]).T
+        product = (x[:, group].double() @ (levels[:, group].double() - ZERO[weight.format]).T).float()
         total += product * (scale * weight.scales[:, group].float())
         if weight.minima is not None:
             total += scale * x[:, group].sum(dim=-1, keepdim=True) * weight.minima[:, group].float()

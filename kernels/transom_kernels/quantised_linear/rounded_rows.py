@@ -1,11 +1,11 @@
-"""Rounds rows to 8 bits, in numba, for products with quantised weights.
+"""Rounds rows to 16 bits, in numba, for products with quantised weights.
 
-Each group of 32 columns of a row becomes a *record* of 48 bytes:
+Each group of 32 columns of a row becomes a *record* of 80 bytes:
 
-    bytes 0 to 31    the integers, -127 to 127
-    bytes 32 to 35   -zero * their sum, in int32: the total that a product of levels starts from
-    bytes 36 to 39   the group's scale, in float32
-    bytes 40 to 43   scale * sum, in float32: what a group's minimum is multiplied by
+    bytes 0 to 63    the integers, -32512 to 32512, as this processor multiplies them (`simd.store_wide`)
+    bytes 64 to 67   -zero * their sum, in int32: what is added to a product of levels
+    bytes 68 to 71   the group's scale, in float32
+    bytes 72 to 75   scale * sum, in float32: what a group's minimum is multiplied by
 
 Rows belong to *blocks* of 8, 4, 2 or 1 rows: 13 rows are blocks of 8, 4 and 1. (Without AVX-512 blocks have 2 rows or 1.) A block's
 records lie together, group by group: those of its rows for group 0, then those for group 1, and so on.
@@ -25,23 +25,24 @@ from numba.extending import intrinsic
 from transom_kernels.cpu.simd import (
     F32,
     F32_16,
-    I8,
     I32,
     I32_16,
     LOAD,
     LOAD_PART,
     NUM_BYTES,
+    WIDE_LARGEST,
     broadcast,
     constant,
     f32x16,
     function,
     int64,
     store,
+    store_wide,
 )
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.quantised_linear.layout import GROUP, RECORD
 
-START, SCALE, SCALED_SUM = 32, 36, 40  # where they lie in a record
+START, SCALE, SCALED_SUM = 64, 68, 72  # where they lie in a record
 BLOCK_ROWS = (8, 4, 2, 1) if cpu_target().avx512 else (2, 1)  # as many as the registers hold
 
 
@@ -90,15 +91,12 @@ def _round_group(typing_context, first, second, zero, record):  # type: ignore[n
         largest = b.call(function(b, "llvm.smax.v16i32", I32_16, [I32_16] * 2), bits)
         magnitude = b.bitcast(b.call(function(b, "llvm.vector.reduce.smax.v16i32", I32, [I32_16]), [largest]), F32)
         is_tiny = b.fcmp_ordered("<", magnitude, _float32(1e-30))
-        inverse = broadcast(b, b.select(is_tiny, _float32(0.0), b.fdiv(_float32(127.0), magnitude)), F32_16)
-        total = constant(I32_16, 0)
-        for index, part in enumerate(parts):
-            rounded = b.call(function(b, "llvm.rint.v16f32", F32_16, [F32_16]), [b.fmul(part, inverse)])
-            integers = b.fptosi(rounded, I32_16)
-            store(b, b.trunc(integers, ir.VectorType(I8, 16)), b.add(record, int64(16 * index)), 16)
-            total = b.add(total, integers)
-        total = b.call(function(b, "llvm.vector.reduce.add.v16i32", I32, [I32_16]), [total])
-        scale = b.fmul(magnitude, _float32(1 / 127))
+        inverse = broadcast(b, b.select(is_tiny, _float32(0.0), b.fdiv(_float32(WIDE_LARGEST), magnitude)), F32_16)
+        nearest = function(b, "llvm.rint.v16f32", F32_16, [F32_16])
+        integers = [b.fptosi(b.call(nearest, [b.fmul(part, inverse)]), I32_16) for part in parts]
+        store_wide(b, integers, record)
+        total = b.call(function(b, "llvm.vector.reduce.add.v16i32", I32, [I32_16]), [b.add(*integers)])
+        scale = b.fmul(magnitude, _float32(1 / WIDE_LARGEST))
         store(b, b.neg(b.mul(total, b.trunc(zero, I32))), b.add(record, int64(START)), 4)
         store(b, scale, b.add(record, int64(SCALE)), 4)
         store(b, b.fmul(scale, b.sitofp(total, F32)), b.add(record, int64(SCALED_SUM)), 4)

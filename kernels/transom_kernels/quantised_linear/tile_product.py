@@ -19,17 +19,16 @@ from transom_kernels.cpu.simd import (
     Loop,
     broadcast,
     constant,
-    dot_quads,
+    dot_wide,
     half_to_float,
     int64,
     load,
     multiply_add,
     store,
+    wide_total,
 )
-from transom_kernels.quantised_linear.layout import LINE, QUADS, RECORD
+from transom_kernels.quantised_linear.layout import LINE, QUADS, RECORD, group_bytes, has_minimum, is_small
 from transom_kernels.quantised_linear.rounded_rows import BLOCK_ROWS, SCALE, SCALED_SUM, START
-
-_AHEAD = 1024  # bytes from the levels in use to those that are fetched
 
 
 def make_tile_product(format: str) -> Any:
@@ -79,9 +78,9 @@ def _emit_product(
     num_groups: ir.Value,
     sums: ir.Value,
 ) -> None:
-    is_small, has_minimum = format != "int8", format == "int4_min"
-    lines = QUADS // 2 if is_small else QUADS
-    scale_bytes = LINE if has_minimum else LINE // 2
+    small, minimal = is_small(format), has_minimum(format)
+    level_bytes, scale_bytes = group_bytes(format)
+    lines = level_bytes // LINE
 
     def of_record(record: ir.Value, row: int, offset: int, vector: ir.VectorType) -> ir.Value:
         number = load(b, b.add(record, int64(row * RECORD + offset)), vector.element, 4)
@@ -91,28 +90,30 @@ def _emit_product(
         return half_to_float(b, load(b, address, ir.VectorType(I16, 16), 32))
 
     def quads_of(line: ir.Value) -> list[ir.Value]:
-        if not is_small:
+        if not small:
             return [line]
         low, four = constant(I32_16, 0x0F0F0F0F), constant(I32_16, 4)
         return [b.and_(line, low), b.and_(b.lshr(line, four), low)]
 
     def group(g: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         record = b.add(records, b.mul(g, int64(rows * RECORD)))
-        begin = b.add(levels, b.mul(g, int64(lines * LINE)))
+        begin = b.add(levels, b.mul(g, int64(level_bytes)))
         zero = constant(I32_16, 0)
-        products = [zero if has_minimum else of_record(record, row, START, I32_16) for row in range(rows)]
+        pairs = [(zero, zero)] * rows
         for index in range(lines):
             line = load(b, b.add(begin, int64(index * LINE)), I32_16, LINE)
             for quad, unsigned in enumerate(quads_of(line), index * (QUADS // lines)):
                 for row in range(rows):
-                    signed = of_record(record, row, 4 * quad, I32_16)
-                    products[row] = dot_quads(b, products[row], unsigned, signed, largest=15 if is_small else 255)
+                    pairs[row] = dot_wide(b, pairs[row], unsigned, b.add(record, int64(row * RECORD)), quad)
         address = b.add(scales, b.mul(g, int64(scale_bytes)))
         scale = factors(address)
         for row in range(rows):
+            product = wide_total(b, pairs[row])
+            if not minimal:
+                product = b.add(product, of_record(record, row, START, I32_16))
             both = b.fmul(scale, of_record(record, row, SCALE, F32_16))
-            totals[row] = multiply_add(b, b.sitofp(products[row], F32_16), both, totals[row])
-        if has_minimum:
+            totals[row] = multiply_add(b, b.sitofp(product, F32_16), both, totals[row])
+        if minimal:
             minimum = factors(b.add(address, int64(LINE // 2)))
             for row in range(rows):
                 scaled_sum = of_record(record, row, SCALED_SUM, F32_16)

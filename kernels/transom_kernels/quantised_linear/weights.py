@@ -7,6 +7,7 @@
 
     format      levels      zero   as in GGUF
     int8        1 to 255    128    Q8_0 (there signed, -127 to 127)
+    int8_min    0 to 255    -      -
     int4        0 to 15     8      Q4_0
     int4_min    0 to 15     -      Q4_1, which has a minimum
 
@@ -22,9 +23,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.quantised_linear.layout import GROUP, PANEL, QUADS, ZERO
+from transom_kernels.quantised_linear.layout import GROUP, PANEL, QUADS, ZERO, has_minimum, is_small
 
-Format = Literal["int8", "int4", "int4_min"]
+Format = Literal["int8", "int8_min", "int4", "int4_min"]
 Activation = Literal["silu", "gelu_tanh"]
 
 _CHUNK_ROWS = 4096  # rows that are rounded or packed at once: few enough that their float32 copies stay small
@@ -37,7 +38,7 @@ class QuantisedRows:
     format: Format
     levels: torch.Tensor  # [N, 32 G] uint8
     scales: torch.Tensor  # [N, G] float16
-    minima: torch.Tensor | None  # [N, G] float16, of int4_min
+    minima: torch.Tensor | None  # [N, G] float16, of int8_min and int4_min
     width: int
 
     def dequantised(self) -> torch.Tensor:
@@ -83,7 +84,7 @@ class PackedPanels:
     def unpacked(self) -> tuple[QuantisedRows, ...]:
         """The matrices with readable rows: one, or gate and up."""
         levels = self.levels
-        if self.format != "int8":
+        if is_small(self.format):
             levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2, 3)
         num_panels, num_groups = levels.shape[:2]
         levels = levels.view(num_panels, num_groups, QUADS, PANEL, 4).permute(0, 3, 1, 2, 4)
@@ -110,7 +111,7 @@ def quantise(weight_NK: torch.Tensor, format: Format) -> QuantisedRows:
         format=format,
         levels=levels,
         scales=scales,
-        minima=minima if format == "int4_min" else None,
+        minima=minima if has_minimum(format) else None,
         width=weight_NK.shape[1],
     )
 
@@ -123,10 +124,11 @@ def _quantise_rows(weight_NK: torch.Tensor, format: Format) -> tuple[torch.Tenso
     columns = torch.arange(width + padding).clamp_(max=width - 1)
     elements = (weight_NK[:, columns] if padding else weight_NK).float()
     groups = elements.reshape(len(elements), -1, GROUP)
-    if format == "int4_min":
+    if has_minimum(format):
+        largest = 15 if is_small(format) else 255
         low, high = groups.aminmax(dim=-1)
-        minima, scales = low.half(), ((high - low) / 15).half()
-        levels = _divided(groups - minima[..., None].float(), scales).clamp_(0, 15)
+        minima, scales = low.half(), ((high - low) / largest).half()
+        levels = _divided(groups - minima[..., None].float(), scales).clamp_(0, largest)
     else:
         minima = torch.zeros(groups.shape[:2], dtype=torch.float16)
         magnitude = groups.abs().amax(dim=-1)
@@ -213,4 +215,4 @@ def _pack_levels(levels: torch.Tensor, format: Format) -> torch.Tensor:
     num_groups = levels.shape[1] // GROUP
     quads = levels.view(-1, PANEL, num_groups, QUADS, 4).permute(0, 2, 3, 1, 4)
     quads = quads.reshape(-1, num_groups, QUADS, 4 * PANEL)
-    return quads if format == "int8" else quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)
+    return quads[:, :, 0::2] | (quads[:, :, 1::2] << 4) if is_small(format) else quads

@@ -82,5 +82,5 @@ def test_weight_bytes():
     assert make_linear(weight).weight_bytes == 8 * 16 * 4
     assert make_linear(weight.bfloat16()).weight_bytes == 8 * 16 * 2
     panels = torch.zeros(16, 32)  # half of a panel's rows, and of a group's columns
-    assert make_linear(weight, quantization="int8").weight_bytes == 16 * 32 + 16 * 2
+    assert make_linear(weight, quantization="int8").weight_bytes == 16 * 32 + 16 * 4
     assert make_linear(panels, quantization="int4").weight_bytes == 16 * 32 // 2 + 16 * 4

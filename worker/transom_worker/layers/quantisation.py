@@ -1,8 +1,8 @@
 """Which layers have weights in 8 or 4 bits, and in which format.
 
-- int8, int4: weights are rounded while they are loaded, with one scale (and in int4 one minimum) for every 32 columns of a row.
+- int8, int4: weights are rounded while they are loaded, with a scale and a minimum for every 32 columns of a row.
 
-In all of them activations are rounded to 8 bits, row by row and group by group (`transom_kernels.quantised_linear`).
+Activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).
 
 Legend: N output width, K input width.
 """
@@ -19,7 +19,7 @@ from transom_worker.errors import ConfigError
 Quantization = Literal["none", "int8", "int4"]
 Weight = torch.Tensor | QuantisedRows  # [N, K]
 
-_FORMATS: dict[Quantization, Format] = {"int8": "int8", "int4": "int4_min"}
+_FORMATS: dict[Quantization, Format] = {"int8": "int8_min", "int4": "int4_min"}
 
 
 def quantised_rows(weight_NK: Weight, quantization: Quantization) -> QuantisedRows | None:
