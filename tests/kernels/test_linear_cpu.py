@@ -60,6 +60,11 @@ def test_linear(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_long_rows_come_in_chunks(dtype):
+    test_linear(dtype, (300, 4100, 1290))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 30, 80])
 def test_every_row_equals_itself_alone_whatever_the_number_of_threads(dtype, rows):
     (weight,) = matrices(50, 576, dtype)

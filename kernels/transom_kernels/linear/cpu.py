@@ -13,13 +13,12 @@ from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.pool import pool
 from transom_kernels.cpu.target import cpu_target
-from transom_kernels.linear.layout import LINE, STEP_BYTES, TILE_ROWS, Method, padded_width
+from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, STEP_BYTES, TILE_ROWS, Method, padded_width
 from transom_kernels.linear.weights import PackedWeight
 
-_BLOCK_BYTES = 1 << 20  # of x in a block: half of a usual second-level cache
-_MOST_ROWS = 512  # of a block
+_BLOCK_BYTES = 1 << 20  # of a chunk of x in a block: half of a usual second-level cache
+_MOST_ROWS, _MANY_ROWS = 512, 256  # of a block; and of one whose rows are so long that they come in chunks
 _FEW_ROWS = 2 * TILE_ROWS  # whose products with a group of panels need no chunks of K
-_CHUNK_BYTES = 64 << 10  # of each of two panels in a chunk, which stays in the nearer caches
 _ITEMS_PER_THREAD = (4, 8)  # least and most
 _CONFIG_BYTES = 64  # `tiles.CONFIG_BYTES`, which cannot be imported without numba
 
@@ -114,15 +113,15 @@ def _launch(
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     num_rows, width = x.shape
     dtype, method = DTYPES[x.dtype], method_of(x.dtype)
-    step_bytes = STEP_BYTES[method]
-    steps = weight.panel_bytes // step_bytes
+    steps = weight.panel_bytes // STEP_BYTES[method]
     block, num_blocks = _blocks(num_rows, width * x.itemsize)
     per_item, items = _items(-(-weight.num_panels // 2), num_blocks, pool().num_threads)
     own_size = 4 if method == "wide" else x.itemsize
     padded = padded_width(width, dtype)
     copies = norm is not None or padded != width or (method == "wide" and x.dtype != torch.float32)
     own_stride = -(-padded * own_size // LINE) * LINE + LINE if copies else 0
-    sums_bytes = (block + TILE_ROWS) * 2 * LINE
+    chunk = _chunk(block, steps, -(-padded * own_size // steps))
+    sums_bytes = (block + TILE_ROWS) * 2 * LINE * (GROUPS_OF_CHUNK if chunk < steps else 1)
     launch(
         cpu_kernel(
             f"{_KERNELS}.cpu_kernel", "make_linear", method=method, dtype=dtype, out_dtype=DTYPES[out.dtype],
@@ -133,7 +132,7 @@ def _launch(
             x, x.stride(0) * x.itemsize, num_rows, width, weight.panels, weight.panel_bytes, weight.num_panels,
             weight.num_outputs, weight.bias, residual, 0 if residual is None else residual.stride(0) * residual.itemsize,
             out, out.stride(0) * out.itemsize, scale, soft_cap, limit, block, per_item,
-            steps if block <= _FEW_ROWS else min(steps, _CHUNK_BYTES // step_bytes), own_stride, _CONFIG_BYTES + sums_bytes,
+            chunk, own_stride, _CONFIG_BYTES + sums_bytes,
             None if norm is None else norm[0], 0.0 if norm is None else norm[1],
         ],
         scratch_bytes=_CONFIG_BYTES + sums_bytes + block * own_stride,
@@ -142,12 +141,21 @@ def _launch(
 
 @cache
 def _blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
-    """Rows of a block, and how many blocks: as few as keep a block of x in the second-level cache."""
-    most = min(_MOST_ROWS, max(_FEW_ROWS, _BLOCK_BYTES // max(row_bytes, 1)))
+    """Rows of a block, and how many blocks there are."""
+    most = min(_MOST_ROWS, max(_MANY_ROWS, _BLOCK_BYTES // max(row_bytes, 1)))
     count = -(-num_rows // most) or 1
     block = -(-num_rows // count)
     block = block if count == 1 else -(-block // _FEW_ROWS) * _FEW_ROWS
     return max(block, 1), -(-num_rows // max(block, 1)) or 1
+
+
+@cache
+def _chunk(block: int, steps: int, step_bytes: int) -> int:
+    """Steps of a chunk: all of them if the rows of a block fit into the second-level cache, else equal parts that do."""
+    if block <= _FEW_ROWS:
+        return steps
+    parts = -(-block * steps * step_bytes // _BLOCK_BYTES)
+    return min(steps, -(-steps // parts // 4) * 4 + 4) if parts > 1 else steps
 
 
 @cache

@@ -3,8 +3,8 @@ rounding. `cpu.py` launches it.
 
 - method: how rows and panels are multiplied (`layout.py`).
 - group: the two panels that are multiplied together; in a gated weight they are a panel of gate and one of up.
-- block: the rows of an item. With a long K their products with a group come in chunks of K, so that the group's weights stay in
-  the nearer caches.
+- block: the rows of an item. With a long K their products with some groups come in chunks of K, so that a chunk of the rows stays
+  in the second-level cache.
 
 Legend: M rows, K input width, N output width.
 """
@@ -35,7 +35,7 @@ from transom_kernels.cpu.simd import (
 )
 from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
 from transom_kernels.cpu.work import argument, claim, finish, scratch
-from transom_kernels.linear.layout import LINE, STEP_BYTES, TILE_ROWS, VECTOR_TILES
+from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, STEP_BYTES, TILE_ROWS, VECTOR_TILES
 from transom_kernels.linear.vector_product import make_vector_product
 
 SUM_STRIDE = 2 * LINE  # from row to row of a group's sums
@@ -84,23 +84,34 @@ def make_linear(  # type: ignore[no-untyped-def]
             if tiles and configured != min(rows, TILE_ROWS):
                 configured = min(rows, TILE_ROWS)
                 configure_tiles(memory, configured)
-            for p in range(2 * part * per_item, min(2 * (part + 1) * per_item, num_panels), 2):
-                weight = argument(arguments, 4) + p * panel
-                other = weight + panel if p + 1 < num_panels else weight
-                row = 0
-                while row < rows:
-                    count = rows - row
-                    if num_steps <= chunk and count >= 3 * TILE_ROWS:  # else a last tile could not repeat rows
-                        count = 2 * TILE_ROWS
-                    here = x + row * x_stride
+            first, last = 2 * part * per_item, min(2 * (part + 1) * per_item, num_panels)
+            matrix, num_outputs = argument(arguments, 4), argument(arguments, 7)
+            if num_steps <= chunk:
+                for p in range(first, last, 2):
+                    weight = matrix + p * panel
+                    other = weight + panel if p + 1 < num_panels else weight
+                    row = 0
+                    while row < rows:
+                        count = rows - row
+                        if count >= 3 * TILE_ROWS:  # else a last tile could not repeat rows
+                            count = 2 * TILE_ROWS
+                        product(x + row * x_stride, x_stride, count, weight, other, num_steps, sums, 0)
+                        store_group(arguments, sums, count, first_row + row, p, num_outputs)
+                        row += count
+            else:
+                sums_of_group = (block + TILE_ROWS) * SUM_STRIDE
+                for begin in range(first, last, 2 * GROUPS_OF_CHUNK):
+                    end = min(begin + 2 * GROUPS_OF_CHUNK, last)
                     for step in range(0, num_steps, chunk):
-                        at = step * step_bytes
-                        product(
-                            here + step * step_of_x, x_stride, count, weight + at, other + at, min(chunk, num_steps - step),
-                            sums, 1 if step else 0,
-                        )  # fmt: skip
-                    store_group(arguments, sums, count, first_row + row, p, argument(arguments, 7))
-                    row += count
+                        here, count = x + step * step_of_x, min(chunk, num_steps - step)
+                        for p in range(begin, end, 2):
+                            weight = matrix + p * panel + step * step_bytes
+                            other = weight + panel if p + 1 < num_panels else weight
+                            own_sums = sums + (p - begin) // 2 * sums_of_group
+                            product(here, x_stride, rows, weight, other, count, own_sums, 1 if step else 0)
+                    for p in range(begin, end, 2):
+                        own_sums = sums + (p - begin) // 2 * sums_of_group
+                        store_group(arguments, own_sums, rows, first_row, p, num_outputs)
             finish(thread)
             item = claim(thread)
         if tiles and configured:

@@ -28,6 +28,8 @@ PADDED = {"f32": 4, "bf16": 32, "f16": 32}
 Method = Literal["tiles", "pairs", "wide"]
 
 TILE_ROWS = 16
+# Groups of two panels whose products with a chunk of rows come one after the other.
+GROUPS_OF_CHUNK = 4
 # Bytes of a panel that one step multiplies.
 STEP_BYTES = {"tiles": 1024, "pairs": LINE, "wide": LINE}
 # By the number of 16-lane vectors that fit into the registers, and the weight's dtype: rows and panels of the tile for many rows,
