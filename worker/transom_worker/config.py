@@ -20,7 +20,7 @@ class ModelConfig:
     model: str
     dtype: Dtype = "auto"
     device: Device = "auto"
-    quantization: Literal["none", "int8", "int4"] = "none"
+    quantization: Literal["none", "int8", "int4", "gguf"] = "none"
     max_model_len: int | None = None
     window: int | None = None
     sinks: int = 0

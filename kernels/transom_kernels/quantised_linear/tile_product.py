@@ -20,6 +20,7 @@ from transom_kernels.cpu.simd import (
     broadcast,
     constant,
     dot_wide,
+    emit_prefetch,
     half_to_float,
     int64,
     load,
@@ -29,6 +30,9 @@ from transom_kernels.cpu.simd import (
 )
 from transom_kernels.quantised_linear.layout import LINE, QUADS, RECORD, group_bytes, has_minimum, is_small
 from transom_kernels.quantised_linear.rounded_rows import BLOCK_ROWS, SCALE, SCALED_SUM, START
+
+_AHEAD = 2048  # bytes from the levels in use to those that are fetched
+_FEW_ROWS = 4  # of a block whose weights come from memory; larger blocks find them in a cache
 
 
 def make_tile_product(format: str) -> Any:
@@ -101,6 +105,8 @@ def _emit_product(
         zero = constant(I32_16, 0)
         pairs = [(zero, zero)] * rows
         for index in range(lines):
+            if rows <= _FEW_ROWS:  # weights come from memory
+                emit_prefetch(b, b.add(begin, int64(index * LINE + _AHEAD)))
             line = load(b, b.add(begin, int64(index * LINE)), I32_16, LINE)
             for quad, unsigned in enumerate(quads_of(line), index * (QUADS // lines)):
                 for row in range(rows):

@@ -17,11 +17,12 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.tiny_checkpoints import load_reference, tiny_llama
+from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.errors import ModelError
 from transom_worker.model_config.architecture import read_architecture
 from transom_worker.model_files.gguf_header import read_gguf_header
 from transom_worker.model_files.resolve import resolve_model
-from transom_worker.weights import load_weights
+from transom_worker.weights import load_weights, read_groups
 from transom_worker.weights.gguf_names import NAMES
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -194,3 +195,33 @@ def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path, model:
     assert "blk.0.attn_sinks.weight" in read_gguf_header(path).tensors
     with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks\.weight"):
         load_weights(resolve_model(str(path)))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+@pytest.mark.parametrize("name", [Q_PROJ, "model.layers.0.mlp.down_proj.weight"])
+def test_groups_as_stored_are_the_dequantised_numbers(
+    tmp_path: Path, model: LlamaForCausalLM, name: str, kind: Kind
+) -> None:
+    weights = load_weights(resolve_model(str(write_gguf(tmp_path / "model.gguf", model, kind))))
+    wanted = weights(name)
+    num_rows, width = wanted.shape
+    for part in ((), (slice(5, 27),), (slice(0, num_rows), slice(32, width))):
+        found = read_groups(weights, name, shape=(num_rows, width), part=part)
+        assert found is not None
+        rows = QuantisedRows(
+            format=found.format,
+            levels=found.levels,
+            scales=found.scales,
+            minima=found.minima,
+            width=found.levels.shape[1],
+        )
+        assert rows.dequantised().equal(weights(name, part=part))
+    assert read_groups(weights, name, shape=(num_rows, width), part=(slice(0, num_rows), slice(0, 16))) is None
+    with pytest.raises(ModelError, match="shape"):
+        read_groups(weights, name, shape=(num_rows + 1, width))
+
+
+def test_other_types_have_no_groups_as_stored(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    weights = load_weights(resolve_model(str(write_gguf(tmp_path / "model.gguf", model, Kind.F16))))
+    num_rows, width = weights(Q_PROJ).shape
+    assert read_groups(weights, Q_PROJ, shape=(num_rows, width)) is None

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from transom_worker.weights import Weights
-from transom_worker.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, read_mxfp4
+from transom_worker.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, StoredGroups, read_groups, read_mxfp4
 
 OnProgress = Callable[[float, int], None]
 
@@ -68,6 +68,13 @@ class ProgressWeights:
         found = read_mxfp4(self._weights, name, shape=shape, part=part)
         if found is not None:
             self._count(sum(half.nbytes for half in found))
+        return found
+
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
+        """Read a matrix as the checkpoint stores it, if it is stored in groups; else return None."""
+        found = read_groups(self._weights, name, shape=shape, part=part)
+        if found is not None:
+            self._count(found.nbytes)
         return found
 
     def _count(self, num_bytes: int) -> None:

@@ -57,6 +57,10 @@ def load_model(
         if on_progress
         else resolve_model(config.model)
     )
+    if config.quantization == "gguf" and not files.is_gguf:
+        raise ConfigError(
+            f"quantization gguf was requested, but {config.model} is no GGUF file; use int8, int4 or none."
+        )
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)

@@ -1,6 +1,7 @@
 """Which layers have weights in 8 or 4 bits, and in which format.
 
 - int8, int4: weights are rounded while they are loaded, with a scale and a minimum for every 32 columns of a row.
+- gguf: matrices that a GGUF file stores in such groups (Q8_0, Q4_0, Q4_1) stay as they are stored; others are dequantised.
 
 Activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).
 
@@ -16,7 +17,7 @@ import torch
 from transom_kernels.quantised_linear import Format, QuantisedRows, quantise
 from transom_worker.errors import ConfigError
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "gguf"]
 Weight = torch.Tensor | QuantisedRows  # [N, K]
 
 _FORMATS: dict[Quantization, Format] = {"int8": "int8_min", "int4": "int4_min"}

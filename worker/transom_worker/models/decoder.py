@@ -49,7 +49,9 @@ class Decoder:
             for index in range(architecture.num_layers)
         ]
         self._norm = make_norm("model.norm", architecture, style, load)
-        self._head = load.head("lm_head", table, tied_to=self._embedding if tied else None, scales=scales)
+        self._head = load.head(
+            "model.embed_tokens" if tied else "lm_head", table, tied_to=self._embedding if tied else None, scales=scales
+        )
         self._rotary = {rope: make_rotary(rope, load) for rope in set(architecture.ropes) if rope is not None}
         ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
         self.weight_bytes = ends + sum(layer.weight_bytes for layer in self._layers)

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from transom_kernels.gated_mlp import Activation
+from transom_kernels.quantised_linear import QuantisedRows, concatenated
 from transom_worker.layers.embedding import Embedding, LmHead, make_embedding
 from transom_worker.layers.linear import Linear, make_linear
 from transom_worker.layers.mlp import GatedMlp
 from transom_worker.layers.norm import RmsNorm
 from transom_worker.layers.parallel_linear import make_row_parallel
-from transom_worker.layers.quantisation import Quantization
+from transom_worker.layers.quantisation import Quantization, Weight, check_quantization
 from transom_worker.model_config.scales import NO_SCALES, Scales
 from transom_worker.model_config.sharding import cut
 from transom_worker.models.model import Weights
 from transom_worker.parallel import SINGLE_RANK, Communicator, Parallel
-from transom_worker.weights import ALL, WHOLE, Part
+from transom_worker.weights import ALL, WHOLE, Part, read_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,14 @@ class Loader:
     def head(
         self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES
     ) -> LmHead:
-        """This rank's rows of the output head, or the embedding's rows if the head is tied."""
-        rows_VN = self.tensor(f"{name}.weight", shape=shape, part=(self.cut(shape[0]),)) if tied_to is None else None
+        """This rank's rows of the output head; `name` is the embedding's if the head is tied to it."""
+        part = (self.cut(shape[0]),)
+        stored = self._stored(f"{name}.weight", shape, part)
+        rows_VN: Weight | None = stored
+        if stored is not None:
+            tied_to = None
+        elif tied_to is None:
+            rows_VN = self.tensor(f"{name}.weight", shape=shape, part=part)
         return LmHead(
             rows_VN, quantization=self.quantization, tied_to=tied_to, scale=scales.logit, soft_cap=scales.logit_cap
         )
@@ -103,13 +110,19 @@ class Loader:
         """
         kept = tuple(rows) or (ALL,) * len(names)
         parts = list(zip(names, shapes, kept, tuple(pairs_of) or (None,) * len(names), strict=True))
-        weight = torch.cat([self._rows(f"{name}.weight", shape, own, heads) for name, shape, own, heads in parts])
+        stored = [self._stored(f"{name}.weight", shape, (own,)) for name, shape, own, heads in parts if heads is None]
+        alike = _alike(stored) if len(stored) == len(parts) else None
+        weight = (
+            concatenated(alike)
+            if alike
+            else torch.cat([self._rows(f"{name}.weight", shape, own, heads) for name, shape, own, heads in parts])
+        )
         biases = [self._rows(f"{name}.bias", shape[:1], own, heads) for name, shape, own, heads in parts if bias]
         return make_linear(weight, torch.cat(biases) if bias else None, quantization=self.quantization)
 
     def row_parallel(self, name: str, *, shape: tuple[int, int], columns: slice, bias: bool = False) -> Linear:
         """A projection back to the hidden width, of which this rank has these columns."""
-        weight = self.tensor(f"{name}.weight", shape=shape, part=(ALL, columns))
+        weight = self._matrix(f"{name}.weight", shape, (ALL, columns))
         own_bias = self.first_alone(f"{name}.bias", shape=shape[:1]) if bias else None
         return make_row_parallel(weight, own_bias, quantization=self.quantization, comm=self.comm)
 
@@ -119,13 +132,15 @@ class Loader:
         """A gated MLP of these (hidden, inner) sizes."""
         hidden, inner = sizes
         load, own = self.under(prefix), self.cut(inner)
-        gate, up = (load.tensor(f"{name}_proj.weight", shape=(inner, hidden), part=(own,)) for name in ("gate", "up"))
-        down = load.tensor("down_proj.weight", shape=(hidden, inner), part=(ALL, own))
+        names = ("gate_proj.weight", "up_proj.weight")
+        alike = _alike([load._stored(name, (inner, hidden), (own,)) for name in names])
+        gate_up: Sequence[Weight] = alike or [load.tensor(name, shape=(inner, hidden), part=(own,)) for name in names]
+        down = load._matrix("down_proj.weight", (hidden, inner), (ALL, own))
         biases: list[torch.Tensor | None] | None = None
         if bias:
             biases = [load.tensor(f"{name}_proj.bias", shape=(inner,), part=(own,)) for name in ("gate", "up")]
             biases += [load.first_alone("down_proj.bias", shape=(hidden,))]
-        return GatedMlp((gate, up, down), biases, quantization=self.quantization, activation=activation, comm=self.comm)
+        return GatedMlp((*gate_up, down), biases, quantization=self.quantization, activation=activation, comm=self.comm)
 
     def first_alone(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor | None:
         """A bias that is added once to a sum over the ranks: rank 0's tensor, None elsewhere.
@@ -135,10 +150,37 @@ class Loader:
         tensor = self.tensor(name, shape=shape)
         return tensor if self.parallel.is_first else None
 
+    def _matrix(self, name: str, shape: tuple[int, int], part: Part) -> Weight:
+        """A part of a matrix: as it is stored, or in the model's dtype."""
+        stored = self._stored(name, shape, part)
+        return self.tensor(name, shape=shape, part=part) if stored is None else stored
+
+    def _stored(self, name: str, shape: tuple[int, int], part: Part) -> QuantisedRows | None:
+        """A part of a matrix as a GGUF file stores it, if that was requested and the file stores it in groups."""
+        if self.quantization != "gguf":
+            return None
+        check_quantization(self.quantization, self.device, self.dtype)
+        found = read_groups(self.weights, self.prefix + name, shape=shape, part=part)
+        if found is None:
+            return None
+        return QuantisedRows(
+            format=found.format,
+            levels=found.levels,
+            scales=found.scales,
+            minima=found.minima,
+            width=found.levels.shape[1],
+        )
+
     def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
         """This rank's rows of a tensor, with rotary pairs half a head apart."""
         tensor = self.tensor(name, shape=shape, part=(rows,))
         return tensor if num_heads is None else _half_split(tensor, num_heads)
+
+
+def _alike(parts: Sequence[QuantisedRows | None]) -> list[QuantisedRows] | None:
+    """The parts, if all are stored in one format."""
+    found = [part for part in parts if part is not None]
+    return found if found and len(found) == len(parts) and len({part.format for part in found}) == 1 else None
 
 
 def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

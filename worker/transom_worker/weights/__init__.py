@@ -3,8 +3,28 @@
 `load_weights(files)` opens a resolved model; calling the result reads one tensor. No tensor is read before it is requested.
 """
 
-from transom_worker.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, Weights, read_mxfp4
+from transom_worker.weights.checkpoint import (
+    ALL,
+    WHOLE,
+    Mxfp4Tensors,
+    Part,
+    StoredGroups,
+    Weights,
+    read_groups,
+    read_mxfp4,
+)
 from transom_worker.weights.load import load_weights
 from transom_worker.weights.renamed_weights import RenamedWeights
 
-__all__ = ["ALL", "WHOLE", "Mxfp4Tensors", "Part", "RenamedWeights", "Weights", "load_weights", "read_mxfp4"]
+__all__ = [
+    "ALL",
+    "WHOLE",
+    "Mxfp4Tensors",
+    "Part",
+    "RenamedWeights",
+    "StoredGroups",
+    "Weights",
+    "load_weights",
+    "read_groups",
+    "read_mxfp4",
+]

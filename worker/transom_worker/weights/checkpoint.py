@@ -2,13 +2,15 @@
 name.
 
 - part: a range for each of a tensor's first axes, such as `(slice(0, 8), slice(64, 128))`; WHOLE is the whole tensor.
+- groups: 32 neighbouring columns of a row, which have a scale, and in some formats a minimum (GGUF's Q8_0, Q4_0 and Q4_1).
 - MXFP4: a 4-bit format with one scale, a power of two, for each group of 32 elements of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
@@ -18,8 +20,27 @@ Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
 Mxfp4Tensors = tuple[
     torch.Tensor, torch.Tensor
 ]  # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32]
+GROUP = 32  # columns that share a scale
 ALL = slice(None)
 WHOLE: Part = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroups:
+    """A matrix [N, K] as it is stored in groups: element = scale * (level - zero), or scale * level + minimum.
+
+    The zero is 128 in int8, and 8 in int4; int4_min has minima.
+    """
+
+    format: Literal["int8", "int4", "int4_min"]
+    levels: torch.Tensor  # [N, K] uint8
+    scales: torch.Tensor  # [N, K / 32] float16
+    minima: torch.Tensor | None  # [N, K / 32] float16
+
+    @property
+    def nbytes(self) -> int:
+        """The size in memory."""
+        return self.levels.nbytes + self.scales.nbytes + (0 if self.minima is None else self.minima.nbytes)
 
 
 class Weights(Protocol):
@@ -63,6 +84,16 @@ def read_mxfp4(weights: Weights, name: str, *, shape: tuple[int, ...], part: Par
         ModelError: as `Weights.__call__` does.
     """
     read: Callable[..., Mxfp4Tensors | None] | None = getattr(weights, "mxfp4", None)
+    return None if read is None else read(name, shape=shape, part=part)
+
+
+def read_groups(weights: Weights, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
+    """Read a matrix or a part of it as it is stored, if that is in groups and the part has whole groups; otherwise return None.
+
+    Raises:
+        ModelError: as `Weights.__call__` does.
+    """
+    read: Callable[..., StoredGroups | None] | None = getattr(weights, "groups", None)
     return None if read is None else read(name, shape=shape, part=part)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from transom_worker.weights.checkpoint import ALL, WHOLE, Part, Weights
+from transom_worker.weights.checkpoint import ALL, WHOLE, Part, StoredGroups, Weights, read_groups
 
 # By model_type: the families with a tensor for each expert's matrix; name of the matrix -> name of its stack.
 _PER_EXPERT: Mapping[str, Mapping[str, str]] = {
@@ -64,6 +64,10 @@ class PerExpertNames:
         whole = None if shape is None else (self._num_experts, *shape)
         return self._stacks(stack, shape=whole, part=(slice(expert, expert + 1), *part))[0]
 
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
+        """Read a matrix outside of the experts as it is stored; see `read_groups`. Experts are dequantised."""
+        return None if _EXPERT.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
+
     def close(self) -> None:
         """Close the file."""
         self._stacks.close()
@@ -96,6 +100,10 @@ class FusedGateUp:
         ]
         fused = self._fuse(rows, along) if is_fused else rows[0]
         return fused if is_bias else fused.transpose(-1, -2)
+
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
+        """Read a matrix outside of the experts as it is stored; see `read_groups`. Experts are dequantised."""
+        return None if _FUSED_NAME.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
 
     def close(self) -> None:
         """Close the file."""

@@ -52,7 +52,10 @@ class DeepseekV4:
         ]
         self._hyper_connection_head = HyperConnectionHead(load, "model.hc_head.hc", architecture, shape)
         self._norm = load.norm("model.norm", eps, size=architecture.hidden_size)
-        self._head = load.head("head", table, tied_to=self._embedding if architecture.tie_embeddings else None)
+        tied = architecture.tie_embeddings
+        self._head = load.head(
+            "model.embed_tokens" if tied else "head", table, tied_to=self._embedding if tied else None
+        )
         self._rotary = {rope: _rotary(rope, load) for rope in set(architecture.ropes) if rope is not None}
         self._entry_rope = _entry_rope(architecture)
         ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
