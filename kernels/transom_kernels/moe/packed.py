@@ -59,12 +59,6 @@ class PackedExperts:
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the packed weights and biases."""
-        parts = (self.gate_up.panels, self.down.panels, self.gate_up_bias, self.down_bias)
-        return sum(part.nbytes for part in parts if part is not None)
-
 
 def pack_experts(tensors: ExpertTensors) -> PackedExperts:
     """Copy experts' weights into panels, one expert after the other.

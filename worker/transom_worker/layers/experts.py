@@ -61,9 +61,10 @@ class GroupedExperts(Experts):
     def __init__(self, weights: ExpertTensors, rule: GateRule, *, scales_input: bool) -> None:
         self._rule, self._scales_input = rule, scales_input
         self._weights: ExpertTensors | PackedExperts
+        parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
+        self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)  # without the padding of packed ones
         if uses_cpu_kernels(weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down):
             self._weights = pack_experts(weights)
-            self.weight_bytes = self._weights.nbytes
             return
         self._weights = ExpertTensors(
             gate_up=_contiguous(weights.gate_up),
@@ -72,8 +73,6 @@ class GroupedExperts(Experts):
             down_bias=weights.down_bias,
             interleaved=weights.interleaved,
         )
-        parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
-        self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
 
     def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Return the weighted sum of each token's experts, added in the order in which the token chose them, [T, N]."""
