@@ -14,7 +14,7 @@ import time
 import torch
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
 
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import Kernels, prefer
 from transom_kernels.paged_attention import paged_attention
 

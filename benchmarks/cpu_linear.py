@@ -28,7 +28,7 @@ os.environ.pop("OMP_WAIT_POLICY", None)
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.linear import PackedWeight, gated_linear, linear, pack_weight
 
 DEMO = "576x960,576x576,576x3072gated,1536x576,576x49152"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from transom_kernels.block_copy import block_copy
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.launch import prefer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.gated_mlp import Activation, activated_product, gated_activation
 from transom_kernels.gated_mlp.cpu import ITEM_ELEMENTS, activated_product_fits
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference

@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.paged_case import Shape, empty_caches
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.cpu import prepare_qkv_fits
 from transom_kernels.kv_write.prepare import prepare_qkv_reference

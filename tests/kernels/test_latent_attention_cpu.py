@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.latent_attention import latent_attention
 from transom_kernels.latent_attention.cpu import fits_cpu_kernel
 from transom_kernels.latent_attention.reference import latent_attention_reference

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from tests.kernels.checked import run_checked, run_in_child
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
-from transom_kernels.cpu.pool import set_num_threads
 from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.cpu.target import CpuTarget
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
 from transom_kernels.linear.cpu import method_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.logprobs import RowLogprobs, logprobs
 from transom_kernels.logprobs.reference import logprobs_reference
 

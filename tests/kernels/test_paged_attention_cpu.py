@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.paged_attention import cpu, paged_attention
 from transom_kernels.paged_attention.cpu_layout import KEY_TILE, UNIT_KEYS

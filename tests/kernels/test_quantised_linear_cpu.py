@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.quantised_linear import (
     Format,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.rotary import rotary_, rotary_tables
 from transom_kernels.rotary.cpu import rotary_fits, tables_fit

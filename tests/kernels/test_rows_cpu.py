@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.pool import set_num_threads
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.layer_norm.cpu import ITEM_ELEMENTS, layer_norm_fits

@@ -11,8 +11,8 @@ import torch
 from tests.kernels.checked import run_checked, run_in_child
 from tests.matrices import some_daily
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
-from transom_kernels.cpu.pool import set_num_threads
 from transom_kernels.cpu.target import CpuTarget
+from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.sample.cpu import sample_cpu, sample_records
 from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import sample_reference

@@ -25,7 +25,6 @@ from transom_kernels.cpu.bounds import CHECKED, raise_fault, set_ranges
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.cpu.threads import num_threads
-from transom_kernels.cpu.threads import set_num_threads as set_num_threads
 
 SPINS_BEFORE_PARKING = (
     2000  # about 50 microseconds: a step launches again sooner, and a parked thread wakes in about 40
