@@ -231,6 +231,7 @@ def test_checked_kernels_touch_nothing_else():
     run_checked(checked_cases)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("processor", "method"),
     [("cooperlake", "pairs"), ("skylake-avx512", "wide"), ("haswell", "wide"), ("x86-64", "wide")],

@@ -164,5 +164,6 @@ def test_checked_kernels() -> None:
     run_checked(small_case)
 
 
+@pytest.mark.exhaustive
 def test_a_processor_with_narrower_registers() -> None:
     run_in_child(small_case, TRANSOM_CPU="haswell")

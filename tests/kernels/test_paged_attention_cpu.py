@@ -143,6 +143,7 @@ def test_no_access_outside_of_its_memory():
     run_checked(small_case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("processor", ["x86-64", "haswell", "cooperlake"])
 def test_other_processors(processor):
     """Without vectors of 512 bits, and with pairs of bfloat16 but without tile registers."""

@@ -195,6 +195,7 @@ def test_no_access_outside_of_its_memory():
     run_checked(small_case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "cascadelake"])
 def test_other_processors(processor):
     run_in_child(small_case, TRANSOM_CPU=processor)

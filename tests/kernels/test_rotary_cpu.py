@@ -102,5 +102,6 @@ def test_no_access_outside_of_its_memory():
     run_checked(small_case)
 
 
+@pytest.mark.exhaustive
 def test_another_processor():
     run_in_child(small_case, TRANSOM_CPU="haswell")

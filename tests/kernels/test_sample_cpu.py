@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked, run_in_child
-from tests.matrices import some_daily
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.cpu.threads import set_num_threads
@@ -206,7 +205,8 @@ def test_checked() -> None:
     run_checked(small_case)
 
 
-@pytest.mark.parametrize("processor", some_daily(["haswell", "x86-64", "skylake-avx512"], daily=["haswell"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processor", ["haswell", "x86-64", "skylake-avx512"])
 def test_for_another_processor(processor: str) -> None:
     run_in_child(small_case, TRANSOM_CPU=processor)
 
