@@ -56,7 +56,6 @@ class Pool:
         self._masks: list[NDArray[np.uint8]] = []
         self._scratch: list[mmap.mmap] = []
         self._scratch_bytes = 0
-        self._kept: list[Runnable] = []  # never freed, because a late thread may still read them
         self._one = Runnable(1)
         self._none = Runnable(0)
         self._run_entry = _Entry(cpu_kernel("transom_kernels.cpu.pool_kernel", "make_run").address)
@@ -91,11 +90,6 @@ class Pool:
         """Run instructions, each after the one before. Raises IndexError as `run_one` does."""
         with self._lock:
             self._run(runnable, scratch_bytes, "program", ranges)
-
-    def runnable(self, num_instructions: int) -> Runnable:
-        """Room for instructions."""
-        self._kept.append(Runnable(num_instructions))
-        return self._kept[-1]
 
     def close(self) -> None:
         """End the threads."""
@@ -152,6 +146,7 @@ class Runnable:
         self._words[layout.INSTRUCTIONS] = self._instructions.ctypes.data
         self._words[layout.COUNT] = num_instructions
         self._words[layout.SYNC] = self._sync.ctypes.data
+        self.kept: list[object] = []  # what holds the numbers of items that lie elsewhere
         self._own_items = self._instructions.ctypes.data + 8 * layout.OWN_ITEMS
         self.address = self._words.ctypes.data
 
@@ -171,6 +166,15 @@ class Runnable:
         items_address = items_address or self._own_items + 8 * begin
         first = begin + layout.ARGUMENTS
         self._instructions[begin : first + len(arguments)] = [kernel_address, items_address, num_items, 0, *arguments]
+
+
+_runnables: list[Runnable] = []  # of all programs; never freed, because a late thread of any pool may still read them
+
+
+def new_runnable(num_instructions: int) -> Runnable:
+    """Room for a program's instructions, which lasts as long as the process."""
+    _runnables.append(Runnable(num_instructions))
+    return _runnables[-1]
 
 
 _pool: Pool | None = None

@@ -26,7 +26,7 @@ from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import CpuKernel
 from transom_kernels.cpu.launching import memory_of
 from transom_kernels.cpu.memory import lazy_memory
-from transom_kernels.cpu.pool import pool
+from transom_kernels.cpu.pool import new_runnable, pool
 from transom_kernels.cpu.recording import Argument, NotRecordable, current_recorder, record
 
 _ALIGNMENT = 64
@@ -160,9 +160,10 @@ class Program:
             return
         pending, ranges = self._pending, self._ranges
         self._pending, self._ranges = [], []
-        runnable = pool().runnable(len(pending))
+        runnable = new_runnable(len(pending))
         for index, (address, num_items, words) in enumerate(pending):
             if isinstance(num_items, torch.Tensor):
+                runnable.kept.append(num_items)
                 runnable.write(index, address, 0, words, items_address=num_items.data_ptr())
             else:
                 runnable.write(index, address, num_items, words)
