@@ -25,3 +25,10 @@ def launchers_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
                 if name.rstrip("_").endswith("_triton") and callable(value):
                     patch.setattr(request.module, name, on_device(value, torch.device("cuda")))
         yield
+
+
+@pytest.fixture
+def memory_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` gives NaN, so that what a kernel leaves out is seen."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(float("nan")))

@@ -1,7 +1,28 @@
-"""A kernel for tests of the runtime: out[i] = 2 * x[i], one item for each 16 numbers."""
+"""Kernels for tests of the runtime: out[i] = 2 * x[i], one item for each 16 numbers; and one that cannot be compiled."""
 
-from transom_kernels.cpu.simd import load_part_f32, splat, store_part_f32
+from numba import njit
+
+from transom_kernels.cpu.simd import load_part_f32, splat, store_i64, store_part_f32
 from transom_kernels.cpu.work import argument, claim, finish
+
+
+def make_division():
+    """A kernel with a function that raises an exception with a computed message."""
+
+    @njit
+    def share(x, y):
+        if y == 0:
+            raise ValueError(x)
+        return x // y
+
+    def divide(arguments, thread):
+        item = claim(thread)
+        while item >= 0:
+            store_i64(argument(arguments, 0), share(argument(arguments, 1), argument(arguments, 2)))
+            finish(thread)
+            item = claim(thread)
+
+    return divide
 
 
 def make_double():

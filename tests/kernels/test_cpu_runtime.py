@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from transom_kernels.cpu.kernel import cpu_kernel, statistics
+from tests.cpu_threads import kernel_threads
+from transom_kernels.cpu.kernel import cpu_kernel, object_code, statistics
 from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.pool import Pool, pool
-from transom_kernels.cpu.threads import set_num_threads
 
 NORM = ("transom_kernels.rms_norm.cpu_kernel", "make_rms_norm")
 
@@ -28,12 +28,9 @@ def norm(x, weight, eps=1e-5):
 def test_the_result_does_not_depend_on_the_number_of_threads(num_threads):
     x, weight = torch.randn(100, 77), torch.randn(77)
     expected = norm(x, weight)
-    set_num_threads(num_threads)
-    try:
+    with kernel_threads(num_threads):
         for _ in range(200):
             assert torch.equal(norm(x, weight), expected)
-    finally:
-        set_num_threads(0)
 
 
 def test_threads_that_launch_at_the_same_time_do_not_disturb_each_other():
@@ -170,6 +167,11 @@ def test_processes_that_start_together_compile_once(tmp_path):
     ]
     assert sorted(run.communicate()[0].strip() for run in runs) == ["0", "0", "1"]
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".o"]
+
+
+def test_a_kernel_that_raises_is_refused():
+    with pytest.raises(ValueError, match="calls NRT_Allocate"):
+        object_code(cpu_kernel("tests.kernels.double_kernel", "make_division"))
 
 
 def test_too_many_arguments_are_refused():

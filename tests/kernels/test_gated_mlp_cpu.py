@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.gated_mlp import Activation, activated_product, gated_activation
 from transom_kernels.gated_mlp.cpu import ITEM_ELEMENTS, activated_product_fits
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
@@ -65,11 +65,8 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads():
     whole = gated_activation(x, "silu")
     assert all(gated_activation(x[row : row + 1], "silu").equal(whole[row : row + 1]) for row in range(7))
     for threads in (1, 3):
-        set_num_threads(threads)
-        try:
+        with kernel_threads(threads):
             assert gated_activation(x, "silu").equal(whole)
-        finally:
-            set_num_threads(0)
 
 
 def test_more_dimensions_go_on_with_torch():

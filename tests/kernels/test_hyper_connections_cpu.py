@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_in_child
-from transom_kernels.cpu.threads import set_num_threads
+from tests.kernels.hyper_connections_case import EPS, Sizes, close, coefficients, streams_of
 from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre, hc_project
 from transom_kernels.hyper_connections.cpu import CHUNK
 from transom_kernels.hyper_connections.reference import (
@@ -18,35 +19,9 @@ from transom_kernels.hyper_connections.reference import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
-LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-EPS = 1e-6
-Sizes = tuple[int, int, int]
 SIZES = [(0, 4, 8), (1, 1, 1), (5, 3, 7), (1, 4, 64), (5, 4, CHUNK + 6), (2, 5, 33), (3, 16, 17)]
 
-
-@pytest.fixture(autouse=True)
-def memory_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves out is seen."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(float("nan")))
-
-
-def streams_of(sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-    """Strided, as nothing promises otherwise; its neighbours are NaN."""
-    tokens, size, width = sizes
-    wide = torch.full((tokens, size + 1, width + 3), float("nan"), dtype=dtype)
-    wide[:, 1:, 2:-1] = torch.randn(tokens, size, width).to(dtype)
-    return wide[:, 1:, 2:-1]
-
-
-def coefficients(tokens: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return 4 * torch.randn(tokens, size), torch.rand(size) + 0.5, torch.randn(size)
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert got.dtype == wanted.dtype
-    limit = LIMIT[got.dtype]
-    torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)
+pytestmark = pytest.mark.usefixtures("memory_full_of_nan")
 
 
 def check(x: torch.Tensor, *, rounds: int) -> None:
@@ -97,13 +72,10 @@ def test_a_token_does_not_depend_on_the_others_or_on_the_threads() -> None:
         at = slice(row, row + 1)
         for alone, every in zip(everything(x[at], parts, y[at], weight), whole, strict=True):
             assert torch.equal(alone, every[at])
-    try:
-        for num_threads in (1, 3):
-            set_num_threads(num_threads)
+    for num_threads in (1, 3):
+        with kernel_threads(num_threads):
             for again, every in zip(everything(x, parts, y, weight), whole, strict=True):
                 assert torch.equal(again, every)
-    finally:
-        set_num_threads(0)
 
 
 def test_a_token_of_nan_stays_alone() -> None:

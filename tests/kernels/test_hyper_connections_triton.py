@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.hyper_connections_case import EPS, Sizes, close, coefficients, streams_of
 from transom_kernels.hyper_connections.gpu import (
     hc_head_triton,
     hc_norm_triton,
@@ -19,41 +20,18 @@ from transom_kernels.hyper_connections.reference import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # the interpreter cuts bfloat16 off
-EPS = 1e-6
 SIZES = [(0, 4, 8), (1, 1, 1), (5, 3, 7), (1, 4, 64), (5, 4, 1030), (2, 5, 33), (3, 4, 1)]
 
 pytestmark = [
+    pytest.mark.usefixtures("memory_full_of_nan"),
     pytest.mark.parametrize("dtype", DTYPES, ids=str),
     pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes))),
 ]
-Sizes = tuple[int, int, int]
 
 
 @pytest.fixture(autouse=True)
-def memory_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves out is seen."""
+def same_inputs() -> None:
     torch.manual_seed(5)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(float("nan")))
-
-
-def streams_of(sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-    """Strided, as nothing promises otherwise; its neighbours are NaN."""
-    tokens, size, width = sizes
-    wide = torch.full((tokens, size + 1, width + 3), float("nan"), dtype=dtype)
-    wide[:, 1:, 2:-1] = torch.randn(tokens, size, width).to(dtype)
-    return wide[:, 1:, 2:-1]
-
-
-def coefficients(tokens: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return 4 * torch.randn(tokens, size), torch.rand(size) + 0.5, torch.randn(size)
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert got.dtype == wanted.dtype
-    limit = LIMIT[got.dtype]
-    torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)
 
 
 def test_normalised(dtype: torch.dtype, sizes: Sizes) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.paged_case import Shape, empty_caches
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.cpu import prepare_qkv_fits
 from transom_kernels.kv_write.prepare import prepare_qkv_reference
@@ -115,11 +115,8 @@ def test_a_token_does_not_depend_on_its_batch_or_on_threads():
         assert prepare_qkv(q[one], k[one], v[one], *own, slots[one], cut, how).equal(whole[one])
         assert all(a[token // 4, token % 4].equal(b[token // 4, token % 4]) for a, b in zip(own, caches, strict=True))
     for threads in (1, 3):
-        set_num_threads(threads)
-        try:
+        with kernel_threads(threads):
             assert prepare_qkv(q, k, v, *caches, slots, tables, how).equal(whole)
-        finally:
-            set_num_threads(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

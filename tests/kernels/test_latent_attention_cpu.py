@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.latent_attention import latent_attention
 from transom_kernels.latent_attention.cpu import fits_cpu_kernel
 from transom_kernels.latent_attention.reference import latent_attention_reference
@@ -57,11 +57,8 @@ def test_a_query_does_not_depend_on_its_batch_or_on_threads(dtype):
     rows, shared = make_case(5, 90, 300, dtype)
     expected = latent_attention(**rows, **shared)
     for threads in (1, 3):
-        set_num_threads(threads)
-        try:
+        with kernel_threads(threads):
             assert torch.equal(latent_attention(**rows, **shared), expected)
-        finally:
-            set_num_threads(0)
     for query in range(5):
         alone = {name: tensor[query : query + 1] for name, tensor in rows.items()}
         assert torch.equal(latent_attention(**alone, **shared), expected[query : query + 1])

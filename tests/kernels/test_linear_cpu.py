@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.cpu.target import CpuTarget
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
 from transom_kernels.linear.cpu import method_of
@@ -70,13 +70,10 @@ def test_every_row_equals_itself_alone_whatever_the_number_of_threads(dtype, row
     (weight,) = matrices(50, 576, dtype)
     x, packed = torch.randn(rows, 576).to(dtype), pack_weight(weight)
     together = linear(x, packed)
-    try:
-        for num_threads in (1, 3):
-            set_num_threads(num_threads)
+    for num_threads in (1, 3):
+        with kernel_threads(num_threads):
             assert linear(x, packed).equal(together)
             assert all(linear(x[row : row + 1], packed)[0].equal(together[row]) for row in range(rows))
-    finally:
-        set_num_threads(0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.logprobs import RowLogprobs, logprobs
 from transom_kernels.logprobs.reference import logprobs_reference
 
@@ -56,11 +56,8 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads() -> None:
         alone = logprobs(logits[row : row + 1], chosen[row : row + 1], 5)
         assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True))
     for num_threads in (1, 3):
-        set_num_threads(num_threads)
-        try:
+        with kernel_threads(num_threads):
             again = logprobs(logits, chosen, 5)
-        finally:
-            set_num_threads(0)
         assert all(torch.equal(one, other) for one, other in zip(again, together, strict=True))
 
 

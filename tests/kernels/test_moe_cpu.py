@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, cpu, moe, pack_experts
 from transom_kernels.moe.reference import moe_reference
 
@@ -122,12 +122,9 @@ def test_a_token_does_not_depend_on_the_others_or_on_the_threads(form: str, monk
         assert torch.equal(moe(x[at], which[at], weights[at], packed, GPT_OSS), whole[at])
     monkeypatch.setattr(cpu, "MAX_PAIRS", 26)
     assert torch.equal(moe(x, which, weights, packed, GPT_OSS), whole)
-    try:
-        for num_threads in (1, 3):
-            set_num_threads(num_threads)
+    for num_threads in (1, 3):
+        with kernel_threads(num_threads):
             assert torch.equal(moe(x, which, weights, packed, GPT_OSS), whole)
-    finally:
-        set_num_threads(0)
 
 
 def test_a_token_of_nan_stays_alone() -> None:

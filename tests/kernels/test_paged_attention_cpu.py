@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.paged_attention import cpu, paged_attention
 from transom_kernels.paged_attention.cpu_layout import KEY_TILE, UNIT_KEYS
@@ -31,12 +31,6 @@ def check(case: Case, **mask) -> torch.Tensor:
     return out
 
 
-@pytest.fixture
-def few_threads():
-    yield set_num_threads
-    set_num_threads(0)
-
-
 MASKS = [{}, {"window": 300}, {"chunk": 320}, {"window": 270, "num_sink_tokens": 30}]
 
 
@@ -52,15 +46,14 @@ def test_contexts_around_the_edges_of_units_and_key_tiles(dtype, mask):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(dtype, mask, few_threads):
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(dtype, mask):
     """Whatever the batch, the number of threads and the slots that share a row."""
     sequences = [Sequence(start=900, count=1), Sequence(start=20, count=200), Sequence(start=700, count=2)]
     case = make_case(sequences, Shape(**{**vars(SHAPE), "dtype": dtype}))
     expected = attend(case, **mask)
     for num_threads in (1, 3, 40):
-        few_threads(num_threads)
-        assert torch.equal(attend(case, **mask), expected)
-    few_threads(0)
+        with kernel_threads(num_threads):
+            assert torch.equal(attend(case, **mask), expected)
     batch, row = case.batch, 0
     for b, sequence in enumerate(sequences):
         one = slice(b, b + 1)

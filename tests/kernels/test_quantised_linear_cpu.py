@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.quantised_linear import (
     Format,
@@ -99,12 +99,9 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(format):
     for first, last in ((0, 1), (5, 7), (70, 74), (100, 115), (149, 150)):
         assert quantised_linear(x[first:last], weight).equal(whole[first:last])
     for threads in (1, 3):
-        set_num_threads(threads)
-        try:
+        with kernel_threads(threads):
             assert quantised_linear(x, weight).equal(whole)
             assert quantised_linear(x[:1], weight).equal(whole[:1])
-        finally:
-            set_num_threads(0)
 
 
 @pytest.mark.parametrize("format", FORMATS)

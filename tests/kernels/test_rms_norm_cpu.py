@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.rms_norm import head_norm_, rms_norm
 from transom_kernels.rms_norm.cpu import ITEM_ELEMENTS, head_norm_fits, rms_norm_fits
@@ -74,11 +74,8 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads():
         alone = rms_norm(x[row : row + 1], weight, EPS, residual[row : row + 1])
         assert all(one.equal(many[row : row + 1]) for one, many in zip(alone, whole, strict=True))
     for threads in (1, 3):
-        set_num_threads(threads)
-        try:
+        with kernel_threads(threads):
             assert all(map(torch.equal, rms_norm(x, weight, EPS, residual), whole))
-        finally:
-            set_num_threads(0)
 
 
 def test_no_rows():

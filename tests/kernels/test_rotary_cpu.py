@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.rotary import rotary_, rotary_tables
 from transom_kernels.rotary.cpu import rotary_fits, tables_fit
@@ -76,13 +76,10 @@ def test_a_token_does_not_depend_on_its_batch_or_on_threads():
     rotary_(one, *alone)
     assert one.equal(turned[7:8])
     for threads in (1, 3):
-        set_num_threads(threads)
-        try:
+        with kernel_threads(threads):
             again = x.clone()
             rotary_(again, *rotary_tables(positions, frequency, sign, torch.float32))
             assert again.equal(turned)
-        finally:
-            set_num_threads(0)
 
 
 def test_no_tokens():

@@ -8,29 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_in_child
-from transom_kernels.cpu.threads import set_num_threads
+from tests.kernels.route_case import SCORES, Pair, check_route, large_and_small_logits, logits_of
 from transom_kernels.route import Routing, route
 from transom_kernels.route.cpu import TILE, route_cpu
 from transom_kernels.route.reference import route_reference
 
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
-Pair = tuple[torch.Tensor, torch.Tensor]
-
 
 def check(x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
-    """Chosen alike and weighed alike; memory is NaN before."""
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    try:
-        found, weights = route_cpu(x, weight, routing, **parts)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    wanted, shares = route_reference(x, weight, routing, **parts)
-    assert found.equal(wanted)
-    assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights, shares, atol=1e-6, rtol=1e-5, equal_nan=True)
-    return found, weights
+    return check_route(route_cpu, x, weight, routing, **parts)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, TILE, TILE + 1])
@@ -48,11 +35,6 @@ def test_corrections_and_scales(score: Any, normalise: bool) -> None:
     routing = Routing(num_chosen=3, score=score, normalise=normalise, scale=2.5)
     for correction in (None, torch.randn(20)):
         check(x, weight, routing, correction=correction, expert_scale=torch.rand(20))
-
-
-def logits_of(*rows: list[float]) -> Pair:
-    """Inputs and weights whose logits are these, each a single product."""
-    return torch.eye(len(rows)), torch.tensor(rows).T.contiguous()
 
 
 def test_equal_experts_are_chosen_in_their_order() -> None:
@@ -75,7 +57,7 @@ def test_infinite_logits_and_nan(score: Any) -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 def test_scores_of_large_and_of_small_logits(score: Any) -> None:
-    x, weight = logits_of([-40.0, -20.0, -17.0, -9.0], [19.99, 20.01, 45.0, 88.0], [-1e-4, 0.0, 1e-4, 1.0])
+    x, weight = large_and_small_logits()
     check(x, weight, Routing(num_chosen=4, score=score))
     check(x, weight, Routing(num_chosen=2, score=score, normalise=False))
 
@@ -102,12 +84,9 @@ def test_a_token_does_not_depend_on_the_others_or_on_the_threads() -> None:
     for row in (0, TILE - 1, TILE):
         alone = route(x[row : row + 1], weight, routing)
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, together, strict=True))
-    try:
-        for num_threads in (1, 3):
-            set_num_threads(num_threads)
+    for num_threads in (1, 3):
+        with kernel_threads(num_threads):
             assert all(torch.equal(a, b) for a, b in zip(route(x, weight, routing), together, strict=True))
-    finally:
-        set_num_threads(0)
 
 
 def small_case() -> None:

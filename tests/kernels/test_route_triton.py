@@ -10,29 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.route_case import SCORES, Pair, check_route, large_and_small_logits, logits_of
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.route import Routing, route, router_layout, tuning
 from transom_kernels.route.gpu import partial_logits_triton, route_triton
-from transom_kernels.route.reference import route_reference
 from transom_kernels.route.tuning import FEW_TOKENS, MIN_SPLIT, split_of
-
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
-    """Chosen alike and weighed alike; memory is NaN before."""
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    try:
-        found, weights = route_triton(x, weight, routing, **parts)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    wanted, shares = route_reference(x, weight, routing, **parts)
-    assert found.equal(wanted)
-    assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights, shares, atol=1e-6, rtol=1e-5, equal_nan=True)
-    return found, weights
+    return check_route(route_triton, x, weight, routing, **parts)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -71,12 +57,6 @@ def test_any_router(
     check(x, weight, routing, correction=torch.randn(experts) if corrected else None, expert_scale=torch.rand(experts))
 
 
-def logits_of(*rows: list[float]) -> Pair:
-    """Inputs and weights whose logits are these, each a single product."""
-    wanted = torch.tensor(rows)
-    return torch.eye(len(rows)), wanted.T.contiguous()
-
-
 def test_equal_experts_are_chosen_in_their_order() -> None:
     x, weight = logits_of([1.0, 2.0, 2.0, 1.0, 2.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0])
     found, _ = check(x, weight, Routing(num_chosen=4))
@@ -107,7 +87,7 @@ def test_infinite_logits_and_nan_choose_experts_that_are_there(score: Any) -> No
 
 @pytest.mark.parametrize("score", SCORES)
 def test_scores_of_large_and_of_small_logits(score: Any) -> None:
-    x, weight = logits_of([-40.0, -20.0, -17.0, -9.0], [19.99, 20.01, 45.0, 88.0], [-1e-4, 0.0, 1e-4, 1.0])
+    x, weight = large_and_small_logits()
     check(x, weight, Routing(num_chosen=4, score=score))
     check(x, weight, Routing(num_chosen=2, score=score, normalise=False))
 

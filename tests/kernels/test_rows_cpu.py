@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.layer_norm.cpu import ITEM_ELEMENTS, layer_norm_fits
@@ -46,11 +46,8 @@ def test_layer_norm_of_a_row_does_not_depend_on_its_batch_or_on_threads():
     whole = layer_norm(x, weight, EPS)
     assert all(layer_norm(x[row : row + 1], weight, EPS).equal(whole[row : row + 1]) for row in range(rows))
     for threads in (1, 3):
-        set_num_threads(threads)
-        try:
+        with kernel_threads(threads):
             assert layer_norm(x, weight, EPS).equal(whole)
-        finally:
-            set_num_threads(0)
     assert layer_norm(x[:0], weight, EPS).shape == (0, width)
     with pytest.raises(ValueError, match="does not fit"):
         layer_norm(x, weight[1:], EPS)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.target import CpuTarget
-from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.sample.cpu import sample_cpu, sample_records
 from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import sample_reference
@@ -131,11 +131,8 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads() -> None:
         alone = SampleParams(**{name: getattr(params, name)[part] for name in names})
         assert torch.equal(sample_cpu(logits[part], alone), together[part])
     for num_threads in (1, 3):
-        set_num_threads(num_threads)
-        try:
+        with kernel_threads(num_threads):
             assert torch.equal(sample_cpu(logits, params), together)
-        finally:
-            set_num_threads(0)
 
 
 @pytest.mark.parametrize("first_id", [5, 64, 8000, 9000])

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 BUSY_INTERVAL_S = 0.05
-STEADY_INTERVAL_S = (
-    1.12  # Serve draws each period of health checks between 0.9 and 1.1 of what is set, so every round has one
-)
+# Serve draws each period of health checks between 0.9 and 1.1 of what is set, so every round has one.
+STEADY_INTERVAL_S = 1.12
 
 # Of applications and of deployments, in Serve's words: nothing has to be started or stopped.
 STEADY_STATES = frozenset({"RUNNING", "HEALTHY", "DEPLOY_FAILED"})

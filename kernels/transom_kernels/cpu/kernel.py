@@ -41,10 +41,6 @@ CACHE_VARIABLE = "TRANSOM_CACHE_DIR"
 
 Parameter = str | int | bool | float | None
 
-_NUMBA_FUNCTIONS = (
-    "numba_gil_ensure", "numba_gil_release", "numba_do_raise", "numba_unpickle", "numba_runtime_build_excinfo_struct", "NRT_Free",
-)  # fmt: skip
-
 logger = logging.getLogger("transom.worker")
 
 _lock = threading.RLock()
@@ -131,10 +127,10 @@ def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
 def _without_machine_code() -> Iterator[bool]:
     """Within this context numba translates functions to LLVM's text, but neither optimises nor loads them.
 
-    The value is False, and numba works as ever, where this numba lacks the private functions that are replaced.
-
     Else it does both for every function that the kernel calls, which takes as long as everything else, and for no use: the kernel's
     final text holds them all. Python's garbage collector rests, because a collection takes long in a process with torch.
+
+    The context's value is False, and numba works as ever, where this numba lacks the private functions that are replaced.
     """
     from numba.core import codegen, cpu
     from numba.core.compiler_lock import global_compiler_lock
@@ -180,6 +176,7 @@ def _emit(text: str, target: CpuTarget) -> bytes:
     module = llvm.parse_assembly(text)
     module.triple = target.triple
     module.verify()
+    _check_calls(module)
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.name,
         features=target.features,
@@ -189,6 +186,22 @@ def _emit(text: str, target: CpuTarget) -> bytes:
         jit=True,
     )
     return machine.emit_object(module)
+
+
+def _check_calls(module: llvm.ModuleRef) -> None:
+    """Refuse code that calls numba's own functions: in a process without numba all of its calls, to any function, would go to 0.
+
+    Raises:
+        ValueError: the kernel, or a function that it calls, raises exceptions or allocates.
+    """
+    process = ctypes.CDLL(None)  # the C library, the mathematical functions and Python's own
+    declared = [function.name for function in module.functions if function.is_declaration]
+    foreign = [name for name in declared if not name.startswith("llvm.") and not hasattr(process, name)]
+    if foreign:
+        raise ValueError(
+            f"The kernel calls {', '.join(foreign)}, which no library of the process has: a kernel and the functions that it calls must "
+            "neither raise exceptions nor allocate."
+        )
 
 
 def _symbol(kernel: CpuKernel) -> str:
@@ -268,26 +281,10 @@ def _sources(package: str) -> str:
 
 @cache
 def _initialise() -> None:
-    library = ctypes.CDLL(None)
-    for name in ("syscall", "memcpy", "memmove", "memset"):  # all that code may call
-        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    _define_numba_functions()
-
-
-def _define_numba_functions() -> None:
-    """Define the functions of numba that compiled code names, as `abort`. Importing numba defines them properly.
-
-    They are called only where a kernel raises an exception, which no kernel does. But with one name undefined LLVM would leave all
-    names of the code undefined, those of the C library too.
-    """
-    abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
-    for name in _NUMBA_FUNCTIONS:
-        if llvm.address_of_symbol(name) is None:
-            llvm.add_symbol(name, abort)
 
 
 def _load(code: bytes, symbol: str) -> int:

@@ -26,9 +26,8 @@ from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.cpu.threads import num_threads
 
-SPINS_BEFORE_PARKING = (
-    2000  # about 50 microseconds: a step launches again sooner, and a parked thread wakes in about 40
-)
+# About 50 microseconds: a step launches again sooner, and a parked thread wakes in about 40.
+SPINS_BEFORE_PARKING = 2000
 _MAX_ITEMS = layout.ITEM_MASK
 _FIRST_SCRATCH_BYTES = 1 << 20
 
@@ -84,7 +83,7 @@ class Pool:
         address = kernel.address
         with self._lock:
             self._one.write(0, address, num_items, arguments)
-            self._run(self._one, scratch_bytes, kernel.name if CHECKED else "", ranges)  # a name takes a microsecond
+            self._run(self._one, scratch_bytes, kernel.name, ranges)
 
     def run(self, runnable: Runnable, scratch_bytes: int, ranges: list[tuple[int, int]]) -> None:
         """Run instructions, each after the one before. Raises IndexError as `run_one` does."""
@@ -208,10 +207,11 @@ def _cpu_sets(usable: list[int], index: int, num_threads: int) -> NDArray[np.uin
     With as many threads as usable cpus each has a cpu of its own. Fewer threads move among the cpus beside the launching thread's.
     """
     sets = np.zeros((8 * layout.CPU_SET_BYTES, 8 * layout.CPU_SET_BYTES), dtype=np.uint8)
-    for launcher in range(len(sets)):
+    sets[:, usable] = 1  # where the launching thread may use other cpus
+    for launcher in usable:
         others = [cpu for cpu in usable if cpu != launcher]
-        own = others[index - 1 :][:1] if num_threads == len(usable) and launcher in usable else others
-        sets[launcher, own or usable] = 1
+        sets[launcher] = 0
+        sets[launcher, others[index - 1] if num_threads == len(usable) else others] = 1
     return np.packbits(sets, axis=1, bitorder="little")
 
 

@@ -93,7 +93,7 @@ class Program:
     def __init__(self, memory: ReplayMemory) -> None:
         self._allocator = _Allocator(memory)
         self._memory = memory
-        self._steps: list[Callable[[], None]] = []
+        self._steps: list[Callable[[], object]] = []
         self._pending: list[tuple[int, int | torch.Tensor, Sequence[int]]] = []
         self._ranges: list[tuple[int, int]] = []
         self._kept: list[torch.Tensor] = []  # what the instructions' addresses point at, beyond the replay memory
@@ -118,7 +118,7 @@ class Program:
             self._ranges.extend(memory_of(tensor) for tensor in tensors)
         self.num_instructions += 1
 
-    def add_call(self, call: Callable[[], None]) -> None:
+    def add_call(self, call: Callable[[], object]) -> None:
         """Add a Python call."""
         self._end_run()
         self._steps.append(call)

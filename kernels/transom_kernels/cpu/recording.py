@@ -31,7 +31,7 @@ class Recorder(Protocol):
     ) -> None:
         """Add a launch."""
 
-    def add_call(self, call: Callable[[], None]) -> None:
+    def add_call(self, call: Callable[[], object]) -> None:
         """Add a call of Python code."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +65,7 @@ def record(recorder: Recorder) -> Iterator[None]:
         _local.recorder = None
 
 
-def host_call(call: Callable[[], None]) -> None:
+def host_call(call: Callable[[], object]) -> None:
     """Call Python code now, and in every replay of the program that is being recorded."""
     recorder = current_recorder()
     if recorder is None:

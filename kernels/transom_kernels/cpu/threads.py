@@ -15,7 +15,10 @@ def set_num_threads(num_threads: int) -> None:
 
 def num_threads() -> int:
     """The number of threads, the launching one counted."""
-    if _num_threads:
-        return _num_threads
+    return _num_threads or num_usable_cores()
+
+
+def num_usable_cores() -> int:
+    """The number of cores that the operating system lets this process run on."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(affinity(0)) if affinity else os.cpu_count() or 1

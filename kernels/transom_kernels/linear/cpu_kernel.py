@@ -143,9 +143,8 @@ def _make_vectors(method: str, dtype: str, registers: int) -> Any:
     """The product in vector registers, by tiles of as many rows as fit into them, and of few rows."""
     (many, panels), (few, panels_of_few) = VECTOR_TILES[registers, dtype]
     pairs = method == "pairs"
-    of_many = make_vector_product(many, panels, dtype, pairs=pairs)
-    of_few = make_vector_product(few, panels_of_few, dtype, pairs=pairs)
-    of_one = make_vector_product(1, 2, dtype, pairs=pairs)
+    of_many, of_few = _make_rows(many, panels, dtype, pairs), _make_rows(few, panels_of_few, dtype, pairs)
+    of_one = _make_rows(1, 2, dtype, pairs)
 
     @njit(error_model="numpy")
     def product(x, x_stride, rows, weight, other, num_steps, sums, adds):  # type: ignore[no-untyped-def]
@@ -153,24 +152,32 @@ def _make_vectors(method: str, dtype: str, registers: int) -> Any:
         while row < rows:
             here, out, left = x + row * x_stride, sums + row * SUM_STRIDE, rows - row
             if left == 1:
-                of_one(here, x_stride, left, (weight, other), num_steps, out, SUM_STRIDE, adds)
+                of_one(here, x_stride, left, weight, other, num_steps, out, adds)
                 row += 1
             elif left <= few:
-                if panels_of_few == 2:
-                    of_few(here, x_stride, left, (weight, other), num_steps, out, SUM_STRIDE, adds)
-                else:
-                    of_few(here, x_stride, left, (weight,), num_steps, out, SUM_STRIDE, adds)
-                    of_few(here, x_stride, left, (other,), num_steps, out + LINE, SUM_STRIDE, adds)
+                of_few(here, x_stride, left, weight, other, num_steps, out, adds)
                 row += few
             else:
-                if panels == 2:
-                    of_many(here, x_stride, left, (weight, other), num_steps, out, SUM_STRIDE, adds)
-                else:
-                    of_many(here, x_stride, left, (weight,), num_steps, out, SUM_STRIDE, adds)
-                    of_many(here, x_stride, left, (other,), num_steps, out + LINE, SUM_STRIDE, adds)
+                of_many(here, x_stride, left, weight, other, num_steps, out, adds)
                 row += many
 
     return product
+
+
+def _make_rows(most: int, panels: int, dtype: str, pairs: bool) -> Any:
+    """Up to `most` rows times two panels, both at once or (`panels` 1) one after the other."""
+    tile = make_vector_product(most, panels, dtype, pairs=pairs)
+
+    @njit(error_model="numpy")
+    def both(x, x_stride, rows, weight, other, num_steps, out, adds):  # type: ignore[no-untyped-def]
+        tile(x, x_stride, rows, (weight, other), num_steps, out, SUM_STRIDE, adds)
+
+    @njit(error_model="numpy")
+    def in_turn(x, x_stride, rows, weight, other, num_steps, out, adds):  # type: ignore[no-untyped-def]
+        tile(x, x_stride, rows, (weight,), num_steps, out, SUM_STRIDE, adds)
+        tile(x, x_stride, rows, (other,), num_steps, out + LINE, SUM_STRIDE, adds)
+
+    return both if panels == 2 else in_turn
 
 
 def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:

@@ -16,7 +16,7 @@ import torch
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, launch
-from transom_kernels.cpu.memory import lazy_memory
+from transom_kernels.cpu.memory import lazy_bytes
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.linear.layout import LINE, OUTPUTS, num_panels, panel_bytes
 
@@ -155,9 +155,9 @@ _piece = _Piece()
 def _allocate(num_bytes: int) -> torch.Tensor:
     """Memory for a weight, at a multiple of a cache line."""
     if CHECKED or num_bytes > _PIECE_BYTES // 4:
-        return torch.frombuffer(lazy_memory(max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+        return lazy_bytes(num_bytes)
     rest = _piece.memory
     if rest is None or len(rest) < num_bytes:
-        rest = torch.frombuffer(lazy_memory(_PIECE_BYTES), dtype=torch.uint8)
+        rest = lazy_bytes(_PIECE_BYTES)
     _piece.memory = rest[num_bytes:]
     return rest[:num_bytes]

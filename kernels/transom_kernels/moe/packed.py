@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transom_kernels.cpu.memory import lazy_memory
+from transom_kernels.cpu.memory import lazy_bytes
 from transom_kernels.moe.weights import MX_BIAS, MX_GROUP, ExpertTensors, MxTensor
 
 PANEL = 64
@@ -141,8 +141,7 @@ def _mx_words(blocks: torch.Tensor) -> torch.Tensor:
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for weights, in huge pages where there are any, since a step reads much of it."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(lazy_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)
+    return lazy_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _pack_bias(bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.worker.execution.toy_decoder import architecture, layer
+from transom_kernels.cpu import threads
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
 from transom_worker.execution import memory, model_loading
@@ -66,12 +67,14 @@ def test_cuda_without_a_device_is_refused() -> None:
 
 def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    asked_for_kernels: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(threads, "set_num_threads", asked_for_kernels.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(model_loading, "num_usable_cores", lambda: 12)
+    monkeypatch.setattr(threads, "num_usable_cores", lambda: 12)
     model_loading.set_threads(3)
     model_loading.set_threads(None)
-    assert asked == [3, 12]
+    assert asked == asked_for_kernels == [3, 12]
 
 
 def test_a_machine_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,15 +141,9 @@ def set_threads(num_threads: int | None, *, ranks_on_host: int = 1) -> None:
 
     OMP_NUM_THREADS is ignored, because Ray sets it to an actor's share of CPUs, usually 1.
     """
-    num_threads = num_threads or max(1, num_usable_cores() // ranks_on_host)
+    num_threads = num_threads or max(1, threads.num_usable_cores() // ranks_on_host)
     torch.set_num_threads(num_threads)
     threads.set_num_threads(num_threads)
-
-
-def num_usable_cores() -> int:
-    """Return the number of cores that the operating system lets this process run on."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _id_list(config: Mapping[str, Any], key: str) -> tuple[int, ...]:

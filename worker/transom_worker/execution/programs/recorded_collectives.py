@@ -18,7 +18,7 @@ class RecordedCollectives:
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_reduce_`."""
-        host_call(lambda: _ignored(self._comm.all_reduce_(x)))
+        host_call(lambda: self._comm.all_reduce_(x))
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -27,7 +27,7 @@ class RecordedCollectives:
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.broadcast_`."""
-        host_call(lambda: _ignored(self._comm.broadcast_(x)))
+        host_call(lambda: self._comm.broadcast_(x))
         return x
 
     def close(self) -> None:
@@ -38,7 +38,3 @@ class RecordedCollectives:
 def with_recorded_collectives(parallel: Parallel) -> Parallel:
     """Return the same rank with a communicator whose calls can be recorded."""
     return parallel if parallel.comm is SINGLE_RANK else replace(parallel, comm=RecordedCollectives(parallel.comm))
-
-
-def _ignored(x: torch.Tensor) -> None:
-    """Drop a result that is the argument itself."""
