@@ -199,8 +199,8 @@ def _check_calls(module: llvm.ModuleRef) -> None:
     foreign = [name for name in declared if not name.startswith("llvm.") and not hasattr(process, name)]
     if foreign:
         raise ValueError(
-            f"The kernel calls {', '.join(foreign)}, which no library of the process has: a kernel and the functions that it calls must "
-            "neither raise exceptions nor allocate."
+            f"The kernel calls {', '.join(foreign)}, which no library of the process has: a kernel and the functions that "
+            "it calls must neither raise exceptions nor allocate."
         )
 
 
