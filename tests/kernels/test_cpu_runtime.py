@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
+from transom_kernels.cpu import kernel as kernel_module
 from transom_kernels.cpu.kernel import cpu_kernel, object_code, statistics
 from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.pool import Pool, pool
@@ -104,6 +105,19 @@ def test_code_in_the_cache_runs_in_a_process_without_numba(tmp_path):
         for _ in range(2)
     ]
     assert [run.stdout.strip() for run in runs] == ["True", "False"]
+
+
+def test_code_depends_on_every_file_of_the_package(tmp_path, monkeypatch):
+    """Kernels call functions of other operators, so a change anywhere means other code."""
+    folder = tmp_path / "some_kernels" / "operator"
+    folder.mkdir(parents=True)
+    (tmp_path / "some_kernels" / "__init__.py").touch()
+    (folder / "shared.py").write_text("STEP = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = kernel_module._sources.__wrapped__("some_kernels")
+    assert kernel_module._sources.__wrapped__("some_kernels") == before
+    (folder / "shared.py").write_text("STEP = 2\n")
+    assert kernel_module._sources.__wrapped__("some_kernels") != before
 
 
 def test_damaged_code_in_the_cache_is_compiled_again(tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ A kernel is named by its module, the function there that makes it, and the param
     norm = cpu_kernel("transom_kernels.rms_norm.cpu_kernel", "make_rms_norm", dtype="bf16")
     norm.address                  # loads it; compiles it if it is not in the cache
 
-Only compiling imports numba. The cache's key holds all that the code depends on: the sources of `transom_kernels.cpu` and of the
-kernel's package, the parameters, the processor, and the versions of Python, numba and llvmlite. A file is written under another
+Only compiling imports numba. The cache's key holds all that the code may depend on: the sources of this package (operators share
+functions), the parameters, the processor, and the versions of Python, numba and llvmlite. A file is written under another
 name and renamed, so that processes that compile at the same time do not disturb each other.
 """
 
@@ -262,20 +262,22 @@ def _say_that_it_compiles() -> None:
 def _key(kernel: CpuKernel) -> str:
     target = cpu_target()
     versions = (sys.version, version("numba"), version("llvmlite"))
-    package = kernel.module.rpartition(".")[0]
-    parts = (repr(kernel), _sources("transom_kernels.cpu"), _sources(package), repr(target), repr(versions))
+    packages = sorted(
+        {"transom_kernels", kernel.module.partition(".")[0]}
+    )  # a kernel of a test has a package of its own
+    parts = (repr(kernel), *map(_sources, packages), repr(target), repr(versions))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @cache
 def _sources(package: str) -> str:
-    """A digest of the Python files of a package."""
+    """A digest of the Python files of a package and of those below it."""
     spec = find_spec(package)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted(Path(folder).glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

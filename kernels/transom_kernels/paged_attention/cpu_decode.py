@@ -22,11 +22,8 @@ import numpy as np
 from numba import njit
 
 from transom_kernels.cpu.simd import (
-    LOAD_SCALAR,
     LOG2_E,
     NUM_BYTES,
-    STORE,
-    STORE_PART,
     exp2,
     float_of_bits,
     fma,
@@ -57,8 +54,6 @@ from transom_kernels.paged_attention.cpu_arguments import (
     Q_ROW,
     QUERY_OFFSET,
     SCALE,
-    SINK_LOGITS,
-    SINK_STRIDE,
     SOFT_CAP,
     START,
     Q,
@@ -73,6 +68,7 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
 )
 from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, first_key, make_find_groups
 from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, words_of
+from transom_kernels.paged_attention.cpu_row_result import make_store_row
 
 _HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
@@ -145,11 +141,8 @@ def make_results(group: int, value_width: int, dtype: str, sink_dtype: str | Non
     """merge(total, partial), which adds a unit's partial result to a row's, and store_result(arguments, row, kv_head, total)."""
     layout = DecodeLayout(dtype, group, 1, value_width)
     partial_stride, statistics = layout.partial_stride, layout.statistics
-    store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
-    full, tail = value_width // 16 * 16, value_width % 16
-    sink_size = NUM_BYTES[sink_dtype] if sink_dtype else 0
-    load_sink = LOAD_SCALAR[sink_dtype or "f32"]
-    log2_e, no_maximum, zero, one = np.float32(LOG2_E), np.float32(NO_MAXIMUM), np.float32(0.0), np.float32(1.0)
+    store_row, row_bytes = make_store_row(value_width, dtype, sink_dtype), value_width * NUM_BYTES[dtype]
+    no_maximum, zero = np.float32(NO_MAXIMUM), np.float32(0.0)
 
     @njit
     def merge(total, partial):
@@ -175,25 +168,14 @@ def make_results(group: int, value_width: int, dtype: str, sink_dtype: str | Non
 
     @njit
     def store_result(arguments, row, kv_head, total):
-        """Divide by the sum of the weights and round. A row without keys gets zeros."""
+        """Store the result of each of the KV head's query heads."""
         head = kv_head * group
-        out = argument(arguments, OUT) + (row * argument(arguments, KV_HEADS) * group + head) * value_width * size
+        out = argument(arguments, OUT) + (row * argument(arguments, KV_HEADS) * group + head) * row_bytes
         for g in range(group):
             of = total + g * partial_stride
-            top, weight_sum, factor = load_scalar_f32(of + statistics), load_scalar_f32(of + statistics + 4), one
-            if sink_size:
-                sink = (
-                    load_sink(argument(arguments, SINK_LOGITS) + (head + g) * argument(arguments, SINK_STRIDE)) * log2_e
-                )
-                joint = max(top, sink)
-                factor = first_lane(exp2(splat(top - joint)))
-                weight_sum = weight_sum * factor + first_lane(exp2(splat(sink - joint)))
-            inverse = splat(factor / weight_sum if weight_sum > zero else zero)
-            for j in range(0, full, 16):
-                store(out + j * size, load_f32(of + 4 * j) * inverse)
-            if tail:
-                store_part(out + full * size, load_f32(of + 4 * full) * inverse, tail)
-            out += value_width * size
+            top, weight_sum = load_scalar_f32(of + statistics), load_scalar_f32(of + statistics + 4)
+            store_row(arguments, head + g, top, weight_sum, of, out)
+            out += row_bytes
 
     return merge, clear, store_result
 

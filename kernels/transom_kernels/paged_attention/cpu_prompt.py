@@ -18,11 +18,8 @@ import numpy as np
 from numba import njit
 
 from transom_kernels.cpu.simd import (
-    LOAD_SCALAR,
     LOG2_E,
     NUM_BYTES,
-    STORE,
-    STORE_PART,
     exp2,
     float_of_bits,
     fma,
@@ -51,14 +48,11 @@ from transom_kernels.paged_attention.cpu_arguments import (
     Q_ROW,
     QUERY_OFFSET,
     SCALE,
-    SINK_LOGITS,
-    SINK_STRIDE,
     SOFT_CAP,
     START,
     Q,
 )
 from transom_kernels.paged_attention.cpu_inner_loops import (
-    first_lane,
     keep_visible,
     make_copy_row,
     make_pack_keys,
@@ -67,6 +61,7 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
 from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, fill_addresses, first_key, write_addresses
 from transom_kernels.paged_attention.cpu_layout import KEY_TILE, SUB_ROWS, PromptLayout, uses_tiles, words_of
 from transom_kernels.paged_attention.cpu_products import make_multiply_keys, make_multiply_values
+from transom_kernels.paged_attention.cpu_row_result import make_store_row
 
 
 def make_prompt(
@@ -92,12 +87,9 @@ def make_prompt(
     pack_keys = make_pack_keys(words, width)
     pack_values = make_pack_values(words, value_width, value_panel)
     store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
-    store, store_part = STORE[dtype], STORE_PART[dtype]
-    full, tail = value_width // 16 * 16, value_width % 16
-    sink_size = NUM_BYTES[sink_dtype] if sink_dtype else 0
-    load_sink = LOAD_SCALAR[sink_dtype or "f32"]
+    store_row = make_store_row(value_width, dtype, sink_dtype)
     masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
-    zero, one = np.float32(0.0), np.float32(1.0)
+    zero = np.float32(0.0)
 
     @njit
     def load_queries(arguments, scratch, row, kv_head, tokens):
@@ -202,24 +194,13 @@ def make_prompt(
 
     @njit
     def store_rows(arguments, scratch, row, kv_head, num_rows):
-        """Divide by the sums and round. A row without keys gets zeros."""
+        """Store the results of the tile's rows."""
         heads = argument(arguments, KV_HEADS) * group
         for r in range(num_rows):
             head = kv_head * group + r % group
             out = argument(arguments, OUT) + ((row + r // group) * heads + head) * value_width * element_bytes
             top, total = load_scalar_f32(scratch + maxima_at + 4 * r), lane_sum(load_f32(scratch + sums_at + 64 * r))
-            factor = one
-            if sink_size:
-                sink = load_sink(argument(arguments, SINK_LOGITS) + head * argument(arguments, SINK_STRIDE)) * log2_e
-                joint = max(top, sink)
-                factor = first_lane(exp2(splat(top - joint)))
-                total = total * factor + first_lane(exp2(splat(sink - joint)))
-            inverse = splat(factor / total if total > zero else zero)
-            of = scratch + outputs_at + r * value_stride
-            for j in range(0, full, 16):
-                store(out + j * element_bytes, load_f32(of + 4 * j) * inverse)
-            if tail:
-                store_part(out + full * element_bytes, load_f32(of + 4 * full) * inverse, tail)
+            store_row(arguments, head, top, total, scratch + outputs_at + r * value_stride, out)
 
     @njit
     def attend_tile(arguments, scratch, sequence, first_token, kv_head):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transom_kernels.launch import prefer
 from transom_kernels.linear import pack_weight
 from transom_worker.errors import ConfigError
-from transom_worker.layers.linear import PackedLinear, PlainLinear, make_linear
+from transom_worker.layers.linear import KernelLinear, PlainLinear, make_linear
 
 SHAPES = [(1, 1, 1), (1, 16, 32), (3, 17, 5), (33, 64, 48), (130, 96, 7)]
 
@@ -64,7 +64,7 @@ def test_no_rows_give_no_rows():
     x, weight, _ = operands((1, 16, 8), torch.bfloat16)
     for layer in (
         PlainLinear(weight, None),
-        PackedLinear(pack_weight(weight)),
+        KernelLinear(pack_weight(weight)),
         make_linear(weight, quantization="int8"),
     ):
         assert layer(x[:0]).shape == (0, 8)

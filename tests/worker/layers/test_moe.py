@@ -166,7 +166,7 @@ def test_weights_are_held_once():
     assert isinstance(experts, SequentialExperts)
     down = experts._down[3]
     assert isinstance(down, PlainLinear)
-    assert down._weight_NK.data_ptr() == weights.down[3].data_ptr()
+    assert down.weight_NK.data_ptr() == weights.down[3].data_ptr()
 
 
 def test_packed_weights_take_no_more_memory():

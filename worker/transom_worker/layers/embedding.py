@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.linear import PackedWeight, embedding_rows, linear
-from transom_kernels.quantised_linear import quantised_linear
-from transom_worker.layers.linear import PackedLinear, PlainLinear, QuantisedLinear, make_linear
+from transom_kernels.linear import PackedWeight, embedding_rows
+from transom_worker.layers.linear import KernelLinear, Linear, PlainLinear, make_linear
 from transom_worker.layers.quantisation import Quantization, Weight
 from transom_worker.parallel import SINGLE_RANK, Communicator
 
@@ -31,10 +30,15 @@ class Embedding:
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the rows of these tokens, [T, N]."""
-        if isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table):
+        if self._runs_kernel:
             return self._rows(token_ids_T)
+        assert isinstance(self.table, torch.Tensor)
         rows_TN = F.embedding(token_ids_T, self.table)
         return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
+
+    @property
+    def _runs_kernel(self) -> bool:
+        return isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table)
 
     def _rows(self, token_ids_T: torch.Tensor, first_id: int = 0) -> torch.Tensor:
         return embedding_rows(token_ids_T, self.table, first_id=first_id, scale=self._scale)
@@ -52,7 +56,7 @@ class ShardedEmbedding(Embedding):
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the rows of these tokens, [T, N]."""
-        if isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table):
+        if self._runs_kernel:
             return self._comm.all_reduce_(self._rows(token_ids_T, self._first_id))
         rows_T = token_ids_T - self._first_id
         absent_T = (rows_T < 0) | (rows_T >= self._num_rows)
@@ -95,22 +99,17 @@ class LmHead:
         # with 4 bits in the other layers the head has 8: its rounding goes into the logits as it is
         self._linear = make_linear(weight_VN, quantization="int8" if quantization == "int4" else quantization)
         self.weight_bytes = self._linear.weight_bytes
-        if tied_to is not None and isinstance(self._linear, PackedLinear):
-            tied_to.table = self._linear.weight
-        if tied_to is not None and isinstance(self._linear, PackedLinear | PlainLinear):
-            self.weight_bytes = 0
+        shared = _table_of(self._linear)
+        if tied_to is not None and shared is not None:
+            tied_to.table, self.weight_bytes = shared, 0
 
     def __call__(self, x_RN: torch.Tensor) -> torch.Tensor:
         """Return logits, [R, V] float32."""
-        if isinstance(self._linear, PackedLinear):
-            weight = self._linear.weight
-            return linear(x_RN, weight, scale=self._scale, soft_cap=self._soft_cap, out_dtype=torch.float32)
-        if isinstance(self._linear, QuantisedLinear):
-            panels = self._linear.weight
-            return quantised_linear(x_RN, panels, scale=self._scale, soft_cap=self._soft_cap, out_dtype=torch.float32)
-        logits_RV = self._linear(x_RN).float()
-        if self._scale != 1.0:
-            logits_RV = logits_RV.mul_(self._scale)
-        if self._soft_cap is not None:
-            logits_RV = logits_RV.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
-        return logits_RV
+        return self._linear.logits(x_RN, scale=self._scale, soft_cap=self._soft_cap)
+
+
+def _table_of(layer: Linear) -> torch.Tensor | PackedWeight | None:
+    """The weight of a layer as an embedding's table; None where rows cannot be looked up in it."""
+    if isinstance(layer, PlainLinear):
+        return layer.weight_NK
+    return layer.weight if isinstance(layer, KernelLinear) and isinstance(layer.weight, PackedWeight) else None

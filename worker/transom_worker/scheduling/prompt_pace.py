@@ -9,7 +9,7 @@ So the scheduler asks for a limit where other requests decode or wait. The pace 
 Example: the target is 0.2 s, a step that only decodes takes 0.06 s, and a prompt token takes 0.5 ms: 280 tokens, rounded to 256.
 Prompts get at least half of the target, and at least as much time as decoding, so that they go on where decode steps are slow. A
 limit is at least `LEAST_TOKENS`, since a step costs time of its own, whatever it computes, and a multiple of `ROUNDED_TO`, since
-operators are prepared for each new number of rows. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
+kernels compute rows in tiles. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
 
 Times come with the steps' results, so that a recorded run gives the same limits again.
 """
