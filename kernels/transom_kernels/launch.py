@@ -56,6 +56,15 @@ def kernels_on(device: torch.device) -> str:
     return "triton" if uses_triton(tensor) else "cpu" if uses_cpu_kernels(tensor) else "torch"
 
 
+def compile_seconds() -> float:
+    """The seconds for which this process has compiled CPU kernels; 0 where their code was in the cache."""
+    if not has_cpu_kernels():
+        return 0.0
+    from transom_kernels.cpu.kernel import statistics
+
+    return statistics.compile_s
+
+
 @contextmanager
 def prefer(kernels: Kernels) -> Iterator[None]:
     """Within this context all operators of the process, in all threads, use `kernels` instead of TRANSOM_KERNELS."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import GroupLayout
@@ -32,6 +34,9 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
         memory=MemoryReport(device="cpu", weight_bytes=2**20, activation_bytes=2**21, kv_bytes=2**20),
     )
     report = startup_report(info, model="m")
+    assert "operators run as torch's own" in report.splitlines()
+    compiled = startup_report(replace(info, kernels="cpu", compile_s=9.04), model="m")
+    assert "operators run as kernels compiled for this CPU (compiling them took 9.0 s, once)" in compiled.splitlines()
     assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (1,024 pages of 1,024 bytes, 2.3% waste)" in report
     rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
     cells = [[cell.strip() for cell in row if cell] for row in rows]

@@ -28,7 +28,8 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
         f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_concurrency(plan)}",
     ]
     if memory.device == "cpu":
-        lines.append(f"operators run as {_KERNELS[info.kernels]}")
+        compiled = f" (compiling them took {info.compile_s:.1f} s, once)" if info.compile_s else ""
+        lines.append(f"operators run as {_KERNELS[info.kernels]}{compiled}")
     if memory.device.startswith("cuda"):
         lines.append(
             f"decode steps are replayed from {info.num_graphs:,} CUDA graphs"

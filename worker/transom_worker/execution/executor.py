@@ -73,6 +73,7 @@ class ExecutorInfo:
         RankInfo, ...
     ] = ()  # empty for a single rank in the engine's process; `memory` is the sum over all ranks
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
+    compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
 
     @property

@@ -16,7 +16,7 @@ import logging
 
 import torch
 
-from transom_kernels.launch import kernels_on
+from transom_kernels.launch import compile_seconds, kernels_on
 from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import ConfigError, StepFailed
@@ -125,14 +125,15 @@ class ModelRunner:
     @property
     def info(self) -> ExecutorInfo:
         """The cache plan and the limits of the model, for the engine."""
-        architecture = self._loaded.architecture
+        architecture, kernels = self._loaded.architecture, kernels_on(self._loaded.device)
         return ExecutorInfo(
             plan=self._plan,
             max_model_len=self._max_model_len,
             vocab_size=architecture.vocab_size,
             eos_token_ids=self._loaded.eos_token_ids,
             memory=self.memory_report,
-            kernels=kernels_on(self._loaded.device),
+            kernels=kernels,
+            compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             num_graphs=self._forward.num_graphs,
         )
 
