@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from transom_worker.contract import OutputEvent, Request, SamplingParams
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.engine.stop_strings import StopStrings
 from transom_worker.scheduling.outputs import SequenceOutput
 
 
@@ -92,14 +91,6 @@ def test_how_requests_end(text: str, params: dict[str, Any], expected: tuple[obj
 
 def test_the_models_length_bounds_the_output() -> None:
     assert run("a" * 60, max_tokens=None) == ("a" * 49, "length", None)
-
-
-def test_only_a_possible_stop_is_held_back() -> None:
-    stops = StopStrings(("abc",), include=False)
-    assert stops.push("xab", may_stop=True) == ("x", None)
-    assert stops.push("d", may_stop=True) == ("abd", None)
-    assert stops.push("ab", may_stop=True) == ("", None)
-    assert stops.flush() == "ab"
 
 
 @given(

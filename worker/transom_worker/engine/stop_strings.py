@@ -7,12 +7,18 @@ after `x`.
 
 from __future__ import annotations
 
+from transom_worker.engine.stop_automaton import StopAutomaton, StopNode
+
 
 class StopStrings:
-    """Finds the first stop string in growing text, and holds back only what could be the beginning of one."""
+    """Finds the first stop string in growing text, and holds back only what could be the beginning of one.
+
+    The automaton's node stands for the text that is held back.
+    """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
-        self._stops = stops
+        self._automaton = StopAutomaton(stops) if stops else None
+        self._node: StopNode | None = None  # None: the root
         self._include = include
         self._held = ""
 
@@ -21,28 +27,34 @@ class StopStrings:
 
         While `may_stop` is False, all text becomes final: a stop string counts only if it begins after `min_tokens` were reached.
         """
-        if not self._stops:
+        if self._automaton is None:
             return text, None
-        self._held += text
         if not may_stop:
-            return self.flush(), None
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, stop = min(found, key=lambda hit: (hit[0], -len(hit[1])))  # the first, and the longest of those
-            final = self._held[: at + len(stop) if self._include else at]
-            self._held = ""
-            return final, stop
-        keep = max(self._overlap(stop) for stop in self._stops)
-        final = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
-        return final, None
+            return self.flush() + text, None
+        found = self._search(self._automaton, text)
+        held = self._held + text
+        if found is not None:
+            at, length = found
+            self.flush()
+            return held[: at + length if self._include else at], held[at : at + length]
+        keep = 0 if self._node is None else self._node.length
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep], None
 
     def flush(self) -> str:
         """Release the text that is held back: no more text follows, or stop strings do not count yet."""
-        final, self._held = self._held, ""
+        final, self._held, self._node = self._held, "", None
         return final
 
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that `stop` begins with."""
-        limit = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(limit, 0, -1) if self._held.endswith(stop[:n])), 0)
+    def _search(self, automaton: StopAutomaton, text: str) -> tuple[int, int] | None:
+        """Move on by `text`; returns the place in the held text and `text`, and the length, of the first stop string that they
+        hold, the longest of those that begin there.
+        """
+        node, first = self._node or automaton.root, None
+        for end, character in enumerate(text, len(self._held) + 1):
+            node = automaton.move(node, character)
+            length = node.match_length
+            if length and (first is None or end - length <= first[0]):
+                first = end - length, length
+        self._node = node
+        return first

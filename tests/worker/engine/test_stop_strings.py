@@ -1,0 +1,139 @@
+"""Stop strings: against a search of the whole text for each of them, and the work that they cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.how_many import num_examples
+from tests.line_count import lines_run
+from transom_worker.engine.stop_automaton import StopAutomaton, StopNode
+from transom_worker.engine.stop_strings import StopStrings
+
+MODULES = ("transom_worker.engine.stop_automaton", "transom_worker.engine.stop_strings")
+
+
+class BruteForce:
+    """The rule itself: after each piece, search the text that is not final yet for every stop string."""
+
+    def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
+        self.stops, self.include, self.held = stops, include, ""
+
+    def push(self, text: str, *, may_stop: bool) -> tuple[str, str | None]:
+        self.held += text
+        if not may_stop or not self.stops:
+            return self.flush(), None
+        found = [(at, stop) for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+            final, self.held = self.held[: at + len(stop) if self.include else at], ""
+            return final, stop
+        ends = (self.held[-n:] for n in range(len(self.held), 0, -1))
+        keep = next((end for end in ends if any(stop.startswith(end) for stop in self.stops)), "")
+        final, self.held = self.held[: len(self.held) - len(keep)], keep
+        return final, None
+
+    def flush(self) -> str:
+        final, self.held = self.held, ""
+        return final
+
+
+def test_only_a_possible_stop_is_held_back() -> None:
+    stops = StopStrings(("abc",), include=False)
+    assert stops.push("xab", may_stop=True) == ("x", None)
+    assert stops.push("d", may_stop=True) == ("abd", None)
+    assert stops.push("ab", may_stop=True) == ("", None)
+    assert stops.flush() == "ab"
+    assert stops.push("c", may_stop=True) == ("c", None)
+
+
+def test_a_stop_inside_the_beginning_of_another_ends_the_text() -> None:
+    stops = StopStrings(("abcd", "bc"), include=False)
+    assert stops.push("xab", may_stop=True) == ("x", None)
+    assert stops.push("c", may_stop=True) == ("a", "bc")
+
+
+@pytest.mark.parametrize("piece", ["abcde", "xabcde"])
+def test_the_first_stop_of_a_piece_wins_and_the_longest_of_those(piece: str) -> None:
+    stops = StopStrings(("bc", "abc", "abcd", "e"), include=True)
+    assert stops.push(piece, may_stop=True) == (piece[:-1], "abcd")
+
+
+PIECES = st.lists(
+    st.tuples(st.text(alphabet="abc", max_size=6), st.sampled_from([True, True, True, False])), max_size=12
+)
+
+
+@settings(max_examples=num_examples(daily=300, exhaustive=20_000), deadline=None)
+@given(
+    pieces=PIECES,
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=6),
+    include=st.booleans(),
+)
+def test_equals_a_search_for_each_stop(pieces: list[tuple[str, bool]], stops: list[str], include: bool) -> None:
+    """Pieces of any length, also when the text goes on after a stop, and where `min_tokens` releases what was held back."""
+    got, want = StopStrings(tuple(stops), include=include), BruteForce(tuple(stops), include=include)
+    for text, may_stop in pieces:
+        assert got.push(text, may_stop=may_stop) == want.push(text, may_stop=may_stop)
+    assert got.flush() == want.flush()
+
+
+def lines_for(stops: tuple[str, ...], text: str) -> int:
+    """The lines that searching `text` runs, in tokens of four characters."""
+    found = StopStrings(stops, include=False)
+
+    def push_all() -> None:
+        for at in range(0, len(text), 4):
+            assert found.push(text[at : at + 4], may_stop=True)[1] is None
+
+    return lines_run(push_all, *MODULES)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (tuple("a" * 1_022 + chr(98 + i) + "!" for i in range(16)), "a" * 4_096),
+        (("a" * 1_022 + "b!", *(chr(98 + i) * 1_024 for i in range(15))), "a" * 4_096),
+        (tuple("a" * (64 * i + 62) + "b!" for i in range(16)), ("a" * 1_021 + "b") * 4),
+        (tuple("ab" * (32 * i + 31) + "c!" for i in range(16)), ("ab" * 510 + "a") * 4),
+        (tuple(chr(97 + i) + "z" * 1_022 + "!" for i in range(16)), "az" * 2_048),
+    ],
+    ids=["one beginning", "one held back", "stops in stops", "periods", "few beginnings"],
+)
+def test_sixteen_long_stops_cost_no_more_than_the_text(stops: tuple[str, ...], text: str) -> None:
+    """A node is made once, a move is made twice per character at most: a bounded number of lines for each character."""
+    first, second = lines_for(stops, text), lines_for(stops, text + text) - lines_for(stops, text)
+    num_nodes = min(sum(map(len, stops)), 16 * len(text))
+    assert first <= 20 * len(text) + 60 * num_nodes
+    assert second <= 20 * len(text), "no new node is reached, so only moves are left"
+
+
+def test_stops_that_the_text_never_begins_cost_nothing() -> None:
+    few, many = (lines_for(tuple(chr(65 + i) * 1_024 for i in range(n)), "some text " * 40) for n in (1, 16))
+    assert few == many
+
+
+def test_a_request_with_long_stops_builds_only_their_first_characters() -> None:
+    stops = tuple(chr(65 + i) * 1_024 for i in range(16))
+    assert lines_run(lambda: StopStrings(stops, include=False), *MODULES) < 300
+
+
+@settings(max_examples=num_examples(daily=100, exhaustive=5_000), deadline=None)
+@given(
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=8),
+    text=st.text(alphabet="ab", max_size=40),
+)
+def test_the_node_is_the_longest_beginning_that_the_text_ends_with(stops: list[str], text: str) -> None:
+    automaton = StopAutomaton(tuple(stops))
+    node = automaton.root
+    for end in range(1, len(text) + 1):
+        node = automaton.move(node, text[end - 1])
+        beginnings = {stop[:n] for stop in stops for n in range(1, len(stop) + 1)}
+        assert node.length == max((n for n in range(end + 1) if text[end - n : end] in beginnings), default=0)
+        assert node.match_length == max((len(stop) for stop in stops if text[:end].endswith(stop)), default=0)
+        assert _chain_shrinks(node)
+
+
+def _chain_shrinks(node: StopNode) -> bool:
+    return node.fail is None or (node.fail.length < node.length and _chain_shrinks(node.fail))
