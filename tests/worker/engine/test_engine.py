@@ -117,6 +117,24 @@ def test_abort_frees_blocks_before_the_next_step(engine: Engine) -> None:
     assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
 
 
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_many_aborts_publish_the_state_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+    """Statistics of the whole cache are not computed for every request that leaves, and the last state is published."""
+    engine = make_engine(str(tiny_model))
+    for i in range(12):
+        engine.add(make_request(f"r{i}", [5, 6, i], max_tokens=100))
+    for _ in range(num_steps):
+        engine.step()
+    states = []
+    monkeypatch.setattr(engine.events, "published", states.append)
+    for i in range(12):
+        engine.abort(f"r{i}")
+    while engine.has_work:
+        assert engine.step() == []
+    assert len(states) == 1
+    assert (states[0].load.num_running, states[0].load.num_waiting) == (0, 0)
+
+
 def test_a_failing_step_ends_every_request_with_an_error(tiny_model: Path) -> None:
     engine, executor = make_hooked_engine(str(tiny_model), max_num_seqs=2)
 

@@ -95,6 +95,7 @@ class Engine:
         self._ready: list[OutputEvent] = []  # events for the next step's return
         self._rates = StepRates()
         self._published_s = 0.0
+        self._has_unpublished_abort = False
         self.events.started(config, self.info)
         self.publish()
 
@@ -103,7 +104,14 @@ class Engine:
         """Whether `step` would do anything."""
         if self.dead is not None:
             return bool(self._ready)
-        return bool(self.requests or self._ready or self._pipeline.is_busy or self.is_restarting or self.executor.lost)
+        return bool(
+            self.requests
+            or self._ready
+            or self._pipeline.is_busy
+            or self._has_unpublished_abort
+            or self.is_restarting
+            or self.executor.lost
+        )
 
     def load(self) -> WorkerLoad:
         """How much this worker has to do now, for routers and the autoscaler."""
@@ -139,13 +147,16 @@ class Engine:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks at once; no event follows. False if it is not running."""
+        """Drop a request and free its blocks at once; no event follows. False if it is not running.
+
+        The state is published by a later step, once for all requests that were dropped together.
+        """
         running = self.requests.pop(request_id, None)
         if running is None:
             return False
         self.scheduler.abort(request_id)
         self._report_end(running, "abort")
-        self.publish()
+        self._has_unpublished_abort = True
         return True
 
     # The step loop
@@ -275,6 +286,7 @@ class Engine:
     def publish(self) -> None:
         """Report the state of queue, cache and ranks."""
         self._published_s = time.perf_counter()
+        self._has_unpublished_abort = False
         waiting = (one.times.arrival_s for one in self.requests.values() if not one.times.scheduled_s)
         ranks, oldest_s = self.executor.rank_reports(), min(waiting, default=0.0)
         self.events.published(worker_state(self.scheduler, self._rates, ranks, oldest_waiting_s=oldest_s))
