@@ -11,7 +11,7 @@ GIVE_UP_S = 120
 
 
 class AsgiCall:
-    """A POST request. `sent` are the app's messages so far; `leave` disconnects.
+    """A request, by default a POST. `sent` are the app's messages so far; `leave` disconnects.
 
     `body_so_far` are the bytes that arrive where the rest of the body never does.
     """
@@ -24,6 +24,7 @@ class AsgiCall:
         headers: Mapping[str, str] | None = None,
         *,
         body_so_far: bytes | None = None,
+        method: str = "POST",
     ) -> None:
         self.sent: list[Mapping[str, Any]] = []
         self._changed = asyncio.Event()
@@ -36,7 +37,7 @@ class AsgiCall:
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),

@@ -109,6 +109,9 @@ class LimitsConfig:
 
     requests_per_minute: int | None = None  # of each client
     concurrent_requests: int | None = None  # of each client
+    get_requests_per_minute: int | None = 6000  # of each client, without those at paths that need no key
+    concurrent_get_requests: int | None = 64  # of each client
+    block_map_streams: int | None = 4  # of each client
     request_timeout_s: float | None = None  # from arrival to the last token
     max_header_bytes: int = 64 * 2**10
 

@@ -201,6 +201,19 @@ class Settings(BaseModel):
     concurrent_requests: int | None = Field(
         None, ge=1, description="Requests of each API key at once; more are answered with 429."
     )
+    get_requests_per_minute: int = Field(
+        6000,
+        ge=1,
+        description="GET requests of each API key per minute (metrics, models, the block map); more are answered with 429.",
+    )
+    concurrent_get_requests: int = Field(
+        64, ge=1, description="GET requests of each API key at once; more are answered with 429."
+    )
+    block_map_streams: int = Field(
+        4,
+        ge=1,
+        description="Open streams of the block map of each API key and router; more are answered with 429. A worker serves 16.",
+    )
     request_timeout_s: float | None = Field(
         None, gt=0, description="Requests that take longer, from arrival to the last token, end with an error."
     )
@@ -355,6 +368,9 @@ class Settings(BaseModel):
             limits=LimitsConfig(
                 requests_per_minute=self.requests_per_minute,
                 concurrent_requests=self.concurrent_requests,
+                get_requests_per_minute=self.get_requests_per_minute,
+                concurrent_get_requests=self.concurrent_get_requests,
+                block_map_streams=self.block_map_streams,
                 request_timeout_s=self.request_timeout_s,
                 max_header_bytes=self.max_header_bytes,
             ),

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from transom_cluster import __version__
 from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
 from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
-from transom_cluster.http.client_limits import ClientLimits
 from transom_cluster.http.declared_statuses import declared_statuses
 from transom_cluster.http.middleware import (
     OPEN_PATHS,
@@ -69,7 +68,7 @@ def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys
     """Add the middleware, the innermost layer first. Outer layers so count and log what inner ones refuse."""
     config = router.config
     api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
-    api.add_middleware(ClientLimitMiddleware, limits=ClientLimits(config.limits))
+    api.add_middleware(ClientLimitMiddleware, limits=config.limits)
     api.add_middleware(ApiKeyMiddleware, keys=keys, admins=admins)
     api.add_middleware(HeaderLimitMiddleware, max_header_bytes=config.limits.max_header_bytes)
     api.add_middleware(ErrorMiddleware, show_messages=config.log_prompts)

@@ -1,5 +1,7 @@
 """Limits of one client at one router: a token bucket for its request rate, and a counter of its concurrent requests.
 
+Three kinds of requests have limits of their own: those with a body (POST), all others (GET), and streams of the block map.
+
 Example: with `--requests-per-minute 60` a bucket holds at most 60 tokens and gains one per second. A client that was idle for a
 minute may send 60 requests at once, and then one per second.
 
@@ -12,7 +14,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from transom_worker.config import LimitsConfig
 from transom_worker.errors import RateLimited
 
 MAX_IDLE_CLIENTS = 1024  # with more clients than this, idle ones are forgotten
@@ -20,11 +21,22 @@ CONCURRENCY_RETRY_S = 1.0
 
 
 class ClientLimits:
-    """The buckets and counters of all clients. `clock` counts seconds."""
+    """The buckets and counters of all clients, for one kind of requests, which `kind` names in errors.
 
-    def __init__(self, limits: LimitsConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate = limits.requests_per_minute
-        self._max_concurrent = limits.concurrent_requests
+    None as a limit means that there is none. `clock` counts seconds.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        per_minute: int | None = None,
+        concurrent: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kind = kind
+        self._rate = per_minute
+        self._max_concurrent = concurrent
         self._clock = clock
         self._clients: dict[str, _Client] = {}
 
@@ -43,12 +55,12 @@ class ClientLimits:
         state = self._state(client)
         if self._max_concurrent is not None and state.num_concurrent >= self._max_concurrent:
             raise RateLimited(
-                f"This client has {state.num_concurrent} concurrent requests, which is the limit; wait until one has ended.",
+                f"This client has {state.num_concurrent} concurrent {self._kind}, which is the limit; wait until one has ended.",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
         if self._rate is not None and state.tokens < 1:
             raise RateLimited(
-                f"This client has sent more than {self._rate} requests a minute; wait before the next one.",
+                f"This client has sent more than {self._rate} {self._kind} a minute; wait before the next one.",
                 retry_after_s=(1 - state.tokens) * 60 / self._rate,
             )
         state.tokens -= 0 if self._rate is None else 1

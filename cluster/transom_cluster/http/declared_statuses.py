@@ -21,6 +21,7 @@ _AT_EVERY_ROUTE = (
     401,
     405,
     413,
+    429,
     431,
     CLIENT_DISCONNECTED_STATUS,
     500,
@@ -54,10 +55,8 @@ def declared_statuses(
 
 
 def _impossible_statuses(config: ServerConfig) -> set[int]:
-    limits = config.limits
     possible = {
         401: bool(config.api_keys or config.api_key_file or config.admin_api_key_file),
-        408: limits.request_timeout_s is not None,
-        429: limits.requests_per_minute is not None or limits.concurrent_requests is not None,
+        408: config.limits.request_timeout_s is not None,
     }
     return {status for status, is_possible in possible.items() if not is_possible}

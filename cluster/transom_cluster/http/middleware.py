@@ -32,6 +32,7 @@ from transom_cluster.openai.errors import (
 from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
+from transom_worker.config import LimitsConfig
 from transom_worker.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
@@ -39,6 +40,7 @@ logger = logging.getLogger("transom.router")
 OPEN_PATHS = frozenset(
     {"/health", "/blocks", "/blocks/demo.bin"}
 )  # open without a key: kubelets send none, and the page holds no data
+BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
 
@@ -162,24 +164,41 @@ class ApiKeyMiddleware:
 
 
 class ClientLimitMiddleware:
-    """Sends status 429 for a client's requests beyond its limits. A request counts until the last byte of its response."""
+    """Sends status 429 for a client's requests beyond its limits. A request counts until the last byte of its response.
 
-    def __init__(self, app: ASGIApp, limits: ClientLimits) -> None:
+    Paths that are open without a key have no limits: their clients cannot be told apart, and a load balancer must get its answer.
+    """
+
+    def __init__(self, app: ASGIApp, limits: LimitsConfig) -> None:
         self._app = app
-        self._limits = limits
+        self._posts = ClientLimits(
+            "requests", per_minute=limits.requests_per_minute, concurrent=limits.concurrent_requests
+        )
+        self._gets = ClientLimits(
+            "GET requests", per_minute=limits.get_requests_per_minute, concurrent=limits.concurrent_get_requests
+        )
+        self._streams = ClientLimits("streams of the block map", concurrent=limits.block_map_streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it. Only POST requests count."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(self._limits.request(request_state(scope).client))
+                for limits in self._limits_of(scope["method"], routed_path(scope)):
+                    stack.enter_context(limits.request(request_state(scope).client))
             except RateLimited as error:
                 await send_error(wire_error(error), send)
                 return
             await self._app(scope, receive, send)
+
+    def _limits_of(self, method: str, path: str) -> tuple[ClientLimits, ...]:
+        if method == "POST":
+            return (self._posts,)
+        if path == BLOCK_STREAM_PATH:
+            return (self._streams, self._gets)
+        return () if _is_open(path) else (self._gets,)
 
 
 class BodyLimitMiddleware:

@@ -41,7 +41,7 @@ _ERRORS = {
     500: "The server failed; its log has the reason.",
     503: "Overloaded, or no worker is ready.",
 }
-_GET_ERRORS = (401, 431, 500)
+_GET_ERRORS = (401, 429, 431, 500)
 _EVENT = {  # of one server-sent event of a stream
     "type": "object",
     "required": ["data"],

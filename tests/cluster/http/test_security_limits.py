@@ -34,7 +34,7 @@ class Clock:
 
 def limits(**values: int) -> tuple[ClientLimits, Clock]:
     clock = Clock()
-    return ClientLimits(LimitsConfig(**values), clock=clock), clock
+    return ClientLimits("requests", **values, clock=clock), clock
 
 
 def take(counted: ClientLimits, client: str = "a") -> float | None:
@@ -47,7 +47,7 @@ def take(counted: ClientLimits, client: str = "a") -> float | None:
 
 
 def test_a_client_may_send_a_minutes_requests_at_once_and_then_at_its_rate():
-    counted, clock = limits(requests_per_minute=6)
+    counted, clock = limits(per_minute=6)
     assert [take(counted) for _ in range(6)] == [None] * 6
     assert take(counted) == pytest.approx(10)
     clock.now_s += 4
@@ -60,12 +60,12 @@ def test_a_client_may_send_a_minutes_requests_at_once_and_then_at_its_rate():
 
 
 def test_clients_do_not_share_their_limits():
-    counted, _ = limits(requests_per_minute=1, concurrent_requests=1)
+    counted, _ = limits(per_minute=1, concurrent=1)
     assert [take(counted, client) is None for client in "aabb"] == [True, False, True, False]
 
 
 def test_concurrent_requests_count_until_they_end_also_with_an_error():
-    counted, _ = limits(concurrent_requests=2)
+    counted, _ = limits(concurrent=2)
     with counted.request("a"):
         with contextlib.suppress(ZeroDivisionError), counted.request("a"):
             assert take(counted) == 1
@@ -76,7 +76,7 @@ def test_concurrent_requests_count_until_they_end_also_with_an_error():
 
 
 def test_idle_clients_are_forgotten_after_a_minute():
-    counted, clock = limits(requests_per_minute=10, concurrent_requests=1)
+    counted, clock = limits(per_minute=10, concurrent=1)
     with counted.request("busy"):
         for minute in range(5):
             clock.now_s = 61.0 * minute
@@ -100,12 +100,49 @@ async def test_a_client_over_its_rate_learns_when_to_retry():
         }
         assert 1 <= int(response.headers["retry-after"]) <= 30
         for path in ("/v1/models", "/metrics", "/health"):
-            assert (await api.client.get(path)).status_code == 200  # looking is free
+            assert (await api.client.get(path)).status_code == 200  # these have limits of their own
         assert (await api.complete()).status_code == 429
         api.client.headers["authorization"] = "Bearer wrong"
         assert (await api.complete()).status_code == 401
         api.client.headers["authorization"] = "Bearer b"
         assert (await api.complete()).status_code == 200
+
+
+async def test_gets_have_limits_of_their_own_but_at_open_paths():
+    async with running_api(limits=LimitsConfig(get_requests_per_minute=3), api_keys=("a", "b")) as api:
+        api.client.headers["authorization"] = "Bearer a"
+        paths = ("/v1/models", "/nothing", "/debug/requests", "/v1/models")
+        assert [(await api.client.get(path)).status_code for path in paths] == [200, 404, 200, 429]
+        error = problem(await api.client.get("/metrics"), 429)
+        assert "3 GET requests a minute" in error["message"]
+        assert (await api.client.get("/metrics")).headers["retry-after"] == "20"
+        for path in ("/health", "/blocks"):
+            assert [(await api.client.get(path)).status_code for _ in range(5)] == [200] * 5
+        assert (await api.complete()).status_code == 200
+        api.client.headers["authorization"] = "Bearer b"
+        assert (await api.client.get("/v1/models")).status_code == 200
+
+
+async def test_one_client_has_only_so_many_gets_and_block_map_streams_at_once():
+    limits = LimitsConfig(concurrent_get_requests=3, block_map_streams=2)
+    async with running_api(limits=limits) as api:
+        app = build_api(api.router)
+        streams = [AsgiCall(app, "/blocks/stream", {}, method="GET") for _ in range(2)]
+        for stream in streams:
+            await stream.begun()
+        third = AsgiCall(app, "/blocks/stream", {}, method="GET")
+        await third.ended()
+        assert third.status == 429
+        assert "2 concurrent streams of the block map" in third.text
+        waiting = AsgiCall(app, "/v1/models", {}, method="GET")
+        await waiting.ended()
+        assert waiting.status == 200  # the third; a stream that was refused does not count
+        await streams[0].leave()
+        again = AsgiCall(app, "/blocks/stream", {}, method="GET")
+        await again.begun()
+        assert again.status == 200
+        for stream in (streams[1], again):
+            await stream.leave()
 
 
 @pytest.mark.parametrize("stream", [True, False])
