@@ -76,6 +76,23 @@ RANKS = Section(
         ),
         lines(
             About(
+                title="Steps out of memory by worker",
+                shows="Steps that ran out of memory, within ten minutes. The request that asked for the most ended with "
+                "status 503; the others were computed again. Dashed: 1 and 3.",
+                act="Another process takes memory of the device, or the pool is too large: lower --gpu-memory-utilization "
+                "or --max-num-batched-tokens.",
+            ),
+            [
+                Query(
+                    expr=f"sum by (worker) (increase(transom_out_of_memory_steps_total{{{WORKER}}}[10m]))",
+                    legend="{{worker}}",
+                )
+            ],
+            "short",
+            limits=high_is_bad(1, 3),
+        ),
+        lines(
+            About(
                 title="Busy share by rank",
                 shows="Share of time in steps.",
                 act="Low while requests wait: the engine does not feed the ranks; see *Step time by part*, schedule.",

@@ -31,7 +31,7 @@ OF_WORKERS: Sequence[Section] = (
         "Requests",
         ("requests", "request_", "queue_", "first_token", "decode_", "inter_token", "prefill_", "output_t", "prompt_t"),
     ),
-    ("Steps", ("step", "computed")),
+    ("Steps", ("step", "computed", "out_of_memory")),
     ("Prefix cache", ("prefix", "kv_repair", "kv_checkpoint", "kv_reuse", "kv_held")),
     ("KV pool", ("kv_", "preempt")),
     ("Load, as routers and the autoscaler see it", ("load_",)),

@@ -18,11 +18,13 @@ import pytest
 
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
+from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase
 from transom_worker.engine.engine import Engine
 from transom_worker.scheduling import in_flight_prefixes
 from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.step import StepPlan
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 47, 48, 49, 63, 65, 100, 200)
@@ -192,6 +194,54 @@ def test_every_combination_is_exact(
     assert seen.hits > 0
     assert waits
     assert (seen.repaired > 0) == (hybrid and name not in ("full", "windows only"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("SSF with sinks", "SCF") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in MODELS
+    ],
+)
+def test_steps_that_run_out_of_memory_are_exact(
+    tiny_model: Path, expected: dict[str, list[list[int]]], name: str
+) -> None:
+    """With everything on, every fifth step fails, each time at another depth. A request that ends is sent again with its tokens."""
+    case, tight_kib = MODELS[name]
+    m = list(MODELS).index(name)
+    engine = make_engine(
+        str(tiny_model),
+        executor=OutOfMemoryExecutor,
+        **case.settings(),
+        **SETTINGS,
+        max_num_batched_tokens=CHUNKS[m % 3],
+        steps_in_flight=IN_FLIGHT[m % 2],
+        kv_cache_memory_bytes=tight_kib << 10,
+    )
+    executor = engine.executor
+    assert isinstance(executor, OutOfMemoryExecutor)
+
+    def fault(plan: StepPlan) -> Place | None:
+        return PLACES[executor.num_faults % len(PLACES)] if plan.step_id % 5 == 3 and executor.num_faults < 24 else None
+
+    executor.fault = fault
+    got: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts()))}
+    for i, tokens in enumerate(prompts()):
+        engine.add(make_request(f"r{i}", tokens, max_tokens=NUM_TOKENS))
+    num_ended = 0
+    while engine.has_work:
+        for event in engine.step():
+            request_id, so_far = event.request_id, got[event.request_id]
+            so_far += event.token_ids
+            if event.error is not None:
+                assert event.error.kind == "OutOfMemory"
+                num_ended += 1
+                prompt = prompts()[int(request_id[1:])]
+                engine.add(make_request(request_id, prompt, max_tokens=NUM_TOKENS, resumed=so_far))
+    assert executor.num_faults == 24
+    assert num_ended > 12
+    assert list(got.values()) == expected[name]
+    check(engine, expected[name], name, Seen(), lose=True)  # what failed steps have left in the cache is right
 
 
 @pytest.mark.parametrize(

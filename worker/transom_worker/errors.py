@@ -13,6 +13,7 @@
     │   └── EngineDead         its step loop has ended for good             503
     ├── PoisonRequest          workers are lost wherever it runs            500
     └── StepFailed             a step raised; its requests end              500
+        ├── OutOfMemory        a step needed more memory than there is      503
         └── RankLost           a rank died or hung (within a worker)        500
 
 A message says what was given, what is allowed, and what to change. `transom_cluster.openai.errors` maps each class to its HTTP
@@ -87,6 +88,10 @@ class PoisonRequest(TransomError):
 
 class StepFailed(TransomError):
     """A step raised an error inside the executor; the requests that it computed end."""
+
+
+class OutOfMemory(StepFailed):
+    """A step needed more memory than the device or the host has; the request that asked for the most ends, and no other."""
 
 
 class RankLost(StepFailed):

@@ -28,6 +28,7 @@ _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.RateLimited: (429, "rate_limit_error", "rate_limit_exceeded"),
     errors.WorkerLost: (503, "server_error", "worker_unavailable"),
     errors.PoisonRequest: (500, "server_error", "poison_request"),
+    errors.OutOfMemory: (503, "server_error", "out_of_memory"),
     errors.StepFailed: (500, "server_error", "step_failed"),
     Exception: (500, "server_error", "internal_error"),
 }

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.conftest import running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
 from transom_worker.contract import ErrorInfo
-from transom_worker.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed
+from transom_worker.errors import OutOfMemory, Overloaded, RequestTimeout, RequestTooLarge, StepFailed
 
 
 def problem(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -189,6 +189,18 @@ async def test_a_failed_step_shows_no_internals(api):
     error = problem(await api.complete(), 500)
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]
+
+
+async def test_a_request_that_ran_out_of_memory_goes_to_no_other_worker():
+    """It would do the same there; the other worker has as much memory."""
+    error = OutOfMemory("this request asked for the most of it: 9 tokens computed")
+    workers = [StubWorker(worker=f"w{i}", step_error=ErrorInfo.of(error)) for i in range(2)]
+    async with running_api(*workers) as api:
+        response = await api.complete()
+        assert problem(response, 503)["code"] == "out_of_memory"
+        assert problem(response, 503)["message"] == str(error)
+        assert response.headers["retry-after"] == "1"
+        assert sum(len(worker.submitted) for worker in workers) == 1
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_the_end(api):

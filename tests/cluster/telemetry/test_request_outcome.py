@@ -143,7 +143,7 @@ async def test_a_bug_after_the_last_chunk_counts_as_well(monkeypatch: pytest.Mon
 def test_every_error_that_a_stream_may_end_with_has_a_code() -> None:
     assert set(STREAM_CODES) == {
         *("request_timeout", "overloaded", "worker_unavailable"),
-        *("poison_request", "step_failed", "internal_error"),
+        *("poison_request", "out_of_memory", "step_failed", "internal_error"),
     }
 
 

@@ -139,16 +139,16 @@ def test_a_failing_step_ends_every_request_with_an_error(tiny_model: Path) -> No
     engine, executor = make_hooked_engine(str(tiny_model), max_num_seqs=2)
 
     def fail() -> None:
-        raise MemoryError("no memory left on device")
+        raise RuntimeError("an illegal instruction")
 
     for i in range(3):
         engine.add(make_request(f"r{i}", [5, 6, 7]))
     executor.before_step = fail
     events = engine.step()
     assert {event.request_id for event in events} == {"r0", "r1", "r2"}
-    assert all(event.error and "no memory left" in event.error.message for event in events)
+    assert all(event.error and "illegal" in event.error.message for event in events)
     assert not engine.has_work
-    with pytest.raises(EngineDead, match="no memory left"):
+    with pytest.raises(EngineDead, match="illegal"):
         engine.add(make_request("late", [5]))
     engine.shutdown()
 

@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     **{f"transom_{name}_seconds": ("le",) for name in (*TIMES, "inter_token")},
     "transom_step_seconds": ("part", "le"),
     "transom_steps": (),
+    "transom_out_of_memory_steps": (),
     "transom_step_tokens": ("le",),
     "transom_step_sequences": ("le",),
     "transom_step_rows": ("kind",),

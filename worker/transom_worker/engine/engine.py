@@ -22,7 +22,7 @@ from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
 from transom_worker.engine.step_rates import StepRates
-from transom_worker.errors import EngineDead, RankLost, RequestTimeout, WorkerLost
+from transom_worker.errors import EngineDead, OutOfMemory, RankLost, RequestTimeout, WorkerLost
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.request_validation import check_request, fit_model_len
@@ -36,6 +36,12 @@ from transom_worker.text.tokenizer import Tokenizer
 logger = logging.getLogger("transom.worker")
 
 PUBLISH_PERIOD_S = 0.25
+MAX_OUT_OF_MEMORY = 3  # steps in a row that may run out of memory; then the engine ends
+OUT_OF_MEMORY = (
+    "The worker ran out of memory in a step, and this request asked for the most of it: {row.num_tokens} tokens computed, "
+    "{row.num_logit_rows} positions with logits, {row.num_attended} tokens of context. Send a shorter prompt, ask for fewer "
+    "log-probabilities, or try again later; the operator may lower --max-num-batched-tokens or the size of the KV pool."
+)
 RESTARTING = "The worker lost a rank and starts its ranks again; try again in a moment."
 
 
@@ -46,6 +52,8 @@ class Engine:
 
         running ──a rank is lost──> restarting ──the ranks start──> running
            └──a step fails──> dead <──the ranks do not start──┘
+
+    A step that runs out of memory ends one request, and the engine goes on (`_run_out_of_memory`).
     """
 
     def __init__(
@@ -94,6 +102,7 @@ class Engine:
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._ready: list[OutputEvent] = []  # events for the next step's return
         self._rates = StepRates()
+        self._num_out_of_memory = 0  # steps in a row
         self._published_s = 0.0
         self._has_unpublished_abort = False
         self.events.started(config, self.info)
@@ -164,7 +173,8 @@ class Engine:
     def step(self) -> list[OutputEvent]:
         """Run until one result has arrived, or nothing can run; return the events of that step.
 
-        A failing step ends the engine: every request gets an error event, and `add` refuses from then on. When a rank is lost,
+        A failing step ends the engine: every request gets an error event, and `add` refuses from then on. A step that runs out of
+        memory ends the request that asked for the most, and the others are computed again. When a rank is lost,
         every request gets an error event with which it can migrate, and the next call starts all ranks again. An interrupt
         (Ctrl-C in offline use) passes through and drops the requests that the submitted plans compute, and no others.
         """
@@ -176,6 +186,8 @@ class Engine:
             if self.is_restarting:
                 self._restart_ranks()
             self._step(events)
+        except OutOfMemory as error:
+            events += self._run_out_of_memory(error)
         except RankLost as error:
             events += self._lose_ranks(error)
         except Exception as error:  # whatever an executor raises ends this engine, but no request may wait for ever
@@ -196,6 +208,7 @@ class Engine:
             return
         scheduled_s = time.perf_counter()
         done = self._pipeline.receive()
+        self._num_out_of_memory = 0
         self.forward_s += done.timings.forward_s
         self._rates.stepped(done.num_tokens, done.num_seqs, done.received_s - begin_s)
         now_s = self._clock()
@@ -243,16 +256,47 @@ class Engine:
         error = reason if isinstance(reason, WorkerLost) else EngineDead(f"The worker's engine has ended: {reason}")
         return self._end_all_with_error(error)
 
+    def _run_out_of_memory(self, error: OutOfMemory) -> list[OutputEvent]:
+        """End the request that asked for the most in the failed step; the scheduler computes the others again.
+
+        The error is no WorkerLost: at another worker, which has as much memory, the request would do the same.
+        """
+        events = self._end_largest()
+        if self._num_out_of_memory == MAX_OUT_OF_MEMORY:
+            return events + self.fail(error)
+        logger.error("%s One request ends; the others of the step are computed again.", error)
+        self._pipeline.forget()
+        self.scheduler.compute_again()
+        self.publish()
+        return events
+
+    def _end_largest(self) -> list[OutputEvent]:
+        """End the request that asked for the most in a step that ran out of memory, unless it has ended meanwhile."""
+        self._num_out_of_memory += 1
+        self.events.ran_out_of_memory()
+        row = self.scheduler.ran_out_of_memory()
+        request_id = None if row is None else row.sequence.request.request_id
+        if request_id not in self.requests:
+            return []
+        self.scheduler.abort(request_id)
+        return [self._end_with_error(request_id, OutOfMemory(OUT_OF_MEMORY.format(row=row)))]
+
     def _lose_ranks(self, error: RankLost) -> list[OutputEvent]:
-        """End every request, since its KV blocks are gone: it migrates to another worker, or comes back here after the restart."""
+        """End every request, since its KV blocks are gone: it migrates to another worker, or comes back here after the restart.
+
+        If the rank ran out of memory, the request that asked for the most does not migrate: it would do the same elsewhere.
+        """
         if self.is_restarting:  # the ranks were lost while they started: another attempt would end as this one
             return self.fail(error)
         logger.error("A rank was lost (%s); starting all ranks again.", error)
         self.is_restarting = True
         self.events.ranks_lost()
+        events = self._end_largest() if isinstance(error.__cause__, OutOfMemory) else []
+        if events and self._num_out_of_memory == MAX_OUT_OF_MEMORY:
+            return events + self.fail(error)
         self._pipeline.forget()
         self.scheduler.reset()
-        return self._end_all_with_error(WorkerLost(f"The worker lost a rank: {error}"))
+        return events + self._end_all_with_error(WorkerLost(f"The worker lost a rank: {error}"))
 
     def _restart_ranks(self) -> None:
         begin_s = time.perf_counter()

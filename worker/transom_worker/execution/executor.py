@@ -86,8 +86,11 @@ class Executor(ABC):
     """Runs plans on every rank of a worker.
 
     `submit` hands over one plan and returns at once; `receive` waits for the result of the oldest plan in flight. If a step
-    fails, `receive` raises StepFailed, and the executor drops the plans that were submitted after it. If a rank is lost,
-    `submit` or `receive` raises RankLost, and nothing works until `restart`. Only the engine's thread calls the executor,
+    fails, `receive` raises StepFailed, and the executor drops the plans that were submitted after it. If the step ran out of
+    memory, `receive` raises OutOfMemory, and the executor takes further plans; the sequences of the failed plan may be half
+    updated, so later plans must not go on with them. If a rank is lost,
+    `submit` or `receive` raises RankLost, and nothing works until `restart`; its cause is OutOfMemory where the rank ran out of
+    memory in the middle of a step. Only the engine's thread calls the executor,
     except for `lost` and `interrupt`, which any thread may call. The engine calls `shutdown` in every case.
     """
 
@@ -101,7 +104,7 @@ class Executor(ABC):
 
     @abstractmethod
     def receive(self) -> StepResult:
-        """Wait for the result of the oldest plan in flight. Raises StepFailed."""
+        """Wait for the result of the oldest plan in flight. Raises StepFailed, OutOfMemory, RankLost."""
 
     @abstractmethod
     def drop_in_flight(self) -> None:

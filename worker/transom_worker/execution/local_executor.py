@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from transom_worker.config import EngineConfig
-from transom_worker.errors import StepFailed
+from transom_worker.errors import OutOfMemory, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.model_loading import LoadedModel
 from transom_worker.execution.runner import ModelRunner
@@ -41,7 +41,7 @@ class LocalExecutor(Executor):
         self._plans.append(plan)
 
     def receive(self) -> StepResult:
-        """Execute the oldest plan. If it fails, raise StepFailed and drop the plans behind it."""
+        """Execute the oldest plan. If it fails, raise StepFailed (OutOfMemory where memory was short) and drop the others."""
         if self._runner is None or not self._plans:
             raise StepFailed("A result was requested, but no plan was submitted.")
         plan = self._plans.popleft()
@@ -50,8 +50,8 @@ class LocalExecutor(Executor):
         except BaseException as error:
             self._runner.abandon(plan)
             self.drop_in_flight()
-            if not isinstance(error, Exception):  # a KeyboardInterrupt must reach the program that runs the engine
-                raise
+            if not isinstance(error, Exception) or isinstance(error, OutOfMemory):
+                raise  # a KeyboardInterrupt must reach the program that runs the engine
             raise StepFailed(f"Step {plan.step_id} failed: {type(error).__name__}: {error}") from error
 
     def drop_in_flight(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from transom_kernels.launch import compile_seconds, kernels_on
 from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
-from transom_worker.errors import ConfigError, StepFailed
+from transom_worker.errors import ConfigError, OutOfMemory, StepFailed, TransomError
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.copies import run_copies
@@ -31,6 +31,7 @@ from transom_worker.execution.forward_pass import ForwardPass, decode_sizes, rec
 from transom_worker.execution.graphs.graph_memory import graph_bytes
 from transom_worker.execution.load_progress import OnProgress
 from transom_worker.execution.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
+from transom_worker.execution.out_of_memory import free_cached_memory, is_out_of_memory, release_tensors
 from transom_worker.execution.programs.recorded_collectives import with_recorded_collectives
 from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.execution.step_sampling import sample_step
@@ -160,15 +161,27 @@ class ModelRunner:
             other_bytes=max(0, memory.process_memory_bytes(self._loaded.device) - weights_and_kv),
         )
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one plan: update the sequences, copy blocks, run the forward pass, and sample.
 
         With several ranks, only the result of rank 0 contains log-probabilities.
 
         Raises:
+            OutOfMemory: the step needed more memory than there is. Its tensors are freed; it may have done any part of the plan.
             StepFailed: the plan has another version.  ValueError: the plan contradicts what this rank knows of its sequences.
         """
+        try:
+            return self._execute(plan)
+        except Exception as error:
+            if isinstance(error, TransomError) or not is_out_of_memory(error):
+                raise
+            reason = release_tensors(error)
+        # Behind the handler, which would keep the error, and with it the frames of the step.
+        free_cached_memory(self._loaded.device)
+        raise OutOfMemory(f"Step {plan.step_id} ran out of memory: {reason}")
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
         self.reached_collectives = False
         if plan.version != STEP_VERSION:
             raise StepFailed(

@@ -34,6 +34,7 @@ from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.listener import SchedulerListener
+from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import virtual_arrival_s
@@ -83,8 +84,10 @@ class Scheduler:
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work)
         self._pace = pace or (PromptPace(config.target_step_s) if config.target_step_s else None)
+        self._token_limit = StepTokenLimit(config.max_num_batched_tokens)
         self._planner = StepPlanner(
             config,
+            self._token_limit,
             self.admission,
             self.work,
             max_chunk=max_chunk or chunk_limit(layout, block_size),
@@ -221,6 +224,7 @@ class Scheduler:
         plan = step.plan
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} where step {plan.step_id} was due")
+        self._token_limit.stepped()
         if self._pace is not None:
             self._pace.stepped(plan, result.timings)
         outputs = []
@@ -251,7 +255,42 @@ class Scheduler:
 
     def fail_in_flight(self) -> list[str]:
         """Forget all plans in flight, since a step failed, and end their requests; return the ids of these requests."""
-        failed = []
+        return self._take_back_plans(self._end)
+
+    def ran_out_of_memory(self) -> LargestRow | None:
+        """Make steps smaller for a while, since the oldest plan in flight ran out of memory.
+
+        Returns the plan's row that asked for the most; None if no plan is in flight.
+        """
+        if not self.steps_in_flight:
+            return None
+        oldest = self.steps_in_flight[0]
+        self._token_limit.ran_out_of_memory(oldest.plan.num_tokens)
+        return largest_row(oldest.plan, oldest.rows)
+
+    def compute_again(self) -> None:
+        """Forget all plans in flight, since the oldest one failed and left the ranks able to go on; compute their requests again.
+
+        What the failed step has written is not used: sequences are preempted, and only blocks of steps with a result have been
+        published. The ranks get every sequence anew, so that it does not matter how much of the plan they have done.
+        """
+        self._take_back_plans(self._compute_again)
+
+    def _compute_again(self, sequence: Sequence) -> None:
+        """Return a sequence to the queue, if it is not there yet."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.admission.preempt(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """End an unfinished sequence that no plan computes."""
+        self.abort(sequence.request.request_id)
+
+    def _take_back_plans(self, handle: Callable[[Sequence], None]) -> list[str]:
+        """Forget all plans in flight, and call `handle` for each unfinished sequence that they compute.
+
+        Returns the ids of these sequences' requests.
+        """
+        taken = []
         moved = any(step.plan.copy_group for step in self.steps_in_flight)
         while self.steps_in_flight:
             step = self.steps_in_flight.popleft()
@@ -264,11 +303,11 @@ class Scheduler:
                 if sequence.status is not SequenceStatus.RUNNING:
                     self.admission.release_after_step(sequence)
                 if not was_done:
-                    self.abort(sequence.request.request_id)
-                    failed.append(sequence.request.request_id)
+                    handle(sequence)
+                    taken.append(sequence.request.request_id)
         if moved:  # it is unknown which block copies were done, so the contents of blocks are unknown
             self.admission.preempt_all()
-        return failed
+        return taken
 
     def reset(self) -> None:
         """End every request, forget every plan and evict every block, since the ranks were restarted and know no sequences."""

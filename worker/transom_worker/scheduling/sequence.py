@@ -100,6 +100,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.blocks = None
         self.scheduled = self.num_tokens_on_ranks = 0
+        self.num_pending = 0  # not 0 where the step that was to sample the token ran out of memory
         self.prompt_logprobs = None
 
     def take_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:

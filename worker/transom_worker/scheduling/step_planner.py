@@ -17,6 +17,7 @@ from itertools import islice
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.scheduling.admission import AdmissionControl
+from transom_worker.scheduling.memory_shortage import StepTokenLimit
 from transom_worker.scheduling.plan_builder import PlanBuilder
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.prompt_shares import share_limit
@@ -38,7 +39,7 @@ class PlannedStep:
 
 
 class StepPlanner:
-    """Makes the plans, each with the next step id; `admission` admits sequences and gives them blocks.
+    """Makes the plans, each with the next step id, within `token_limit`; `admission` admits sequences and gives them blocks.
 
     `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`), None for no such bound. `pace` limits the
     prompt tokens of a step; None: no limit.
@@ -47,6 +48,7 @@ class StepPlanner:
     def __init__(
         self,
         config: SchedulerConfig,
+        token_limit: StepTokenLimit,
         admission: AdmissionControl,
         work: WorkCounts,
         *,
@@ -54,6 +56,7 @@ class StepPlanner:
         pace: PromptPace | None = None,
     ) -> None:
         self._config = config
+        self._token_limit = token_limit
         self._admission = admission
         self._work = work
         self._max_chunk = max_chunk
@@ -65,7 +68,8 @@ class StepPlanner:
         cache = self._admission.cache
         shares = None if self._pace is None else self._prompt_shares(self._pace)
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
-        budget = StepBudget(self._config.max_num_batched_tokens, block_size=cache.block_size, max_chunk=self._max_chunk)
+        num_tokens = self._token_limit.num_tokens
+        budget = StepBudget(num_tokens, block_size=cache.block_size, max_chunk=self._max_chunk)
         self._add_rows(builder, budget, shares, steps_in_flight=steps_in_flight)
         if not (builder.rows or steps_in_flight) and shares is not None:  # those that have a share got no blocks
             self._add_rows(builder, budget, None, steps_in_flight=steps_in_flight)
@@ -73,9 +77,7 @@ class StepPlanner:
             return None
         plan = builder.finish(self._admission.take_finished_ids(), cache.take_copies())
         self._next_step += 1
-        self._work.planned(
-            num_rows=len(builder.rows), num_tokens=self._config.max_num_batched_tokens - budget.num_tokens
-        )
+        self._work.planned(num_rows=len(builder.rows), num_tokens=num_tokens - budget.num_tokens)
         return PlannedStep(plan, builder.rows)
 
     def _prompt_shares(self, pace: PromptPace) -> dict[Sequence, int] | None:

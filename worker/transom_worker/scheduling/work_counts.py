@@ -1,7 +1,7 @@
 """Counts the tokens that steps compute, by reason, and the computed tokens that preemptions discard. Plans are counted when made.
 
 A *window repair* computes cached tokens again, so that sliding windows get their KV. `recompute_until` is the position up to which
-a sequence was computed before it was preempted.
+a sequence was computed before it was preempted, or was to be computed by a step that ran out of memory.
 
 The reason of a computed token depends on its position alone, in this order:
 
@@ -71,4 +71,4 @@ class WorkCounts:
         """Count a preemption and the computed tokens that it discards."""
         self.num_preemptions += 1
         self.preempted_tokens += blocks.processed - sequence.num_found_at_admission
-        sequence.recompute_until = max(sequence.recompute_until, blocks.processed, blocks.repair_until)
+        sequence.recompute_until = max(sequence.recompute_until, sequence.scheduled, blocks.repair_until)

@@ -79,6 +79,9 @@ class EngineEventSink:
     def ranks_lost(self) -> None:
         """The engine has lost a rank and starts all ranks again."""
 
+    def ran_out_of_memory(self) -> None:
+        """A step ran out of memory."""
+
     def published(self, state: WorkerState) -> None:
         """The state of queue, cache and ranks: a few times a second, and whenever the engine becomes idle."""
 

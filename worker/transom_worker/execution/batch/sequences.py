@@ -72,7 +72,8 @@ class SequenceStore:
         self.remove(new.seq_id)
         if not self._free_rows:
             self._add_rows()
-        self._sequences[new.seq_id] = SequenceTokens(new, self._free_rows.pop())
+        self._sequences[new.seq_id] = SequenceTokens(new, self._free_rows[-1])
+        self._free_rows.pop()  # only now: the line above may run out of memory
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored: the plan that named the sequence first may have been dropped."""

@@ -19,6 +19,7 @@ from transom_kernels.cpu.program import Program, ReplayMemory, record_program
 from transom_worker.errors import RankLost
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.out_of_memory import is_out_of_memory
 from transom_worker.execution.programs.static_inputs import StaticInputs
 from transom_worker.models.model import Model
 
@@ -69,9 +70,9 @@ class DecodePrograms:
         batch = self._inputs.forward_batch(num_seqs)
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
-        except RankLost:
-            raise
         except Exception as error:  # the forward pass below raises it again if the recording was not its reason
+            if isinstance(error, RankLost) or is_out_of_memory(error):
+                raise
             self._refuse(f"{type(error).__name__}: {error}")
             return self._model.forward(self._builder.batch(arrays))
         self._recorded[num_seqs] = _Recorded(program, logits_BV)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from transom_worker.config import EngineConfig
-from transom_worker.errors import ConfigError, ModelError, RankLost, StepFailed
+from transom_worker.errors import ConfigError, ModelError, OutOfMemory, RankLost, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUsage
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
@@ -90,7 +90,8 @@ class RanksExecutor(Executor):
         """Wait for the oldest plan's result.
 
         Raises:
-            StepFailed: every rank refused the step before its first collective.  RankLost: a rank died, hung, or failed alone.
+            StepFailed: every rank refused the step before its first collective.  OutOfMemory: so, for want of memory.
+            RankLost: a rank died, hung, or failed alone.
         """
         if not self._in_flight:
             raise StepFailed("A result was requested, but no plan was submitted.")
@@ -173,7 +174,8 @@ class RanksExecutor(Executor):
             try:
                 rank, message = self._group.receive(self._deadline_s())
             except RankLost as error:
-                raise self._refusal() or error from error.__cause__
+                refusal = self._refusal() or error
+                raise refusal from refusal.__cause__
             if isinstance(message, StepDone):
                 if self._in_flight and message.result.step_id == self._in_flight[0][0]:
                     self._in_flight.popleft()
@@ -206,11 +208,13 @@ class RanksExecutor(Executor):
         self._failures[rank] = failure
         if len(self._failures) < self._group.size:
             return
+        was_out_of_memory = any(one.error.kind == OutOfMemory.__name__ for one in self._failures.values())
         self._failures.clear()
         self._epoch += 1
         if self._in_flight:
             self._in_flight.clear()
-            raise StepFailed(f"Step {failure.step_id} failed: {failure.error.message}")
+            kind = OutOfMemory if was_out_of_memory else StepFailed
+            raise kind(f"Step {failure.step_id} failed: {failure.error.message}")
 
     def _refusal(self) -> RankLost | None:
         """Return the error of a rank that refused a step which other ranks began; None where no rank refused.
@@ -220,7 +224,9 @@ class RanksExecutor(Executor):
         if not self._failures:
             return None
         rank, failure = next(iter(self._failures.items()))
-        return RankLost(f"Rank {rank} of {self._config.ranks.size}: {failure.error.message}")
+        lost = RankLost(f"Rank {rank} of {self._config.ranks.size}: {failure.error.message}")
+        lost.__cause__ = failure.error.error()
+        return lost
 
     def _forget_steps(self) -> None:
         self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were submitted

@@ -101,6 +101,10 @@ class EngineMetrics(EngineEventSink):
         """The engine has lost a rank and starts all ranks again."""
         self._state.num_rank_restarts += 1
 
+    def ran_out_of_memory(self) -> None:
+        """A step ran out of memory."""
+        self._steps.num_out_of_memory += 1
+
     def published(self, state: WorkerState) -> None:
         """Replace what a scrape reads of queue, cache and ranks."""
         self._state.state = state

@@ -32,6 +32,7 @@ class Steps(Collector):
         self._own = own
         self.output_tokens = 0
         self.inter_token = Tally(INTER_TOKEN_BUCKETS_S)
+        self.num_out_of_memory = 0
         self._num_steps = 0
         self._parts = tuple(Tally(STEP_BUCKETS_S) for _ in STEP_PARTS)
         self._tokens = Tally(TOKEN_BUCKETS)
@@ -72,6 +73,11 @@ class Steps(Collector):
             [((part,), _buckets(tally)) for part, tally in zip(STEP_PARTS, self._parts, strict=True)],
         )
         yield own.counter("transom_steps", "Steps whose result has come back.", self._num_steps)
+        yield own.counter(
+            "transom_out_of_memory_steps",
+            "Steps that ran out of memory: the request that asked for the most ended, and the others were computed again.",
+            self.num_out_of_memory,
+        )
         yield own.histograms("transom_step_tokens", "Tokens computed in one step.", (), [((), _buckets(self._tokens))])
         yield own.histograms(
             "transom_step_sequences", "Sequences computed in one step.", (), [((), _buckets(self._sequences))]

@@ -1,0 +1,165 @@
+"""Steps that run out of memory: the request that asked for the most ends, the others give a calm run's tokens, nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
+from transom_worker.contract import OutputEvent, Request
+from transom_worker.engine.engine import MAX_OUT_OF_MEMORY, Engine
+from transom_worker.errors import EngineDead
+from transom_worker.scheduling.memory_shortage import STEPS_BEFORE_GROWTH, StepTokenLimit
+from transom_worker.scheduling.step import StepPlan
+
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "repetition_penalty": 1.1, "top_k": 50, "logprobs": 2}
+
+
+def prompt(i: int, length: int) -> list[int]:
+    return [(31 * i + 17 * j) % 1900 + 40 for j in range(length)]
+
+
+def requests() -> list[Request]:
+    """Greedy and sampled ones, with log-probabilities of output and prompt, around block edges."""
+    kinds: list[dict[str, Any]] = [{}, SAMPLED, {"prompt_logprobs": 2}]
+    lengths = (40, 130, 7, 16, 90, 33)
+    return [make_request(f"r{i}", prompt(i, length), max_tokens=12, **kinds[i % 3]) for i, length in enumerate(lengths)]
+
+
+def make(model: Path, **settings: Any) -> tuple[Engine, OutOfMemoryExecutor]:
+    engine = make_engine(
+        str(model), executor=OutOfMemoryExecutor, block_size=8, **{"max_num_batched_tokens": 64, **settings}
+    )
+    assert isinstance(engine.executor, OutOfMemoryExecutor)
+    return engine, engine.executor
+
+
+def run_to_the_end(engine: Engine, asked: list[Request]) -> tuple[dict[str, Whole], dict[str, OutputEvent]]:
+    """Answers of the requests, and the error events of those that fail."""
+    answers, errors = {one.request_id: Whole() for one in asked}, {}
+    for one in asked:
+        engine.add(one)
+    while engine.has_work:
+        for event in engine.step():
+            if event.error is not None:
+                errors[event.request_id] = event
+            else:
+                answers[event.request_id].add(event, first_position=0)
+    return answers, errors
+
+
+def at_steps(faults: dict[int, Place]) -> Callable[[StepPlan], Place | None]:
+    return lambda plan: faults.get(plan.step_id)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_request_ends_and_the_others_are_exact(tiny_model: Path, place: Place, steps_in_flight: int) -> None:
+    engine, executor = make(tiny_model, steps_in_flight=steps_in_flight)
+    calm = run(engine, requests())
+    executor.fault = at_steps({engine.scheduler._planner._next_step + n: place for n in (0, 3, 12)})
+    answers, errors = run_to_the_end(engine, requests())
+    assert executor.num_faults == 3
+    assert 1 <= len(errors) <= 3
+    for event in errors.values():
+        assert event.error is not None
+        assert event.error.kind == "OutOfMemory"
+        assert "asked for the most" in event.error.message
+    for whole, (request_id, got) in zip(calm, answers.items(), strict=True):
+        if request_id not in errors:
+            assert (got.token_ids, got.text, got.finish_reason) == (whole.token_ids, whole.text, whole.finish_reason)
+            for left, right in zip(got.logprobs, whole.logprobs, strict=True):
+                assert left.chosen.token_id == right.chosen.token_id
+                assert abs(left.chosen.logprob - right.chosen.logprob) < 1e-4
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
+    assert b"transom_out_of_memory_steps_total" in engine.metrics.text()
+    again = run(engine, requests())  # what the failed steps left in the cache is right
+    assert [one.token_ids for one in again] == [one.token_ids for one in calm]
+    engine.shutdown()
+
+
+def test_the_request_that_asked_for_the_most_ends(tiny_model: Path) -> None:
+    engine, executor = make(tiny_model)
+    asked = [make_request(f"r{n}", prompt(n, n), max_tokens=4) for n in (5, 40, 9)]
+    executor.fault = at_steps({0: "end"})
+    answers, errors = run_to_the_end(engine, asked)
+    assert list(errors) == ["r40"]
+    assert errors["r40"].error is not None
+    assert "40 tokens computed, 1 positions with logits, 40 tokens of context" in errors["r40"].error.message
+    assert all(len(whole.token_ids) == 4 for request_id, whole in answers.items() if request_id != "r40")
+    engine.shutdown()
+
+
+def test_an_engine_without_progress_ends(tiny_model: Path) -> None:
+    """The last culprits end with the reason; the others may migrate."""
+    engine, executor = make(tiny_model)
+    executor.fault = lambda plan: "forward"
+    _, errors = run_to_the_end(engine, requests())
+    assert executor.num_faults == MAX_OUT_OF_MEMORY
+    kinds = [event.error.kind for event in errors.values() if event.error]
+    assert sorted(kinds) == ["EngineDead"] * 3 + ["OutOfMemory"] * 3
+    with pytest.raises(EngineDead, match="ran out of memory"):
+        engine.add(make_request("late", [5]))
+    engine.shutdown()
+
+
+def test_a_failed_steps_tensors_are_freed(tiny_model: Path) -> None:
+    """The error passed through frames that have tensors as local variables."""
+    engine, executor = make(tiny_model)
+    seen: list[weakref.ref[torch.Tensor]] = []
+    runner = executor._runner
+    assert runner is not None
+    sample = runner._sampler.sample
+
+    def fail(logits: torch.Tensor, *args: object) -> object:
+        large = logits.clone()
+        seen.append(weakref.ref(large))
+        raise torch.OutOfMemoryError(f"no memory beside {large.shape}")
+
+    runner._sampler.sample = fail  # type: ignore[assignment,method-assign]
+    gc.disable()
+    try:
+        engine.add(make_request("r", prompt(0, 40)))
+        (event,) = engine.step()
+        assert event.error is not None
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+        runner._sampler.sample = sample  # type: ignore[method-assign]
+    assert len(run(engine, [make_request("again", prompt(0, 40), max_tokens=3)])[0].token_ids) == 3
+    engine.shutdown()
+
+
+def test_steps_are_smaller_for_a_while(tiny_model: Path) -> None:
+    engine, executor = make(tiny_model)
+    sizes: list[int] = []
+
+    def fault(plan: StepPlan) -> Place | None:
+        sizes.append(plan.num_tokens)
+        return "apply" if len(sizes) == 1 else None
+
+    executor.fault = fault
+    run_to_the_end(engine, [make_request("long", prompt(0, 64)), make_request("next", prompt(1, 80), max_tokens=4)])
+    assert sizes[:4] == [64, 32, 32, 16]
+    engine.shutdown()
+
+
+def test_a_limit_grows_back() -> None:
+    limit = StepTokenLimit(100)
+    limit.ran_out_of_memory(60)
+    limit.ran_out_of_memory(30)
+    seen = []
+    for _ in range(3 * STEPS_BEFORE_GROWTH):
+        seen.append(limit.num_tokens)
+        limit.stepped()
+    assert sorted(set(seen)) == [15, 30, 60]
+    assert limit.num_tokens == 100
+    limit.ran_out_of_memory(1)
+    assert limit.num_tokens == 1

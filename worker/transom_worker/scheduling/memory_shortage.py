@@ -1,0 +1,65 @@
+"""What the scheduler does about a step that ran out of memory: it finds the request that asked for the most, and makes steps
+smaller for a while.
+
+Memory of a step grows with its tokens, with the positions whose logits are needed, and with the tokens that its queries attend to.
+At start the memory of the largest step is measured and kept free (`execution.dummy_run`). So a step runs out of memory where
+another process takes memory of the device, or where the measurement missed something. Then the next steps are smaller: half of the
+step that failed, and twice as large again after each `STEPS_BEFORE_GROWTH` steps with a result. Example with
+`max_num_batched_tokens` of 2,048 and a failed step of 1,500 tokens: 750 tokens for 16 steps, 1,500 for 16 steps, then 2,048.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.step import StepPlan
+
+STEPS_BEFORE_GROWTH = 16
+
+
+class LargestRow(NamedTuple):
+    """The row of a step that asked for the most memory."""
+
+    sequence: Sequence
+    num_tokens: int  # that the row computes
+    num_logit_rows: int  # positions whose logits it needs
+    num_attended: int  # tokens that its last query attends to, itself included
+
+
+def largest_row(plan: StepPlan, rows: Iterable[Sequence]) -> LargestRow:
+    """Return the row of a plan with most tokens and rows of logits; of equal ones that with the longest context, then the last."""
+    best = None
+    for sequence, start, count, logits_from in zip(rows, plan.start, plan.count, plan.logits_from, strict=True):
+        end = start + count
+        row = LargestRow(sequence, count, max(0, end - logits_from), end)
+        if best is None or _size(row) >= _size(best):
+            best = row
+    assert best is not None  # a plan has rows
+    return best
+
+
+class StepTokenLimit:
+    """The most tokens of a step: `max_tokens`, and fewer for a while after a step that ran out of memory."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.num_tokens = max_tokens
+        self._num_steps = 0  # with a result, since the limit changed
+
+    def ran_out_of_memory(self, num_tokens: int) -> None:
+        """A step of `num_tokens` tokens ran out of memory."""
+        self.num_tokens, self._num_steps = max(1, min(num_tokens, self.num_tokens) // 2), 0
+
+    def stepped(self) -> None:
+        """A step has a result."""
+        if self.num_tokens == self._max_tokens:
+            return
+        self._num_steps += 1
+        if self._num_steps == STEPS_BEFORE_GROWTH:
+            self.num_tokens, self._num_steps = min(self._max_tokens, 2 * self.num_tokens), 0
+
+
+def _size(row: LargestRow) -> tuple[int, int]:
+    return row.num_tokens + row.num_logit_rows, row.num_attended
