@@ -56,8 +56,8 @@ class OutOfMemoryExecutor(HookedExecutor):
 
         prepare = runner._forward.prepare
         runner._execute = execute_or_fail  # type: ignore[method-assign]
-        runner._store.update_tables = failing_at("apply", runner._store.update_tables)  # type: ignore[method-assign]
-        runner._forward.prepare = lambda *args: failing_at("forward", prepare(*args))  # type: ignore[assignment,method-assign,return-value]
+        runner._store.update_tables = failing_at("apply", runner._store.update_tables)  # type: ignore[assignment,method-assign]
+        runner._forward.prepare = lambda *args: failing_at("forward", prepare(*args))  # type: ignore[assignment,method-assign]
         runner._sampler.sample = failing_at("sample", runner._sampler.sample)  # type: ignore[assignment,method-assign]
         return info
 
