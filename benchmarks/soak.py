@@ -5,8 +5,8 @@
 
 The model is a tiny random one in float32, whose texts do not depend on batches, hits or the number of ranks. Four phases follow one
 another: *calm* (every request, which gives the texts to compare with, and many of them again), *disturbed* (traffic, kills, bursts,
-redeploys with other settings), *steady* (the same traffic without kills: memory must be flat) and *end* (nothing may be left in use).
-A journal has every event with its time. The exit status is 1 if a promise broke; the report names it.
+redeploys with other settings), *steady* (the same traffic without kills: memory must be flat) and *end* (nothing may be left in
+use). A journal has every event with its time. The exit status is 1 if a promise broke; the report names it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from soaking.report import Report
 from soaking.tally import Tally
 from soaking.traffic import Known, Traffic
 
-DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the calm phase and the end take what they take
+DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the rest is for the calm phase and the end
 STARTS = 3  # Ray gives its own processes 30 s to start, of which a full machine may make too little
 WARM_UP_S = 120.0  # of a process, before its memory counts
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
@@ -115,9 +115,9 @@ class Soak:
 
         async def disturb() -> None:
             for layout in LAYOUTS:
+                end = self._after(phase_s / len(LAYOUTS))
                 if layout is not self.cluster.layout:
                     await disturbances.redeploy(layout)
-                end = self._after(phase_s / len(LAYOUTS))
                 await disturb_until(disturbances, self.options.disturb_s, end)
             await disturbances.redeploy(TWO_WORKERS)
             over.set()

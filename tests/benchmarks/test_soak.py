@@ -1,0 +1,171 @@
+"""The soak's own judgement: what it takes for a broken promise, and what not. tests/end_to_end/test_soak.py runs it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from soaking import journal as promises
+from soaking.accounts import check_page, compare, in_use
+from soaking.answers import Answer, Choice, difference, is_beginning
+from soaking.bad_clients import bad_requests
+from soaking.cases import make_cases, make_conversations
+from soaking.journal import Journal
+from soaking.page import Page
+from soaking.process_watch import Sample, leftovers, slope_per_h
+from soaking.report import Report
+from soaking.tally import Tally
+from soaking.windows import Windows
+
+PAGE = """
+transom_router_requests_total{router="r",endpoint="/v1/completions",status="200"} 3
+transom_router_prompt_tokens_total{router="r"} 30
+transom_router_output_tokens_total{router="r"} 12
+transom_requests_total{worker="w",finish_reason="length"} 3
+transom_request_prompt_tokens_count{worker="w"} 3
+transom_prompt_tokens_total{worker="w"} 30
+transom_prefix_tokens_total{worker="w",outcome="missed",reason="never_seen"} 20
+transom_prefix_tokens_total{worker="w",outcome="hit",reason=""} 10
+transom_kv_pool_bytes{worker="w"} 1000
+transom_kv_pages{worker="w",state="free"} 6
+transom_kv_pages{worker="w",state="leased"} 4
+transom_kv_bytes{worker="w",group="full",state="cached"} 380
+transom_kv_blocks{worker="w",group="full",state="active"} 0
+transom_kv_waste_ratio{worker="w"} 0.1
+"""
+EMPTY = Page.read("")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "events.jsonl")
+
+
+def broken(journal: Journal) -> list[str]:
+    return [one.promise for one in journal.broken]
+
+
+def answer(text: str, **changes) -> Answer:
+    usage = {"prompt_tokens": 10, "completion_tokens": 4}
+    return Answer(status=200, choices={0: Choice(text, "length")}, usage=usage, is_whole=True, **changes)
+
+
+def test_a_whole_answer_and_a_streamed_one_read_alike() -> None:
+    whole, streamed = Answer(status=200), Answer(status=200)
+    logprobs = {"tokens": ["a", "b"], "token_logprobs": [-1.0, None]}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    whole.read_body(
+        json.dumps(
+            {"choices": [{"index": 0, "text": "ab", "finish_reason": "stop", "logprobs": logprobs}], "usage": usage}
+        ).encode()
+    )
+    for chunk in (
+        {"choices": [{"index": 0, "text": "a", "finish_reason": None, "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}]},
+        {"choices": [{"index": 0, "text": "b", "finish_reason": "stop", "logprobs": {"tokens": ["b"], "token_logprobs": [None]}}]},
+        {"choices": [], "usage": usage},
+    ):  # fmt: skip
+        streamed.read_line("data: " + json.dumps(chunk))
+        assert not streamed.is_good
+    streamed.read_line("data: [DONE]")
+    assert whole.is_good
+    assert streamed.is_good
+    assert difference(streamed, whole) is None
+
+
+def test_an_answer_that_differs_anywhere_is_another() -> None:
+    want = answer("four tokens")
+    assert difference(answer("four tokens"), want) is None
+    assert "four tokenz" in str(difference(answer("four tokenz"), want))
+    shorter = answer("four tokens")
+    shorter.usage = {"prompt_tokens": 10, "completion_tokens": 3}
+    assert difference(shorter, want) == "completion_tokens 3, not 4"
+    assert is_beginning(answer("four"), want)
+    assert not is_beginning(answer("our"), want)
+
+
+def test_errors_without_the_error_object_are_unreadable() -> None:
+    good, bad = Answer(status=503), Answer(status=500)
+    good.read_body(b'{"error": {"message": "m", "type": "t", "param": null, "code": "overloaded"}}')
+    bad.read_body(b"Internal Server Error")
+    assert (good.kind, bad.kind) == ("503 overloaded", "500 unreadable")
+
+
+def test_pages_that_equal_the_clients_counts_break_nothing(journal: Journal) -> None:
+    tally = Tally()
+    for _ in range(3):
+        tally.add("/v1/completions", answer("text"))
+    compare(EMPTY, Page.read(PAGE), tally, journal, exact=True)
+    check_page(Page.read(PAGE), journal)
+    assert not list(in_use(Page.read(PAGE)))
+    assert not journal.broken
+
+
+def test_a_token_too_many_breaks_a_promise(journal: Journal) -> None:
+    tally = Tally()
+    for _ in range(3):
+        tally.add("/v1/completions", answer("text"))
+    page = PAGE.replace('output_tokens_total{router="r"} 12', 'output_tokens_total{router="r"} 13')
+    compare(EMPTY, Page.read(page), tally, journal, exact=True)
+    assert broken(journal) == [promises.SUMS]
+    tally.left("/v1/completions")  # whose client may have been sent the token
+    journal.broken.clear()
+    compare(EMPTY, Page.read(page), tally, journal, exact=False)
+    assert not journal.broken
+
+
+def test_blocks_and_tokens_that_do_not_add_up_break_promises(journal: Journal) -> None:
+    page = PAGE.replace('state="cached"} 380', 'state="cached"} 420').replace(
+        'outcome="hit",reason=""} 10', 'outcome="hit",reason=""} 9'
+    )
+    check_page(Page.read(page), journal)
+    assert sorted(broken(journal)) == sorted([promises.BLOCKS, promises.SUMS])
+    active = PAGE.replace('state="active"} 0', 'state="active"} 2')
+    assert list(in_use(Page.read(active))) == ["2 active blocks"]
+
+
+def sample(pid: int, minute: float, mib: float, **changes: int) -> Sample:
+    numbers = {"num_fds": 10, "num_threads": 5} | changes
+    return Sample("worker", pid, 0.0, 60 * minute, int(mib * (1 << 20)), 0, **numbers)
+
+
+def test_a_slope_is_of_processes_and_not_of_their_restarts() -> None:
+    rows = [[sample(1, m, 300 + m) for m in range(10)], [sample(2, m, 200 + m) for m in range(20, 30)]]
+    assert slope_per_h(rows, lambda one: one.rss / (1 << 20)) == pytest.approx(60.0)
+
+
+def test_leftovers_are_descriptors_threads_and_processes() -> None:
+    before = [sample(1, 0, 1)]
+    assert leftovers(before, [sample(2, 9, 1, num_fds=15)], 5) == []
+    assert leftovers(before, [sample(2, 9, 1, num_fds=16), sample(3, 9, 1, num_threads=11)], 5) == [
+        "worker: 2 processes, 1 before",
+        "worker: 16 descriptors, 10 before",
+        "worker: 11 threads, 5 before",
+    ]
+
+
+def test_windows_are_open_until_the_cluster_is_whole_and_a_little_longer() -> None:
+    windows = Windows()
+    assert not windows.overlaps(0.0)
+    with windows.open():
+        assert windows.overlaps(float("inf"))
+    assert windows.overlaps(0.0)
+
+
+def test_the_same_seed_asks_the_same() -> None:
+    assert make_cases(1) == make_cases(1) != make_cases(2)
+    assert make_conversations(1) == make_conversations(1)
+    assert len({case.name for case in make_cases(1)}) == len(make_cases(1))
+    assert len({bad.name for bad in bad_requests(random.Random(0))}) == 16
+
+
+def test_the_report_names_what_broke(tmp_path: Path, journal: Journal) -> None:
+    journal.broke(promises.TEXTS, "one: 'a', not 'b'")
+    report = Report(setup={"seed": 1}, recoveries=[("SIGKILL worker", "two workers", 3.0)], longest_gaps_s=[0.1])
+    report.write(tmp_path / "report.json", journal)
+    page = (tmp_path / "report.md").read_text()
+    assert f"| {promises.TEXTS} | **1 times** |" in page
+    assert f"| {promises.ENDS} | never |" in page
+    assert json.loads((tmp_path / "report.json").read_text())["broken"][0]["seen"] == "one: 'a', not 'b'"
