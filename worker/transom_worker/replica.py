@@ -1,8 +1,8 @@
 """One worker as a Ray Serve replica: an engine on its thread, and one message stream per router.
 
-Each engine step becomes one message per router: the engine's thread hands the step's events over with a single wake-up of the event
-loop, which groups them by router and puts each group into that router's queue. The stream also carries the changes of the worker's
-prefix index, of which every router keeps a mirror, and the worker's load.
+Each engine step becomes one message per router that has events of it: the engine's thread hands the step's events over with a
+single wake-up of the event loop, which groups them by router and puts each group into that router's outbox (`router_outbox`). The
+stream also carries the changes of the worker's prefix index, of which every router keeps a mirror, and the worker's load.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import EngineDead, RequestError
 from transom_worker.logs import show_logs
 from transom_worker.openmp import call_on_thread
+from transom_worker.router_outbox import RouterOutbox
 from transom_worker.startup import build_engine
 
 logger = logging.getLogger("transom.worker")
@@ -54,7 +55,7 @@ class WorkerReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = worker
         self._load = WorkerLoad(max_num_seqs=config.scheduler.max_num_seqs)
-        self._queues: dict[str, asyncio.Queue[WorkerMessage | None]] = {}
+        self._outboxes: dict[str, RouterOutbox] = {}  # of the routers whose streams are open
         self._routers: dict[str, str] = {}  # router id by request id
         self._thread = EngineThread(self.engine, self._deliver)
         self.block_map = BlockMap(
@@ -71,41 +72,36 @@ class WorkerReplica:
         return len(self._routers)
 
     async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
-        """Stream the events of this router's requests, one message per engine step, with the changes of prefix index and load.
+        """Stream the events of this router's requests, with the changes of prefix index and load; `router_outbox` says when.
 
         The first message has the whole index. A newer stream of a router ends its older one. When the router closes the stream, the
         worker aborts the router's requests.
         """
         self._loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue()
-        older = self._queues.get(router_id)
-        if older is not None:
-            older.put_nowait(None)  # ends it
-        self._queues[router_id] = queue
-        self._send_index(queue)
+        outbox = RouterOutbox()
+        if (older := self._outboxes.get(router_id)) is not None:
+            older.close()
+        self._outboxes[router_id] = outbox
+        self._send_index(outbox)
         try:
-            while (first := await queue.get()) is not None and (first.kv is None or not first.kv.whole):
-                pass  # changes are of no use before the index, and no request of this stream can have events yet
-            message = first
-            while message is not None:
+            while (message := await outbox.receive()) is not None:
                 yield message
-                message = await queue.get()
         finally:
-            if self._queues.get(router_id) is queue:
-                del self._queues[router_id]
+            if self._outboxes.get(router_id) is outbox:
+                del self._outboxes[router_id]
                 await self.abort(router_id, [r for r, owner in self._routers.items() if owner == router_id])
 
     async def resync(self, router_id: str) -> None:
         """Send the whole prefix index to this router again."""
-        if (queue := self._queues.get(router_id)) is not None:
-            self._send_index(queue)
+        if (outbox := self._outboxes.get(router_id)) is not None:
+            self._send_index(outbox)
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
         """Admit all requests or none; returns one entry each, None where admission found nothing wrong.
 
         The requests' events come on the router's stream, which must be open.
         """
-        if router_id not in self._queues:
+        if router_id not in self._outboxes:
             return [ErrorInfo.of(EngineDead("The router's event stream is not open; open it and try again."))] * len(
                 requests
             )
@@ -123,7 +119,7 @@ class WorkerReplica:
         if any(results):
             for request_id in request_ids:
                 self._routers.pop(request_id, None)
-        elif router_id not in self._queues:  # the router left while its requests were admitted
+        elif router_id not in self._outboxes:  # the router left while its requests were admitted
             await self.abort(router_id, request_ids)
         return results
 
@@ -188,9 +184,9 @@ class WorkerReplica:
         if hasattr(self, "_thread"):
             self.shutdown()
 
-    def _send_index(self, queue: asyncio.Queue[WorkerMessage | None]) -> None:
+    def _send_index(self, outbox: RouterOutbox) -> None:
         loop = asyncio.get_running_loop()
-        self._thread.send_index(lambda message: _call_on(loop, queue.put_nowait, message))
+        self._thread.send_index(lambda message: _call_on(loop, outbox.put, message))
 
     def _deliver(self, message: WorkerMessage) -> None:
         """Hand a message to the event loop. Runs on the engine's thread; one wake-up of the loop per step."""
@@ -199,18 +195,20 @@ class WorkerReplica:
             _call_on(self._loop, self._dispatch, message)
 
     def _dispatch(self, message: WorkerMessage) -> None:
-        by_router: dict[str, list[OutputEvent]] = {}
+        taken: dict[str, list[str]] = {}
+        for request_id in message.taken:
+            taken.setdefault(self._routers.get(request_id, ""), []).append(request_id)
+        events: dict[str, list[OutputEvent]] = {}
         for event in message.events:
             router_id = self._routers.get(event.request_id)
             if router_id is None:
                 continue  # it was aborted meanwhile
-            by_router.setdefault(router_id, []).append(event)
+            events.setdefault(router_id, []).append(event)
             if event.finish_reason is not None:
                 del self._routers[event.request_id]
-        for router_id, queue in self._queues.items():
-            events = tuple(by_router.get(router_id, ()))
-            if events or message.kv is not None or message.load is not None:
-                queue.put_nowait(WorkerMessage(events=events, kv=message.kv, load=message.load))
+        for router_id, outbox in self._outboxes.items():
+            its_events, its_taken = tuple(events.get(router_id, ())), tuple(taken.get(router_id, ()))
+            outbox.put(WorkerMessage(events=its_events, kv=message.kv, load=message.load, taken=its_taken))
 
 
 def _call_on(

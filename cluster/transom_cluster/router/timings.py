@@ -25,6 +25,7 @@ class RouterTimings:
     # The connection to one worker
     first_reconnect_pause_s: float = 0.05
     longest_reconnect_pause_s: float = 2.0
+    silence_s: float = 20.0  # a worker sends a heartbeat every 5 s; after so long without a message it counts as lost
     submit_grace_s: float = 0.5  # after a call failed, the stream mostly breaks within this time
     last_call_timeout_s: float = 5.0  # a worker that drains answers at once; a call to a host that is gone never ends
 

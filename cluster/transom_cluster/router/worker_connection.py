@@ -223,9 +223,18 @@ class WorkerConnection:
             pause_s = min(2 * pause_s, self._timings.longest_reconnect_pause_s)
 
     async def _read(self, lost: list[str]) -> None:
-        """Open the stream and read it until it ends. The worker may still compute the attempts `lost`, which are aborted first."""
-        async with contextlib.aclosing(self.client.open_stream(self._router_id)) as stream:
+        """Open the stream and read it until it ends. The worker may still compute the attempts `lost`, which are aborted first.
+
+        Raises:
+            TimeoutError: the worker has sent nothing for `silence_s`, not even a heartbeat.
+        """
+        loop = asyncio.get_running_loop()
+        async with (
+            contextlib.aclosing(self.client.open_stream(self._router_id)) as stream,
+            asyncio.timeout(None) as limit,
+        ):
             async for message in stream:
+                limit.reschedule(loop.time() + self._timings.silence_s)
                 if not self.is_open:
                     await self._open(lost)
                 self._receive(message)

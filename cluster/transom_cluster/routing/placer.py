@@ -62,7 +62,7 @@ class Placer:
         if worker is None:
             return True
         if message.load is not None:
-            worker.report(message.load)
+            worker.report(message.load, message.taken)
         if message.kv is None:
             return True
         has_no_gap = worker.mirror.apply(message.kv)
@@ -89,7 +89,6 @@ class Placer:
             num_tokens=num_tokens,
             num_to_compute=chosen.num_to_compute,
             predicted_tokens=min(num_tokens - chosen.num_to_compute, request.num_prompt_tokens),
-            report=worker.num_reports,
         )
         self._requests[request.request_id] = worker.requests[request.request_id] = placed
         self._observer.placed(self.policy, chosen.worker_id, reason, cost_s=time.perf_counter() - begin_s)

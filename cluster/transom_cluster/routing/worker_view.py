@@ -1,19 +1,19 @@
 """What a router knows of one worker: its prefix index, its last load report, and the requests that this router has placed there.
 
-A load report tells the state of a moment ago, so the router adds what it has placed since. For example, a worker reports 1,000
-waiting tokens, and after that report this router placed a request with 300 tokens to compute: the router counts 1,300.
+A load report tells the state of a moment ago and names the requests that it counts for the first time (`WorkerMessage.taken`).
+The router adds the requests that no report has named. For example, a worker reports 1,000 waiting tokens, and has not named a
+request with 300 tokens to compute that this router placed there: the router counts 1,300. So it does not matter how often reports
+come, nor that one was written after a request was placed and before the request arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transom_cluster.routing.index_mirror import PrefixIndexMirror
 from transom_cluster.routing.policy import Candidate
 from transom_worker.contract import WorkerInfo, WorkerLoad
-
-# A report that comes right after a request was placed may have been written before the request arrived; the second report has it.
-SETTLED_REPORTS = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class PlacedRequest:
     num_tokens: int
     num_to_compute: int  # without the predicted hit
     predicted_tokens: int  # of the prompt, predicted to be in the worker's prefix cache
-    report: int  # the number of load reports that the worker had sent when the request was placed
+    is_reported: bool = False  # the worker's last load report counts it, or counted it before its prompt was computed
     has_begun: bool = False  # its first output has come
 
 
@@ -35,13 +35,14 @@ class WorkerView:
         self.worker_id = worker_id
         self.mirror = PrefixIndexMirror(info.cache, max_model_len=info.max_model_len)
         self.requests: dict[str, PlacedRequest] = {}  # by request id, until they end
-        self.num_reports = 0
         self._load = WorkerLoad()
 
-    def report(self, load: WorkerLoad) -> None:
-        """Take in a load report of the worker."""
+    def report(self, load: WorkerLoad, taken: Sequence[str] = ()) -> None:
+        """Take in a load report of the worker, the first one that counts the requests `taken`."""
         self._load = load
-        self.num_reports += 1
+        for request_id in taken:
+            if (request := self.requests.get(request_id)) is not None:
+                request.is_reported = True
 
     def candidate(self, num_to_compute: int) -> Candidate:
         """The worker as a candidate for a request of which it would compute `num_to_compute` tokens."""
@@ -60,17 +61,17 @@ class WorkerView:
     def _queue_tokens(self) -> int:
         """The tokens that the worker computes before those of a new request.
 
-        The hits of this router's own requests are known, so these count by the tokens that remain to compute: requests placed
-        since the last reports with all of them, settled requests together with at most what the worker reports as waiting. What
-        the worker reports beyond the whole lengths of this router's requests belongs to other routers.
+        The hits of this router's own requests are known, so these count by the tokens that remain to compute: requests that no
+        report counts with all of them, reported requests together with at most what the worker reports as waiting. What the
+        worker reports beyond the whole lengths of this router's reported requests belongs to other routers.
         """
-        reported, settled, recent, whole = self._load.waiting_tokens, 0, 0, 0
+        waiting, recent, settled, whole = self._load.waiting_tokens, 0, 0, 0
         for request in self.requests.values():
             if request.has_begun:
                 continue
-            whole += request.num_tokens
-            if self.num_reports - request.report >= SETTLED_REPORTS:
+            if request.is_reported:
                 settled += request.num_to_compute
+                whole += request.num_tokens
             else:
                 recent += request.num_to_compute
-        return min(settled, reported) + recent + max(0, reported - whole)
+        return recent + min(settled, waiting) + max(0, waiting - whole)

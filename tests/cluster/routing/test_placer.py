@@ -171,7 +171,7 @@ def test_what_other_routers_sent_counts_and_what_this_one_sent_is_not_counted_tw
     for i in range(2):
         assert made.place(request(f"r{i}"), ("a",)).worker_id == "a"
     assert worker.candidate(0).queue_tokens == 4000
-    made.update("a", WorkerMessage(load=load(num_waiting=2, waiting_tokens=4000)))
+    made.update("a", WorkerMessage(load=load(num_waiting=2, waiting_tokens=4000), taken=("r0", "r1")))
     assert worker.candidate(0).queue_tokens == 4000
     made.update("a", WorkerMessage(load=load(num_waiting=5, waiting_tokens=9000)))
     assert worker.candidate(0).queue_tokens == 9000
@@ -188,10 +188,20 @@ def test_what_other_routers_sent_counts_and_what_this_one_sent_is_not_counted_tw
 def test_a_report_that_was_written_before_a_request_arrived_does_not_hide_it() -> None:
     made = placer()
     made.place(request("r"), ("a",))
-    made.update("a", WorkerMessage(load=load()))
-    assert made.workers["a"].candidate(0).queue_tokens == len(PROMPT)
-    made.update("a", WorkerMessage(load=load()))  # it was served, and its first event is on its way
+    for _ in range(3):  # however many of them come
+        made.update("a", WorkerMessage(load=load()))
+        assert made.workers["a"].candidate(0).queue_tokens == len(PROMPT)
+    made.update("a", WorkerMessage(load=load(), taken=("r",)))  # it was computed, and its first event is on its way
     assert made.workers["a"].candidate(0).queue_tokens == 0
+
+
+def test_tokens_of_other_routers_count_beside_a_request_that_no_report_names() -> None:
+    made = placer()
+    made.update("a", WorkerMessage(load=load(num_waiting=1, waiting_tokens=3000)))
+    made.place(request("r"), ("a",))
+    assert made.workers["a"].candidate(0).queue_tokens == 3000 + len(PROMPT)
+    made.update("a", WorkerMessage(load=load(num_waiting=2, waiting_tokens=4900), taken=("r", "ended-meanwhile")))
+    assert made.workers["a"].candidate(0).queue_tokens == 4900
 
 
 def test_requests_end_move_and_go_with_their_worker() -> None:

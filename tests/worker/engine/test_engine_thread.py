@@ -94,3 +94,22 @@ def test_shutdown_ends_running_and_later_requests_with_an_error(harness: Harness
     assert error is not None
     assert error.kind == "EngineDead"
     harness.thread.shutdown()
+
+
+def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tokens_and_ends(harness: Harness) -> None:
+    names = [f"r{at}" for at in range(3)]
+    assert harness.thread.submit([make_request(one, [5, 6, 7], max_tokens=5) for one in names]).result(WAIT_S)
+    refused = harness.thread.submit([make_request("fine", [5], max_tokens=1), unusable_request("odd")]).result(WAIT_S)
+    assert any(refused)
+    messages, ended = [], 0
+    while ended < len(names):
+        messages.append(harness.delivered.get(timeout=WAIT_S))
+        ended += sum(event.finish_reason is not None for event in messages[-1].events)
+    taken = [name for message in messages for name in message.taken]
+    assert taken == names  # each once; a refused submission's are not
+    for message in messages:
+        if any(event.usage is not None for event in message.events):
+            assert message.load is not None
+        assert not message.taken or message.load is not None
+    assert messages[-1].load is not None
+    assert messages[-1].load.num_running == 0

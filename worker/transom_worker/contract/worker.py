@@ -51,9 +51,11 @@ class WorkerMessage:
     """One message on a router's stream: a step's events of this router's requests, and the changes that every router receives.
 
     The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None
-    where the index has not changed, and `load` is None where the last load was sent a moment ago.
+    where the index has not changed, and `load` is None where it was not measured again. `taken` are this router's requests that
+    `load` counts, if they still wait, and that no earlier load counted.
     """
 
     events: tuple[OutputEvent, ...] = ()
     kv: KvUpdate | None = None
     load: WorkerLoad | None = None
+    taken: tuple[str, ...] = ()

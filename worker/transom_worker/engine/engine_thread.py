@@ -20,7 +20,7 @@ from transom_worker.errors import EngineDead, TransomError, WorkerLost
 
 logger = logging.getLogger("transom.worker")
 
-LOAD_PERIOD_S = 0.05
+LOAD_PERIOD_S = 0.05  # the load is measured as often as this; `RouterOutbox` decides when a router learns of it
 
 Deliver = Callable[[WorkerMessage], None]
 T = TypeVar("T")
@@ -40,6 +40,7 @@ class EngineThread:
         self._wake = threading.Event()
         self._stopping = False
         self._load_at_s = 0.0
+        self._taken: list[str] = []  # ids of admitted requests that no delivered load counts yet
         self._ended = False  # from here on the thread runs no command: `_post` runs it itself
         engine.executor.on_lost(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
@@ -72,7 +73,7 @@ class EngineThread:
         """Give one receiver the whole prefix index, in order with the changes that the thread's `deliver` receives."""
 
         def command() -> None:
-            self._deliver_news([])
+            self._deliver_news([], with_load=True)
             index = self._engine.scheduler.cache.whole_index()
             deliver(WorkerMessage(kv=index, load=self._engine.load()))
 
@@ -137,12 +138,19 @@ class EngineThread:
                 self._wake.clear()
 
     def _deliver_news(self, events: list[OutputEvent], *, with_load: bool = False) -> None:
-        """Deliver a step's events, the changes of the prefix index, and the load where that is due or `with_load` is set."""
+        """Deliver a step's events, the changes of the prefix index, and the load where that is due or `with_load` is set.
+
+        A step in which a prompt was finished or a request ended has the load too, so that no router that knows of the event
+        believes that the request's prompt still waits.
+        """
         kv, load, now_s = self._engine.scheduler.cache.take_update(), None, time.monotonic()
+        taken: list[str] = []
+        with_load = with_load or any(event.usage is not None or event.finish_reason is not None for event in events)
         if with_load or now_s - self._load_at_s > LOAD_PERIOD_S:
             load, self._load_at_s = self._engine.load(), now_s
+            taken, self._taken = self._taken, []
         if events or kv is not None or load is not None:
-            self._deliver(WorkerMessage(events=tuple(events), kv=kv, load=load))
+            self._deliver(WorkerMessage(events=tuple(events), kv=kv, load=load, taken=tuple(taken)))
 
     def _run_commands(self) -> None:
         while True:
@@ -167,4 +175,6 @@ class EngineThread:
             for request, result in zip(requests, results, strict=True):
                 if result is None:
                     self._engine.abort(request.request_id)
+        else:
+            self._taken += [request.request_id for request in requests]
         return results
