@@ -12,7 +12,7 @@ from transom_worker.settings import Settings
 
 
 def check_start(settings: Settings) -> None:
-    """Check the address, the machine's GPUs, the model's files, its architecture and its tokenizer.
+    """Check the address, the machine's GPUs, the model's files, its architecture, its tokenizer and its chat template.
 
     Raises:
         ConfigError: a setting does not fit this machine or this model.
@@ -40,7 +40,7 @@ def check_start(settings: Settings) -> None:
     architecture = runnable(read_architecture(files.config))
     check_size(architecture, settings.tensor_parallel_size)
     choose_max_model_len(settings.max_model_len, architecture)
-    Tokenizer.load(files)
+    Tokenizer.load(files).check_chat_template()
 
 
 def check_api_keys(settings: Settings) -> None:

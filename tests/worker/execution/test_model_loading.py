@@ -10,7 +10,7 @@ from transom_kernels.cpu import threads
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
 from transom_worker.execution import memory, model_loading
-from transom_worker.model_files.resolve import ModelFiles
+from transom_worker.model_files.resolve import ModelFiles, eos_token_ids
 
 LLAMA = {
     "model_type": "llama",
@@ -38,7 +38,7 @@ def files(config: dict[str, object], generation_config: dict[str, object] | None
     ],
 )
 def test_ends_of_text(config: dict[str, object], generation: dict[str, object], expected: tuple[int, ...]) -> None:
-    assert model_loading.eos_token_ids(files(config, generation)) == expected
+    assert eos_token_ids(files(config, generation)) == expected
 
 
 def test_windows_come_from_settings() -> None:

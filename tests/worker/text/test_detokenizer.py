@@ -72,7 +72,7 @@ def test_sentencepiece_vocabularies_keep_the_leading_space() -> None:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     rust.add_special_tokens(["</s>"])
-    tokenizer = Tokenizer(rust, named_tokens={"eos_token": "</s>"}, chat_template=None, generation_config={})
+    tokenizer = Tokenizer(rust, named_tokens={"eos_token": "</s>"}, chat_template=None, eos_token_ids=())
     parrot = [words.index(f"<0x{byte:02X}>") for byte in "🦜".encode()]
     ids = [2, 3, *parrot, 1]
     assert pieces(tokenizer, ids, skip=True) == [" Hello", " world", "", "", "", "🦜", "", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tests.checkpoints import load_oracle, make_checkpoint
@@ -28,9 +29,16 @@ from transom_worker.weights.gguf_names import NAMES
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-def write_gguf(path: Path, model: PreTrainedModel, kind: Kind, *, extra: dict[str, Any] | None = None) -> Path:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kind: Kind,
+    *,
+    extra: dict[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> Path:
     """What llama.cpp's converter makes of `model`: its names, matrices in `kind`, llama's rotary order of q and k rows,
-    Gemma's norm weights with one added."""
+    Gemma's norm weights with one added. Without a `tokenizer` the vocabulary is a stub."""
     config = model.config
     gemma = config.model_type.startswith("gemma")
     writer = gguf.GGUFWriter(path, config.model_type.removesuffix("_text"))
@@ -49,7 +57,10 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: Kind, *, extra: dict[st
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    writer.add_token_list(["x"])
+    if tokenizer is None:
+        writer.add_token_list(["x"])
+    else:
+        _add_vocabulary(writer, tokenizer)
     for name, tensor in model.state_dict().items():
         values = tensor.numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -71,6 +82,20 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: Kind, *, extra: dict[st
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a byte-level vocabulary with its merges and its chat template."""
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in added else 1 for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
 
 
 def rope_theta(config: PretrainedConfig) -> float:

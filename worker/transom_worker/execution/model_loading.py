@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from transom_worker.errors import ConfigError
 from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetch_with_progress
 from transom_worker.model_config.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_worker.model_config.sharding import check_size
-from transom_worker.model_files.resolve import ModelFiles, resolve_model
+from transom_worker.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
 from transom_worker.models.model import Model
 from transom_worker.models.registry import build_model
 from transom_worker.parallel import Parallel
@@ -126,16 +125,6 @@ def choose_dtype(dtype: str, architecture: Architecture) -> str:
     return architecture.served_dtype if dtype == "auto" else dtype
 
 
-def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
-    """Return the ids that end a text: from the generation config, else from the config, else from its text decoder's config."""
-    inner = files.config.get("text_config")
-    for config in (files.generation_config, files.config, inner if isinstance(inner, Mapping) else {}):
-        ids = _id_list(config, "eos_token_id")
-        if ids:
-            return ids
-    return ()
-
-
 def set_threads(num_threads: int | None, *, ranks_on_host: int = 1) -> None:
     """Set the number of threads of this process's CPU operators; None divides the usable cores among the ranks on the host.
 
@@ -144,10 +133,3 @@ def set_threads(num_threads: int | None, *, ranks_on_host: int = 1) -> None:
     num_threads = num_threads or max(1, threads.num_usable_cores() // ranks_on_host)
     torch.set_num_threads(num_threads)
     threads.set_num_threads(num_threads)
-
-
-def _id_list(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = config.get(key)
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)

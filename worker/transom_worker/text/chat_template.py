@@ -37,6 +37,15 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """A chat's text. `turn_ends` are the lengths, in characters, of those beginnings of the text that end with a message,
+    ascending, MAX_TURN_BOUNDARIES at most."""
+
+    text: str
+    turn_ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
     """A Jinja chat template, and the special tokens that it may name.
 
@@ -49,22 +58,40 @@ class ChatTemplate:
     tool_source: str | None = None
     param: str = "messages"
 
-    def render(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render messages that `read_messages` has checked.
+    ) -> RenderedChat:
+        """Render messages that `read_messages` has checked, in this process. A template can loop or allocate without bound:
+        `template_process` does this under limits.
+
+        Where the template renders the first messages alone differently from the whole chat, there is no turn end.
 
         Raises:
             RequestError: the template refuses the messages, or does not parse.
         """
+        text = self._render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+        counts = range(1, len(messages) + 1)
+        ends: set[int] = set()
+        for count in (*counts[:1], *counts[1:][-(MAX_TURN_BOUNDARIES - 1) :]):
+            try:
+                turns = self._render(messages[:count], add_generation_prompt=False, extra=extra)
+            except RequestError:  # for example, the template requires a user's message at the end
+                continue
+            if turns and text.startswith(turns):
+                ends.add(len(turns))
+        return RenderedChat(text=text, turn_ends=tuple(sorted(ends)))
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any] | None
+    ) -> str:
         try:
             has_tools = bool(extra and extra.get("tools"))
             template = _compile(self.tool_source if has_tools and self.tool_source else self.source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
             raise RequestError(f"The chat template does not parse: {error}.", param=self.param) from None
         values = {
             **self.special_tokens,
@@ -76,26 +103,10 @@ class ChatTemplate:
         }
         try:
             return template.render(values)
+        except MemoryError:
+            raise
         except Exception as error:  # a template may raise any error about these messages
             raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
-
-    def render_turns(
-        self, messages: Sequence[Mapping[str, Any]], *, whole: str, extra: Mapping[str, Any] | None = None
-    ) -> list[str]:
-        """The beginnings of the rendered chat `whole` that end with a message, the shortest first, MAX_TURN_BOUNDARIES at most.
-
-        Where a template renders the first messages alone differently from the whole chat, there is no boundary.
-        """
-        counts = range(1, len(messages) + 1)
-        texts: dict[str, None] = {}
-        for count in (*counts[:1], *counts[1:][-(MAX_TURN_BOUNDARIES - 1) :]):
-            try:
-                text = self.render(messages[:count], add_generation_prompt=False, extra=extra)
-            except RequestError:  # for example, the template requires a user's message at the end
-                continue
-            if text and whole.startswith(text):
-                texts[text] = None
-        return sorted(texts, key=len)
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -27,9 +27,10 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
 from transom_worker.errors import ModelError, RequestError
-from transom_worker.model_files.resolve import ModelFiles, read_json
+from transom_worker.model_files.resolve import ModelFiles, eos_token_ids, read_json
 from transom_worker.text.chat_template import ChatPrompt, ChatTemplate, read_messages
 from transom_worker.text.gguf_tokenizer import read_gguf_vocabulary
+from transom_worker.text.template_renderer import TemplateTooExpensive, shared_renderer
 
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -49,9 +50,11 @@ class Tokenizer:
         named_tokens: Mapping[str, str],
         chat_template: str | None,
         tool_template: str | None = None,
-        generation_config: Mapping[str, Any],
+        eos_token_ids: Sequence[int],
     ) -> None:
-        """`tool_template` is the chat template for chats with tools, where the model has two."""
+        """`eos_token_ids` end a text, as the named eos_token does. `tool_template` is the chat template for chats with tools, where
+        the model has two.
+        """
         rust.no_truncation()
         rust.no_padding()
         self._rust = rust
@@ -70,9 +73,7 @@ class Tokenizer:
             else None
         )
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
-        self.eos_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys((*_as_ids(generation_config.get("eos_token_id")), *self._named_id("eos_token")))
-        )
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_token_ids, *self._named_id("eos_token"))))
 
     @classmethod
     def load(cls, files: ModelFiles) -> Tokenizer:
@@ -81,13 +82,27 @@ class Tokenizer:
         Raises:
             ModelError: the tokenizer is missing, broken, or of a kind that is not supported; the message names the file.
         """
-        generation = {"eos_token_id": files.config.get("eos_token_id"), **files.generation_config}
-        return _load_gguf(files.path, generation) if files.is_gguf else _load_folder(files.path, generation)
+        load = _load_gguf if files.is_gguf else _load_folder
+        return load(files.path, eos_token_ids(files))
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model came with a chat template."""
         return self._template is not None
+
+    def check_chat_template(self) -> None:
+        """Render a chat of one message, so that a template that never ends is found before there are requests.
+
+        Raises:
+            ModelError: the template exceeds a limit of time or memory. That it refuses this chat is no error.
+        """
+        try:
+            if self.has_chat_template:
+                self.apply_chat_template([{"role": "user", "content": "Hello"}])
+        except TemplateTooExpensive as error:
+            raise ModelError(f"A chat of one message shows that the model's chat template is broken. {error}") from None
+        except RequestError:
+            return
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. The text of a special token in it becomes that token.
@@ -147,14 +162,14 @@ class Tokenizer:
         """
         chosen = self._choose_template(template)
         checked = read_messages(messages)
-        text = chosen.render(checked, add_generation_prompt=add_generation_prompt, extra=extra)
+        chat = shared_renderer().render(chosen, checked, add_generation_prompt=add_generation_prompt, extra=extra)
         try:
-            encoding = self._rust.encode(text, add_special_tokens=False)
+            encoding = self._rust.encode(chat.text, add_special_tokens=False)
         except TypeError:
             raise _broken_text() from None
-        turns = chosen.render_turns(checked, whole=text, extra=extra)
+        turns = [chat.text[:end] for end in chat.turn_ends]
         boundaries = dict.fromkeys(b for turn in turns if (b := self._turn_boundary(encoding, turn)))
-        return ChatPrompt(text=text, token_ids=tuple(encoding.ids), turn_boundaries=tuple(boundaries))
+        return ChatPrompt(text=chat.text, token_ids=tuple(encoding.ids), turn_boundaries=tuple(boundaries))
 
     def _choose_template(self, template: str | None) -> ChatTemplate:
         if template is not None:
@@ -196,7 +211,7 @@ class Tokenizer:
         return () if token_id is None else (token_id,)
 
 
-def _load_folder(folder: Path, generation_config: Mapping[str, Any]) -> Tokenizer:
+def _load_folder(folder: Path, eos_token_ids: Sequence[int]) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise ModelError(
@@ -215,7 +230,7 @@ def _load_folder(folder: Path, generation_config: Mapping[str, Any]) -> Tokenize
         named_tokens=named,
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
-        generation_config=generation_config,
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -232,13 +247,13 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
     return {name: template for name, template in named.items() if template}
 
 
-def _load_gguf(path: Path, generation_config: Mapping[str, Any]) -> Tokenizer:
+def _load_gguf(path: Path, eos_token_ids: Sequence[int]) -> Tokenizer:
     vocabulary = read_gguf_vocabulary(path)
     return Tokenizer(
         vocabulary.rust,
         named_tokens=vocabulary.named_tokens,
         chat_template=vocabulary.chat_template,
-        generation_config=generation_config,
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -268,12 +283,6 @@ def _token_text(value: Any) -> str | None:
     """The text of a token in tokenizer_config.json, which is a string or an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(i) for i in value) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _broken_text() -> RequestError:

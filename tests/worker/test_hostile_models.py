@@ -1,0 +1,121 @@
+"""A model's folder comes from strangers: whatever its files hold, it is refused by name or it answers, within bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from tests.checkpoints import make_checkpoint
+from tests.how_many import num_examples
+from tests.tiny_checkpoints import VOCAB_SIZE, load_reference, tiny_llama, tiny_tokenizer
+from tests.worker.weights.test_gguf_file import write_gguf
+from transom_worker.errors import ModelError
+from transom_worker.model_config.architecture import read_architecture
+from transom_worker.model_files.gguf_header import read_gguf_header
+from transom_worker.model_files.resolve import eos_token_ids, read_json, resolve_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A folder of safetensors, a GGUF file, and a hybrid model with sinks and experts."""
+    folder = tmp_path_factory.mktemp("models")
+    llama = tiny_llama(folder / "llama", layers=2)
+    (folder / "gguf").mkdir()
+    write_gguf(folder / "gguf" / "model.gguf", load_reference(llama), Kind.Q8_0, tokenizer=tiny_tokenizer())
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "vocab_size": VOCAB_SIZE}
+    return [llama, folder / "gguf", make_checkpoint(folder / "gpt_oss", "gpt_oss", **experts)]
+
+
+def run_broken(models: list[Path], first: int, count: int) -> str:
+    """The last line of `hostile_models`: what became of broken copies with these seeds; operators run as torch computes them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.worker.hostile_models", str(first), str(count), *map(str, models)],
+        env={**os.environ, "TRANSOM_KERNELS": "reference"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    last = done.stdout.splitlines()[-1]
+    assert last.endswith("failed 0"), done.stdout[-20_000:]
+    return last
+
+
+def test_broken_models_are_refused_or_answer(models: list[Path]) -> None:
+    last = run_broken(models, 0, num_examples(30, 3000))
+    assert not last.startswith("refused 0,")
+    assert "answered 0" not in last
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_deep_json_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ModelError, match="nests arrays or objects too deeply"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match="no regular file"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers 10000"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1"),
+        ({"rms_norm_eps": 10**400}, "no size or number"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings 1099511627776"),
+        ({"vocab_size": 2**40}, "vocab_size"),
+        ({"hidden_size": -96}, "hidden_size"),
+        ({"model_type": "mistral", "sliding_window": 10**30}, "a window of 1000"),
+    ],
+)
+def test_sizes_that_no_model_has(models: list[Path], change: dict[str, object], problem: str) -> None:
+    config = json.loads((models[0] / "config.json").read_text())
+    with pytest.raises(ModelError, match=problem):
+        read_architecture(config | change)
+
+
+@pytest.mark.parametrize("value", ["x", -1, True, 0.5, [1, None], {"a": 1}, 10**30])
+def test_ends_of_text_are_ids(tmp_path: Path, value: object) -> None:
+    folder = tiny_llama(tmp_path, layers=1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match="eos_token_id"):
+        eos_token_ids(resolve_model(str(folder)))
+
+
+def gguf_with(value: bytes) -> bytes:
+    """A GGUF file without tensors whose only metadata is `a`, a type and a value."""
+    return b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000, id="nested arrays"),
+        pytest.param(struct.pack("<IIQ", 9, 0, 1 << 40) + b"\0" * 64, id="more elements than bytes"),
+        pytest.param(struct.pack("<IIQ", 9, 8, 1 << 63), id="more texts than bytes"),
+        pytest.param(struct.pack("<IIQ", 9, 0, (1 << 24) + 1) + bytes((1 << 24) + 1), id="a huge array"),
+    ],
+)
+def test_gguf_headers_that_lie(tmp_path: Path, value: bytes) -> None:
+    (tmp_path / "m.gguf").write_bytes(gguf_with(value))
+    with pytest.raises(ModelError, match="broken or cut-off GGUF header"):
+        read_gguf_header(tmp_path / "m.gguf")
+
+
+def test_a_gguf_alignment_of_zero(tmp_path: Path) -> None:
+    key = b"general.alignment"
+    data = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<II", 4, 0)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match="broken or cut-off GGUF header"):
+        read_gguf_header(tmp_path / "m.gguf")
