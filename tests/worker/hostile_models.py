@@ -1,8 +1,8 @@
 """Breaks model files at random, and loads and runs what comes out, in a process with limits.
 
 `python -m tests.worker.hostile_models FIRST_SEED COUNT FOLDER...` breaks copies of the models in the folders, one for each seed. A
-copy has to be refused with one of Transom's own errors, or to answer. Each begins with a line `SEED MODEL FILE`, so that after a crash or a
-limit the last line names the culprit. The last line is `refused R, answered A, failed F`, where F counts other errors.
+copy has to be refused with one of Transom's own errors, or to answer. Each begins with a line `SEED MODEL FILE`, so that after a
+crash or a limit the last line names the culprit. The last line is `refused R, answered A, failed F`, where F counts other errors.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
 
 
 def _check_sizes(layers: Sequence[LayerAttention]) -> None:
-    """Raise ModelError unless every layer has heads, a head size and a window of at least 1, and no window that no integer holds."""
+    """Raise ModelError unless every layer has heads, a head size and a window from 1 to _LONGEST_REACH."""
     for index, layer in enumerate(layers):
         reach = layer.window if layer.chunk is None else layer.chunk
         if min(layer.num_heads, layer.num_kv_heads, layer.head_size, 1 if reach is None else reach) < 1:

@@ -80,9 +80,10 @@ class TemplateRenderer:
             return RenderedChat(text=response["text"], turn_ends=tuple(response["turn_ends"]))
         if "refused" in response:
             raise RequestError(response["refused"], param=response["param"])
+        reason = response.get("too_large") or response["killed"]
         raise TemplateTooExpensive(
-            f"The chat template was stopped: {response.get('too_large') or response['killed']}. Send shorter messages, or render the prompt yourself "
-            "and send it to /v1/completions.",
+            f"The chat template was stopped: {reason}. Send shorter messages, or render the prompt yourself and send it to "
+            "/v1/completions.",
             param=template.param,
         )
 
