@@ -37,16 +37,17 @@ from soaking.cluster import LAYOUTS, TWO_WORKERS, Cluster, flags_of
 from soaking.disturbances import Disturbances, disturb_until
 from soaking.journal import Journal
 from soaking.page import Page
-from soaking.process_watch import ProcessWatch, Sample, leftovers
-from soaking.report import Report
+from soaking.process_watch import ProcessWatch, Sample, leftovers, write_samples
+from soaking.report import Report, gap_figures
 from soaking.tally import Tally
 from soaking.traffic import Known, Traffic
 
 DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the rest is for the calm phase and the end
 STARTS = 3  # Ray gives its own processes 30 s to start, of which a full machine may make too little
-WARM_UP_S = 120.0  # of a process, before its memory counts
+WARM_UP_S = 240.0  # of a process, before its memory counts; in short soaks a third of the steady phase
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
 FLAT_MIB_PER_H = 30.0
+OURS = ("worker", "rank", "router", "transom serve")  # Ray's own processes are only reported
 SPARE = 12  # descriptors and threads that a process may have more than at the start
 REPORTS = Path(__file__).parent / "results" / "local"
 
@@ -86,7 +87,8 @@ class Soak:
         finally:
             is_over.set()
             await watching
-            self.report.longest_gaps_s = [round(gap_s, 3) for gap_s in self.traffic.longest_gaps_s]
+            self.report.longest_gaps_s = gap_figures(self.traffic.longest_gaps_s)
+            write_samples(self.watch.samples, self.journal.path.with_suffix(".csv"))
             await self.traffic.close()
             await self.cluster.close()
 
@@ -162,12 +164,13 @@ class Soak:
         self.report.sums[phase] = compare(before, after, self.traffic.tally, self.journal, exact=exact)
 
     def _check_memory(self, begin_s: float, end_s: float) -> None:
-        self.report.growth = self.watch.growth(begin_s, end_s, WARM_UP_S)
-        self.report.growth_all = self.watch.growth(0.0, end_s, WARM_UP_S)
+        warm_up_s = min(WARM_UP_S, (end_s - begin_s) / 3)
+        self.report.growth = self.watch.growth(begin_s, end_s, warm_up_s)
+        self.report.growth_all = self.watch.growth(0.0, end_s, warm_up_s)
         if end_s - begin_s < MIN_FLAT_S:
             return
         for one in self.report.growth:
-            if one.rss_mib_per_h > FLAT_MIB_PER_H:
+            if one.kind in OURS and one.rss_mib_per_h > FLAT_MIB_PER_H:
                 self.journal.broke(promises.MEMORY, f"{one.kind}: {one.rss_mib_per_h:+.1f} MiB/h")
 
     @contextmanager

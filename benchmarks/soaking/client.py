@@ -25,7 +25,7 @@ class Hung(Exception):
 class Reading:
     """How a client reads a stream: a pause before every chunk, and after how many chunks it leaves (None: it stays).
 
-    `longest_gap_s` is what it waited for longest.
+    `longest_gap_s` is the longest wait for a chunk, the first one included.
     """
 
     pause_s: float = 0.0
@@ -68,12 +68,12 @@ async def _read_whole(client: httpx.AsyncClient, case: Case, answer: Answer) -> 
 
 async def _read_stream(client: httpx.AsyncClient, case: Case, answer: Answer, reading: Reading) -> None:
     body: dict[str, Any] = {**case.body, "stream": True, "stream_options": {"include_usage": True}}
+    last_s = time.monotonic()
     async with client.stream("POST", case.path, json=body) as reply:
         answer.status, answer.retry_after = reply.status_code, reply.headers.get("retry-after")
         if reply.status_code != 200:
             answer.read_body(await reply.aread())
             return
-        last_s = time.monotonic()
         async for line in reply.aiter_lines():
             answer.read_line(line)
             now_s = time.monotonic()

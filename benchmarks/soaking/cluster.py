@@ -7,6 +7,7 @@ rank that a worker names is a living process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ import psutil
 from served import Served, name_of
 from soaking.journal import Journal
 from soaking.page import Page
+from transom_cluster.commands.process_tree import is_running
 
 ROOT = Path(__file__).parents[2]
 REDEPLOY = ROOT / "tests" / "end_to_end" / "redeploy.py"
@@ -106,15 +108,13 @@ class Cluster:
     def _processes(self, kinds: Sequence[str]) -> list[psutil.Process]:
         found = []
         for process in self.served.processes():
-            try:
-                if name_of(process) in kinds and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.Error):
+                if name_of(process) in kinds and is_running(process):
                     found.append((process.create_time(), process.pid, process))
-            except psutil.Error:
-                continue
         return [process for _, _, process in sorted(found, key=lambda one: one[:2])]
 
-    async def until_whole(self, *, without: Sequence[int] = ()) -> bool:
-        """Wait until the cluster is whole and these pids are gone; whether that came within `WHOLE_S`."""
+    async def until_whole(self, *, without: Sequence[psutil.Process] = ()) -> bool:
+        """Wait until the cluster is whole and these processes have ended; whether that came within `WHOLE_S`."""
         begin_s = self.journal.now_s
         state = ""
         while self.journal.now_s < begin_s + WHOLE_S:
@@ -124,9 +124,9 @@ class Cluster:
         self.journal.note("not whole", missing=state, layout=self.layout.name)
         return False
 
-    async def _what_is_missing(self, without: Sequence[int]) -> str:
-        if any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in without):
-            return f"one of {without} lives"
+    async def _what_is_missing(self, without: Sequence[psutil.Process]) -> str:
+        if living := [process.pid for process in without if is_running(process)]:
+            return f"{living} have not ended"
         if (page := await self.page()) is None:
             return "no page"
         routers = page.labels("transom_router_workers", "router")

@@ -6,6 +6,7 @@ The choices come from a seeded source, and every one is in the journal with its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 from collections.abc import Callable, Sequence
@@ -45,8 +46,8 @@ class Disturbances:
         if kind == "burst":
             await self._burst()
         elif kind == "two":
-            victims = self.source.choices(("worker", "router", "rank"), k=2)
-            await self.kill(victims, signal.SIGKILL, pause_s=self.source.uniform(0.0, 8.0))
+            kinds = self.source.choices(("worker", "router", "rank"), k=2)
+            await self.kill(kinds, signal.SIGKILL, pause_s=self.source.uniform(0.0, 8.0))
         elif kind == "hang":
             await self.kill([self.source.choice(("worker", "rank"))], signal.SIGSTOP)
         else:
@@ -54,19 +55,19 @@ class Disturbances:
 
     async def kill(self, kinds: Sequence[str], number: signal.Signals, *, pause_s: float = 0.0) -> None:
         """Send a signal to a process of each of these kinds, and wait until the cluster is whole without them."""
-        pids: list[int] = []
+        victims: list[psutil.Process] = []
         with ExitStack() as windows:
             windows.enter_context(self.traffic.disturbed.open())
             if "router" in kinds:
                 windows.enter_context(self.traffic.router_killed.open())
             for kind in kinds:
-                if pids:
+                if victims:
                     await asyncio.sleep(pause_s)
-                if pid := await self._strike(kind, number):
-                    pids.append(pid)
-            await self._recover(f"{number.name} {' and '.join(kinds)}", pids, self.journal.now_s)
+                if victim := await self._strike(kind, number):
+                    victims.append(victim)
+            await self._recover(f"{number.name} {' and '.join(kinds)}", victims, self.journal.now_s)
 
-    async def _strike(self, kind: str, number: signal.Signals) -> int | None:
+    async def _strike(self, kind: str, number: signal.Signals) -> psutil.Process | None:
         living = await self.cluster.processes(kind) or await self.cluster.processes("worker")
         if not living:
             return None
@@ -76,7 +77,7 @@ class Disturbances:
             victim.send_signal(number)
         except psutil.NoSuchProcess:
             return None
-        return victim.pid
+        return victim
 
     async def redeploy(self, layout: Layout) -> None:
         """Deploy the app with other settings under load."""
@@ -98,26 +99,29 @@ class Disturbances:
             only=("single", "conversation"),
         )
 
-    async def _recover(self, name: str, pids: Sequence[int], begin_s: float) -> None:
-        if not await self.cluster.until_whole(without=pids):
+    async def _recover(self, name: str, victims: Sequence[psutil.Process], begin_s: float) -> None:
+        if not await self.cluster.until_whole(without=victims):
             self.journal.broke(promises.WHOLE, f"{name} ({self.cluster.layout.name}): not whole after a long time")
-            self._wake(pids)
+            self._wake(victims)
             return
         took_s = self.journal.now_s - begin_s
         self.recoveries.append((name, self.cluster.layout.name, took_s))
         self.journal.note("whole", after=name, took_s=round(took_s, 2))
 
-    def _wake(self, pids: Sequence[int]) -> None:
+    def _wake(self, victims: Sequence[psutil.Process]) -> None:
         """Let processes that are still stopped run on, so that the soak can go on."""
-        for pid in pids:
-            if psutil.pid_exists(pid):
-                psutil.Process(pid).send_signal(signal.SIGCONT)
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGCONT)
 
 
 async def disturb_until(disturbances: Disturbances, pause_s: float, is_over: Callable[[], bool]) -> None:
     """One disturbance at least, and then one after another, with random pauses of `pause_s` on average."""
     while True:
         await asyncio.sleep(disturbances.source.uniform(0.3, 1.7) * pause_s)
-        await disturbances.one()
+        try:
+            await disturbances.one()
+        except Exception as fault:
+            disturbances.journal.broke(promises.WHOLE, f"the soak could not disturb: {fault!r}")
         if is_over():
             return

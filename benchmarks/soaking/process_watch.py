@@ -7,11 +7,13 @@ step. A process counts from its own start plus a warm-up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import csv
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 
 import psutil
 
@@ -57,7 +59,8 @@ class ProcessWatch:
     async def run(self, is_over: Callable[[], bool]) -> None:
         """Sample until `is_over()`."""
         while not is_over():
-            self.samples += await asyncio.to_thread(self.look)
+            with contextlib.suppress(psutil.Error):  # a process that ends meanwhile
+                self.samples += await asyncio.to_thread(self.look)
             await asyncio.sleep(PERIOD_S)
 
     def look(self) -> list[Sample]:
@@ -138,6 +141,9 @@ def leftovers(before: Iterable[Sample], after: Iterable[Sample], allowed: int) -
     return wrong
 
 
-def as_rows(samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """Plain values."""
-    return [asdict(one) for one in samples]
+def write_samples(samples: Sequence[Sample], path: Path) -> None:
+    """Write them as CSV."""
+    with path.open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(field.name for field in fields(Sample))
+        writer.writerows(astuple(one) for one in samples)

@@ -21,7 +21,7 @@ class Report:
     setup: dict[str, Any]
     phases_s: dict[str, float] = field(default_factory=dict)
     recoveries: list[tuple[str, str, float]] = field(default_factory=list)
-    longest_gaps_s: list[float] = field(default_factory=list)
+    longest_gaps_s: dict[str, float] = field(default_factory=dict)
     sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     growth: list[Growth] = field(default_factory=list)
     growth_all: list[Growth] = field(default_factory=list)
@@ -51,12 +51,8 @@ class Report:
         yield from _table(("what", "times"), sorted(journal.counts.items()))
         yield from _table(("disturbance", "times", "median s until whole", "longest"), recovery_rows(self.recoveries))
         if self.longest_gaps_s:
-            longest = sorted(self.longest_gaps_s)
-            p99 = longest[int(0.99 * (len(longest) - 1))]
-            yield (
-                f"Longest wait for the next token, of {len(longest)} streams around kills: median "
-                f"{statistics.median(longest):.2f} s, p99 {p99:.1f} s, at most {longest[-1]:.1f} s."
-            )
+            figures = ", ".join(f"{name} {value:.1f}" for name, value in self.longest_gaps_s.items())
+            yield f"Longest wait of each stream around kills for its next token, in seconds: {figures}."
             yield ""
         for title, rows in (("Memory in the steady phase", self.growth), ("Memory in the whole soak", self.growth_all)):
             yield f"{title}:"
@@ -73,6 +69,15 @@ class Report:
             rows = [(name, *(f"{value:.0f}" for value in values)) for name, values in sums.items()]
             yield from _table((f"sums, {phase}", "server", "clients, at least", "at most"), rows)
         yield "Left over: " + ("; ".join(self.leftovers) or "nothing") + "."
+
+
+def gap_figures(gaps_s: Sequence[float]) -> dict[str, float]:
+    """The number of streams, and how long each waited at worst for a token, in seconds."""
+    if not gaps_s:
+        return {}
+    ordered = sorted(gaps_s)
+    shares = {f"p{percent}": ordered[len(ordered) * percent // 100] for percent in (50, 90, 99)}
+    return {"streams": len(ordered), **shares, "at most": ordered[-1]}
 
 
 def recovery_rows(recoveries: Sequence[tuple[str, str, float]]) -> list[tuple[Any, ...]]:

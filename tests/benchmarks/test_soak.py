@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +15,15 @@ from soaking import journal as promises
 from soaking.accounts import check_page, compare, in_use
 from soaking.answers import Answer, Choice, difference, is_beginning
 from soaking.bad_clients import bad_requests
-from soaking.cases import make_cases, make_conversations
+from soaking.cases import Case, make_cases, make_conversations
 from soaking.journal import Journal
 from soaking.page import Page
 from soaking.process_watch import Sample, leftovers, slope_per_h
-from soaking.report import Report
+from soaking.report import Report, gap_figures
 from soaking.tally import Tally
+from soaking.traffic import Known, Traffic
 from soaking.windows import Windows
+from tests.benchmarks.stub_server import StubServer
 
 PAGE = """
 transom_router_requests_total{router="r",endpoint="/v1/completions",status="200"} 3
@@ -163,9 +168,82 @@ def test_the_same_seed_asks_the_same() -> None:
 
 def test_the_report_names_what_broke(tmp_path: Path, journal: Journal) -> None:
     journal.broke(promises.TEXTS, "one: 'a', not 'b'")
-    report = Report(setup={"seed": 1}, recoveries=[("SIGKILL worker", "two workers", 3.0)], longest_gaps_s=[0.1])
+    report = Report(
+        setup={"seed": 1}, recoveries=[("SIGKILL worker", "two workers", 3.0)], longest_gaps_s=gap_figures([0.1, 0.3])
+    )
     report.write(tmp_path / "report.json", journal)
     page = (tmp_path / "report.md").read_text()
     assert f"| {promises.TEXTS} | **1 times** |" in page
     assert f"| {promises.ENDS} | never |" in page
+    assert "streams 2.0, p50 0.3, p90 0.3, p99 0.3, at most 0.3." in page
     assert json.loads((tmp_path / "report.json").read_text())["broken"][0]["seen"] == "one: 'a', not 'b'"
+
+
+CASE = Case("one", "/v1/completions", {"prompt": "a", "max_tokens": 2})
+
+
+def stub_answer(text: str) -> dict[str, Any]:
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    return {"choices": [{"index": 0, "text": text, "finish_reason": "length"}], "usage": usage}
+
+
+def stub_error(code: str) -> tuple[int, list[str]]:
+    return 500, [json.dumps({"error": {"message": "m", "type": "server_error", "param": None, "code": code}})]
+
+
+async def ask_stub(journal: Journal, *replies: tuple[int, list[str]], killed: bool = False) -> Counter[str]:
+    """Ask the one case of a server that gives these replies in turn; what was counted. `killed`: while a router is being killed."""
+    left = iter(replies)
+    known = Known(cases=[CASE], conversations=[])
+    known.answers["one"] = Answer(status=200)
+    known.answers["one"].read_body(json.dumps(stub_answer("right")).encode())
+    async with StubServer(lambda _: next(left)) as server:
+        traffic = Traffic(server.url, known, journal)
+        with ExitStack() as windows:
+            if killed:
+                windows.enter_context(traffic.disturbed.open())
+                windows.enter_context(traffic.router_killed.open())
+            await traffic.once("single", random.Random(1))
+        await traffic.close()
+    assert not list(left)
+    return journal.counts
+
+
+RIGHT, WRONG = (
+    (200, [f"data: {json.dumps(stub_answer(text))}\n\n", "data: [DONE]\n\n"]) for text in ("right", "wrong")
+)
+CUT = (200, [f"data: {json.dumps(stub_answer('ri'))}\n\n"])
+
+
+async def test_the_calm_answer_breaks_nothing(journal: Journal) -> None:
+    assert (await ask_stub(journal, RIGHT))["answers with tokens"] == 1
+    assert not journal.broken
+
+
+@pytest.mark.parametrize(
+    ("reply", "promise"),
+    [
+        (WRONG, promises.TEXTS),
+        (CUT, promises.ENDS),
+        ((500, ["Internal Server Error"]), promises.ENDS),
+        (stub_error("poison_request"), promises.KINDS),
+        (stub_error("internal_error"), promises.KINDS),
+    ],
+    ids=["wrong text", "cut stream", "foreign error", "poison", "internal"],
+)
+async def test_what_breaks_a_promise(journal: Journal, reply: tuple[int, list[str]], promise: str) -> None:
+    await ask_stub(journal, reply)
+    assert broken(journal) == [promise]
+
+
+async def test_a_killed_router_excuses_a_cut_stream_and_the_client_asks_again(journal: Journal) -> None:
+    counts = await ask_stub(journal, CUT, (500, ["Internal Server Error"]), RIGHT, killed=True)
+    assert counts["ends with a killed router: 200 broken off"] == 1
+    assert counts["ends with a killed router: 500 unreadable"] == 1
+    assert counts["answers with tokens"] == 1
+    assert not journal.broken
+
+
+async def test_a_killed_router_excuses_no_other_error(journal: Journal) -> None:
+    await ask_stub(journal, stub_error("poison_request"), killed=True)
+    assert broken(journal) == [promises.KINDS]
