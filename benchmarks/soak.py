@@ -26,14 +26,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from served import READY, Served, serving, wait_until_ready
+import psutil
+
+from served import READY, Served, name_of, serving, wait_until_ready
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.tiny_checkpoints
 
 from soaking import journal as promises
 from soaking.accounts import check_page, compare, quiet_page
 from soaking.cases import make_cases, make_conversations
-from soaking.cluster import LAYOUTS, TWO_WORKERS, Cluster, flags_of
+from soaking.cluster import LAYOUTS, TWO_WORKERS, Cluster, copy_sources, flags_of
 from soaking.disturbances import Disturbances, disturb_until
 from soaking.journal import Journal
 from soaking.page import Page
@@ -41,6 +43,7 @@ from soaking.process_watch import ProcessWatch, Sample, leftovers, write_samples
 from soaking.report import Report, gap_figures
 from soaking.tally import Tally
 from soaking.traffic import Known, Traffic
+from transom_cluster.commands.process_tree import is_running
 
 DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the rest is for the calm phase and the end
 STARTS = 3  # Ray gives its own processes 30 s to start, of which a full machine may make too little
@@ -213,17 +216,27 @@ def soak(options: argparse.Namespace, journal: Journal, report: Report) -> None:
     from tests.tiny_checkpoints import tiny_llama
 
     with ExitStack() as stack:
-        model = tiny_llama(Path(stack.enter_context(tempfile.TemporaryDirectory()), "model"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sources, model = copy_sources(folder / "sources"), tiny_llama(folder / "model")
         served = start(stack, model, journal)
-        cluster = Cluster(served, model, journal)
+        cluster = Cluster(served, sources, model, journal)
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(Soak(options, cluster, journal, report).run())
-        processes = served.processes()
         log = served.log.read_text()
     journal.note("log", text=log[log.find(READY) :][-20000:])
-    code, left = served.process.wait(), [process for process in processes if process.is_running()]
+    code, left = served.process.wait(), processes_of_session(served.process.pid)
     if code or left:
-        journal.broke(promises.LEFTOVERS, f"the server ended with status {code}; {len(left)} of its processes run on")
+        journal.broke(promises.LEFTOVERS, f"the server ended with status {code}; of its processes run on: {left}")
+
+
+def processes_of_session(leader: int) -> list[str]:
+    """Names of the living processes of a session, also of those whose parents have ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == leader and is_running(process):
+                found.append(name_of(process))
+    return found
 
 
 def start(stack: ExitStack, model: Path, journal: Journal) -> Served:

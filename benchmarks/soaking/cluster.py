@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,9 +27,10 @@ from soaking.page import Page
 from transom_cluster.commands.process_tree import is_running
 
 ROOT = Path(__file__).parents[2]
-REDEPLOY = ROOT / "tests" / "end_to_end" / "redeploy.py"
+SOURCES = ("cluster", "worker", "kernels")
+REDEPLOY = Path("tests", "end_to_end", "redeploy.py")
 LOOK_S = 0.5
-WHOLE_S = 240.0
+WHOLE_S = 400.0
 PAGE_S = 30.0
 
 COMMON: dict[str, Any] = {
@@ -69,6 +72,19 @@ LAYOUTS = (
 )  # fmt: skip
 
 
+def copy_sources(folder: Path) -> Path:
+    """Copy what the server runs, and have all processes that are started from now on import the copy.
+
+    Processes start throughout a soak: without a copy, a change of the working tree would give them other code than the rest has.
+    """
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / REDEPLOY).parent.mkdir(parents=True)
+    shutil.copy(ROOT / REDEPLOY, folder / REDEPLOY)
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(folder / name) for name in SOURCES)
+    return folder
+
+
 def flags_of(layout: Layout) -> list[str]:
     """Flags of `transom serve`."""
     settings = {**COMMON, **layout.settings}
@@ -80,6 +96,7 @@ class Cluster:
     """A running server."""
 
     served: Served
+    sources: Path
     model: Path
     journal: Journal
     layout: Layout = TWO_WORKERS
@@ -152,7 +169,7 @@ class Cluster:
         assert address is not None
         settings = json.dumps({"model": str(self.model), **COMMON, **layout.settings})
         deploying = await asyncio.create_subprocess_exec(
-            sys.executable, str(REDEPLOY), address[1], settings,
+            sys.executable, str(self.sources / REDEPLOY), address[1], settings,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         _, errors = await deploying.communicate()

@@ -21,7 +21,15 @@ from soaking.journal import Journal
 from soaking.traffic import Traffic
 
 BURST_CLIENTS = 16
-KINDS: dict[str, int] = {"worker": 6, "router": 4, "rank": 5, "two": 3, "hang": 2, "burst": 3}  # weights
+KINDS: dict[str, int] = {
+    "worker": 6,
+    "router": 4,
+    "rank": 5,
+    "chat template": 1,
+    "two": 3,
+    "hang": 2,
+    "burst": 3,
+}  # weights
 
 
 @dataclass(slots=True)
