@@ -172,7 +172,7 @@ class FleetSimulation:
 
     def _arrive(self, index: int, now_s: float) -> None:
         name = str(index)
-        request = self._requests[index].as_request(name, arrival_s=now_s)
+        request = self._requests[index].as_request(name)
         self._arrival_s[name] = now_s
         worker = self._workers[self._router(name).choose(request)]
         self.totals.by_worker[worker.worker_id] += 1

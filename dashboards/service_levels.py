@@ -69,13 +69,14 @@ LATENCY = Section(
         lines(
             About(
                 title="Parts of the first token",
-                shows="Each part's p95. In workers: waiting for the first step, computing the prompt, and both; and what "
-                "the router saw.",
+                shows="Each part's p95. Waiting in the router's queue; in workers: waiting for the first step, computing the "
+                "prompt, and both; and all that the router saw.",
                 act="Queue high: add workers. Prefill high: prompts are long or miss the cache. "
                 "Router far above worker: "
                 "requests wait at the router, or its process is short of CPU.",
             ),
             [
+                Query(expr=quantile(0.95, "transom_router_wait_seconds", ROUTER), legend="queue, router"),
                 Query(expr=quantile(0.95, "transom_queue_seconds", WORKER), legend="queue"),
                 Query(expr=quantile(0.95, "transom_prefill_seconds", WORKER), legend="prefill"),
                 Query(expr=quantile(0.95, "transom_first_token_seconds", WORKER), legend="first token, worker"),

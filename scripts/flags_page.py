@@ -55,6 +55,7 @@ SECTIONS: Sequence[Section] = (
             "target_step_s",
             "max_waiting",
             "scheduling_policy",
+            "max_priority",
             "steps_in_flight",
         ),
     ),

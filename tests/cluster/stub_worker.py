@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,7 @@ class StubWorker:
     poison_at: int = 0
     worker: str = "w0"
     timeline: list[dict[str, Any]] = field(default_factory=list)  # what it tells of requests
+    clock_ahead_s: float = 0.0  # of the router's
     num_resyncs: int = 0
     num_failed_submits: int = 0
     num_silent: int = 0  # attempts that have brought `max_events`
@@ -160,7 +162,9 @@ class StubWorker:
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         if self.is_dead:
             raise ConnectionError("no worker")
-        return [step for step in self.timeline if step["request_id"].startswith(request_id)]
+        now_s = time.time() + self.clock_ahead_s
+        own = [step for step in self.timeline if step["request_id"].startswith(request_id)]
+        return [{**step, "at_s": (at_s := step["at_s"] + self.clock_ahead_s), "ago_s": now_s - at_s} for step in own]
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
         if self.metrics is None:

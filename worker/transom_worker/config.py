@@ -9,6 +9,7 @@ from typing import Literal
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LogFormat = Literal["text", "json"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
 
@@ -51,7 +52,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: SchedulingPolicy = "fcfs"
     max_waiting: int = 1024
     steps_in_flight: int = 1
     target_step_s: float | None = None
@@ -117,6 +118,15 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PriorityConfig:
+    """The order of requests: the scheduling policy, and what clients may ask for: priorities from `-max_priority` to
+    `max_priority`."""
+
+    policy: SchedulingPolicy = "fcfs"
+    max_priority: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverConfig:
     """What a router does with the requests of a lost worker.
 
@@ -145,6 +155,7 @@ class ServerConfig:
     salt_by_key: bool = False
     log_prompts: bool = False
     limits: LimitsConfig = LimitsConfig()
+    priorities: PriorityConfig = PriorityConfig()
     failover: FailoverConfig = FailoverConfig()
     tracing: TracingConfig | None = None
     log_format: LogFormat = "text"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -175,7 +174,6 @@ class LLM:
             params=params.single(),
             seed=seed,
             choice_index=index,
-            arrival_s=time.time(),
         )
 
     def _next_seed(self, output: RequestOutput) -> int:

@@ -24,9 +24,11 @@ from transom_worker.config import (
     LimitsConfig,
     LogFormat,
     ModelConfig,
+    PriorityConfig,
     RanksConfig,
     RoutingPolicy,
     SchedulerConfig,
+    SchedulingPolicy,
     ServerConfig,
     TracingConfig,
 )
@@ -121,10 +123,17 @@ class Settings(BaseModel):
         description="Most requests that wait at one worker; it refuses more, and the client gets 503 where every worker "
         "does.",
     )
-    scheduling_policy: Literal["fcfs", "priority"] = Field(
+    scheduling_policy: SchedulingPolicy = Field(
         "fcfs",
         description="priority: requests with lower numbers run first; a priority of 1 more counts as much as having "
         "arrived 30 s later.",
+    )
+    max_priority: int = Field(
+        4,
+        ge=0,
+        le=1000,
+        description="Clients may ask for priorities from -N to N, others are refused with 400; a request of priority p is "
+        "overtaken only by requests that arrive within 30 (p + N) seconds after it.",
     )
     steps_in_flight: int | None = Field(
         None,
@@ -374,6 +383,7 @@ class Settings(BaseModel):
                 request_timeout_s=self.request_timeout_s,
                 max_header_bytes=self.max_header_bytes,
             ),
+            priorities=PriorityConfig(policy=self.scheduling_policy, max_priority=self.max_priority),
             failover=FailoverConfig(max_resumes=self.max_resumes, wait_s=self.worker_wait_s),
             tracing=self._tracing_config(),
             log_format=self.log_format,

@@ -177,9 +177,9 @@ class OpenAiRoutes:
             params,
             router.limits.current,
             engine_seed=router.engine_seed,
-            arrival_s=state.arrival_s,
-            deadline_s=None if timeout_s is None else state.arrival_s + timeout_s,
-            priority=body.priority,
+            time_left_s=None if timeout_s is None else max(0.0, timeout_s - state.age_s),
+            priority=body.priority or 0,
+            max_priority=config.priorities.max_priority,
             cache_salt=client_cache_salt(body.cache_salt, state.client) if config.salt_by_key else body.cache_salt,
             prompt_param=prompt_param,
         )
@@ -210,6 +210,7 @@ class OpenAiRoutes:
             client=state.client,
             stream=stream,
             outer_id=state.x_request_id,
+            age_s=state.age_s,
         )
         state.engine_request_id, state.timeline = requests[0].request_id, timeline
         events = self._router.request_events(timeline, state.trace)

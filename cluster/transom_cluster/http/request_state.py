@@ -28,12 +28,17 @@ class RequestState:
 
     x_request_id: str  # the header that the client or Ray Serve sent; empty without one
     trace: RequestTrace | None  # None: the request has no span
-    arrival_s: float = field(default_factory=time.time)
+    arrival_s: float = field(default_factory=time.monotonic)  # its first byte came, on this process's monotonic clock
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     client: str = ONLY_CLIENT
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the request arrived; what its body took to come and its prompt to be tokenised is part of them."""
+        return time.monotonic() - self.arrival_s
 
 
 def attach_request_state(scope: Scope, state: RequestState) -> None:

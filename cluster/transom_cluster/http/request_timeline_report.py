@@ -2,12 +2,16 @@
 
 Line: a request's summary as one JSON object.  Step: one event of its timeline, at the router or at a worker.
 Attempt: one engine request at one worker; a migrated choice has several, with ids such as `chatcmpl-1-0-0` and `chatcmpl-1-0-0+1`.
+
+Hosts' clocks may differ. Each part of a report says what time it was there when it was made: if that is not between question and
+answer here, the part's times are moved by the difference, so that steps are in order up to the time that the answer took.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -23,7 +27,7 @@ Steps = list[dict[str, Any]]
 
 async def request_report(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
     """All steps in order of time, and sums of times. None if no router knows the request, or if it is another client's."""
-    own = await _ask_routers(router, request_id, client)
+    own = await _ask_routers(router, request_id, client)  # its times are on this router's clock
     if own is None:
         return None
     line = own["line"]
@@ -75,8 +79,22 @@ async def _ask_routers(router: Router, request_id: str, client: str) -> dict[str
     own = query.answer(router)
     if own is not None:
         return own
+    asked_s = time.time()
     others = await router.peers.ask_others(query, timeout_s=ASK_TIMEOUT_S)
-    return next((part for part in others if isinstance(part, dict)), None)
+    part = next((part for part in others if isinstance(part, dict)), None)
+    if part is None:
+        return None
+    line = part["line"]
+    ahead_s = clock_difference_s(line["arrival_s"] + line["age_s"], asked_s, time.time())
+    return {
+        "line": {**line, "arrival_s": line["arrival_s"] - ahead_s},
+        "steps": [{**step, "at_s": step["at_s"] - ahead_s} for step in part["steps"]],
+    }
+
+
+def clock_difference_s(there_s: float, asked_s: float, answered_s: float) -> float:
+    """Return how far another host's clock is ahead of this one's at least, if it showed `there_s` between question and answer."""
+    return there_s - min(max(there_s, asked_s), answered_s)
 
 
 async def _ask_worker(router: Router, worker: str, response_id: str) -> Steps | str:
@@ -84,12 +102,20 @@ async def _ask_worker(router: Router, worker: str, response_id: str) -> Steps | 
     connection = router.connections.get(worker)
     if connection is None:
         return "gone"
+    asked_s = time.time()
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             steps = await connection.client.request_timeline(response_id)
     except Exception:  # a call to a failing or lost worker may raise anything
         return "no answer"
-    return steps or "forgotten"
+    answered_s = time.time()
+    return [_on_this_clock(step, asked_s, answered_s) for step in steps] or "forgotten"
+
+
+def _on_this_clock(step: dict[str, Any], asked_s: float, answered_s: float) -> dict[str, Any]:
+    there_s = step["at_s"] + step["ago_s"]
+    facts = {name: value for name, value in step.items() if name != "ago_s"}
+    return {**facts, "at_s": step["at_s"] - clock_difference_s(there_s, asked_s, answered_s)}
 
 
 def _with_choice(step: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:

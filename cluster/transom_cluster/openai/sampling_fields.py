@@ -48,7 +48,7 @@ class SamplingFields(WireModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: int | None = Field(None, ge=-MAX_NUMBER, le=MAX_NUMBER)
+    priority: int | None = None  # the deployment sets the range: `to_contract`
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property

@@ -31,10 +31,10 @@ def build_requests(
     params: SamplingParams,
     limits: ModelLimits,
     *,
-    arrival_s: float,
-    deadline_s: float | None = None,
+    time_left_s: float | None = None,
     engine_seed: int | None = None,
-    priority: int | None = None,
+    priority: int = 0,
+    max_priority: int = 0,
     cache_salt: str | None = None,
     prompt_param: str = "prompt",
 ) -> list[Request]:
@@ -44,10 +44,12 @@ def build_requests(
     A request without a seed gets the engine's configured seed, or else a random seed per prompt.
 
     Raises:
-        RequestError: a token id is outside the vocabulary, or the prompts have too many tokens together.
+        RequestError: a token id is outside the vocabulary, the prompts have too many tokens together, or the priority is outside
+            `-max_priority ... max_priority`.
         PromptTooLong: a prompt, or prompt and output together, exceeds the model's length.
     """
     single = params.single()
+    _check_priority(priority, max_priority)
     _check_params(params, limits)
     _check_total(prompts, params.n, limits.max_model_len, param=prompt_param)
     requests = []
@@ -63,9 +65,8 @@ def build_requests(
                     params=single,
                     seed=seed,
                     choice_index=choice,
-                    arrival_s=arrival_s,
-                    deadline_s=deadline_s,
-                    priority=priority or 0,
+                    time_left_s=time_left_s,
+                    priority=priority,
                     cache_salt=cache_salt,
                     turn_boundaries=prompt.turn_boundaries,
                 )
@@ -77,6 +78,16 @@ def _resolve_seed(given: int | None, configured: int | None) -> int:
     if given is not None:
         return given
     return secrets.randbits(63) if configured is None else configured
+
+
+def _check_priority(priority: int, max_priority: int) -> None:
+    if abs(priority) > max_priority:
+        given = priority if abs(priority) < 2**63 else f"a number of {len(str(priority))} digits"
+        raise RequestError(
+            f"priority is {given}; this server takes priorities from {-max_priority} (runs first) to {max_priority} "
+            "(runs last). Send one of these, or none, which means 0.",
+            param="priority",
+        )
 
 
 def _check_params(params: SamplingParams, limits: ModelLimits) -> None:

@@ -40,7 +40,9 @@ from transom_cluster.telemetry.request_events import (
     RequestEvents,
     Sent,
 )
+from transom_worker.config import SchedulingPolicy
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
+from transom_worker.contract.priority import virtual_arrival_s
 from transom_worker.errors import WorkerLost
 
 
@@ -69,6 +71,8 @@ class InFlightRequest:
         self.is_migrating = False  # lost, and not yet accepted by another worker
         self.record = LossRecord()
         self.refusals: dict[str, ErrorInfo] = {}  # by workers that are not asked again before the next retry
+        self.submitted_s = time.monotonic()
+        self.queued_s = self.submitted_s  # it entered the request queue, last
         self.wait_until_s = 0.0  # the request queue fails the request then
         self.has_begun = False  # the attempt has brought an event
         self._deadline: asyncio.TimerHandle | None = None
@@ -76,11 +80,10 @@ class InFlightRequest:
         self._num_chars: int | None = None  # None until the first event: a request may be submitted with output
         self._usage: Usage | None = None  # as the first worker reported it
 
-    @property
-    def queue_order(self) -> tuple[bool, int, float]:
-        """The sort key in the request queue: first streams that have begun, then lower priority numbers, then earlier arrivals."""
+    def queue_order(self, policy: SchedulingPolicy) -> tuple[bool, float]:
+        """The sort key in the request queue: first streams that have begun, then earlier virtual arrivals (`contract.priority`)."""
         has_output = bool(self.token_ids)
-        return not has_output, self.original.priority, self.original.arrival_s
+        return not has_output, virtual_arrival_s(self.submitted_s, self.original.priority, policy)
 
     @property
     def num_hit_tokens(self) -> int:
@@ -90,15 +93,13 @@ class InFlightRequest:
 
     def watch_deadline(self, on_late: Callable[[InFlightRequest], None], *, grace_s: float) -> None:
         """Have `on_late` called `grace_s` after the request's deadline, if it has one. The request may have ended by then."""
-        deadline_s = self.original.deadline_s
-        if self._deadline is None and deadline_s is not None:
-            delay_s = max(0.0, deadline_s - time.time()) + grace_s
-            self._deadline = asyncio.get_running_loop().call_later(delay_s, on_late, self)
+        if self._deadline is None and (time_left_s := self._time_left_s()) is not None:
+            self._deadline = asyncio.get_running_loop().call_later(time_left_s + grace_s, on_late, self)
 
     def begin_attempt(self) -> Request:
-        """Prepare what the next worker gets: the request, and its output so far."""
-        if self._num_attempts:
-            self.attempt = self._resumed()
+        """Prepare what the next worker gets: the request, its output so far, and its times as of now."""
+        request = self._resumed() if self._num_attempts else self.original
+        self.attempt = replace(request, waited_s=self._waited_s(), time_left_s=self._time_left_s())
         self._num_attempts += 1
         self.num_new_tokens = 0
         self.is_sent = self.awaits_reply = False
@@ -125,7 +126,8 @@ class InFlightRequest:
     def send(self) -> None:
         """Note that the worker may compute the attempt from now on."""
         self.is_sent = self.awaits_reply = True
-        self.events.report(Sent(choice=self.index, worker=self.worker_id))
+        waited_s = time.monotonic() - self.queued_s
+        self.events.report(Sent(choice=self.index, worker=self.worker_id, waited_s=waited_s))
 
     def accept(self) -> None:
         """Note that the worker has accepted the attempt: its reply says so, or an event that came before the reply."""
@@ -180,6 +182,15 @@ class InFlightRequest:
 
     def _report_failure(self, error: str, failover: FailoverOutcome | None = None) -> None:
         self.events.report(Failed(choice=self.index, error=error, tokens_so_far=len(self.token_ids), failover=failover))
+
+    def _waited_s(self) -> float:
+        """Seconds since the request was submitted to this router."""
+        return time.monotonic() - self.submitted_s
+
+    def _time_left_s(self) -> float | None:
+        """Seconds until the request's deadline, at least 0; None without one."""
+        time_left_s = self.original.time_left_s
+        return None if time_left_s is None else max(0.0, time_left_s - self._waited_s())
 
     def _resumed(self) -> Request:
         original, params = self.original, self.original.params

@@ -30,7 +30,7 @@ from transom_cluster.routing.placer import Placer
 from transom_cluster.telemetry.request_events import FailoverOutcome, Lost, Queued, TurnedAway
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
-from transom_worker.config import FailoverConfig
+from transom_worker.config import FailoverConfig, SchedulingPolicy
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
 from transom_worker.errors import Overloaded, RequestTimeout, WorkerLost
 
@@ -57,6 +57,7 @@ class RequestQueue:
         metrics: RouterMetrics,
         *,
         limits: ModelLimitsTracker,
+        policy: SchedulingPolicy = "fcfs",
         wake_workers: Callable[[], None],
         timings: RouterTimings,
     ) -> None:
@@ -65,10 +66,12 @@ class RequestQueue:
         self._config = config
         self._metrics = metrics
         self._limits = limits
+        self._policy = policy
         self._wake_workers = wake_workers
         self._timings = timings
         self._submissions = BackgroundTasks()
         self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
+        self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
         self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
         self._retry: asyncio.TimerHandle | None = None
 
@@ -82,9 +85,9 @@ class RequestQueue:
 
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
         """Give requests to workers, at once where a worker may take them."""
-        requests, until_s = list(requests), time.monotonic() + self._config.wait_s
+        requests, now_s = list(requests), time.monotonic()
         for request in requests:
-            request.wait_until_s = until_s
+            request.queued_s, request.wait_until_s = now_s, now_s + self._config.wait_s
             request.watch_deadline(self._expire, grace_s=self._timings.deadline_grace_s)
         self._place(requests)
 
@@ -179,14 +182,19 @@ class RequestQueue:
     # Giving requests to workers
 
     def _place(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give each request to the best worker that may take it; the others wait."""
+        """Give each request to the best worker that may take it; the others wait.
+
+        A worker that refused a request which waits gets no request that came later: that would overtake the one that waits.
+        """
         groups: dict[str, list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
+        refusing = self._refusing if self._waiting else set()
         for request in requests:
             if request.has_ended:
                 self._waiting.pop(request, None)
                 continue
-            willing = [one for one in available if one.worker_id not in request.refusals]
+            refused = request.refusals if request in self._waiting else request.refusals.keys() | refusing
+            willing = [one for one in available if one.worker_id not in refused]
             allowed = [one for one in willing if one.suspect is None] if request.record.is_suspect else willing
             if allowed:
                 self._waiting.pop(request, None)
@@ -242,6 +250,7 @@ class RequestQueue:
             reason = "suspect" if is_quarantined else "workers full" if is_refused else "no worker"
             request.events.report(Queued(choice=request.index, reason=reason))
         self._waiting[request] = None
+        self._refusing |= request.refusals.keys()
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
 
@@ -314,11 +323,12 @@ class RequestQueue:
 
     def _place_waiting(self) -> None:
         self._placing = None
-        self._place(sorted(self._waiting, key=lambda request: request.queue_order))
+        self._place(self._in_order())
 
     def _on_retry(self) -> None:
         """Fail requests that have waited long enough, and ask workers again for the others."""
         self._retry = None
+        self._refusing.clear()
         now_s = time.monotonic()
         for request in list(self._waiting):
             request.refusals.clear()
@@ -329,7 +339,10 @@ class RequestQueue:
                     self._give_up(request, "gave_up", error)
                 else:
                     request.fail(error)
-        self._place(sorted(self._waiting, key=lambda request: request.queue_order))
+        self._place(self._in_order())
+
+    def _in_order(self) -> list[InFlightRequest]:
+        return sorted(self._waiting, key=lambda request: request.queue_order(self._policy))
 
 
 def _stack(error: Exception) -> str:

@@ -83,6 +83,7 @@ class Router:
             config.failover,
             self.metrics,
             limits=self.limits,
+            policy=config.priorities.policy,
             wake_workers=workers.wake,
             timings=self.timings,
         )

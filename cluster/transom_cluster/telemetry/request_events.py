@@ -90,10 +90,11 @@ class Placed(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent(ChoiceEvent):
-    """The router sends the attempt to its worker."""
+    """The router sends the attempt to its worker; the attempt waited `waited_s` seconds in the router's queue."""
 
     kind: ClassVar[str] = "sent"
     worker: str | None
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ ONLY_CLIENT = "all"
 class RequestTimeline(Timeline):
     """The sink that records the events of one HTTP request and keeps its figures; it is in `store` from the request's arrival on.
 
-    `outer_id` is the `x-request-id` header that the request came with.
+    `outer_id` is the `x-request-id` header that the request came with. The request arrived `age_s` seconds ago.
     """
 
     __slots__ = (
@@ -67,9 +67,9 @@ class RequestTimeline(Timeline):
         client: str,
         stream: bool,
         outer_id: str,
+        age_s: float,
     ) -> None:
-        first = requests[0]
-        super().__init__(response_id_of(first.request_id), first.arrival_s or time.time())
+        super().__init__(response_id_of(requests[0].request_id), time.time() - age_s)
         self.endpoint = endpoint
         self.client = client
         self.stream = stream
@@ -179,10 +179,11 @@ class RequestTimelines:
         client: str = ONLY_CLIENT,
         stream: bool = False,
         outer_id: str = "",
+        age_s: float = 0.0,
     ) -> RequestTimeline:
-        """Create the timeline of an HTTP request with these choices."""
+        """Create the timeline of an HTTP request with these choices, which arrived `age_s` seconds ago."""
         return RequestTimeline(
-            requests, self._store, endpoint=endpoint, client=client, stream=stream, outer_id=outer_id
+            requests, self._store, endpoint=endpoint, client=client, stream=stream, outer_id=outer_id, age_s=age_s
         )
 
     def find(self, request_id: str, client: str) -> dict[str, Any] | None:

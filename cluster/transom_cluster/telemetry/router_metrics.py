@@ -9,7 +9,7 @@ from prometheus_client import Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from transom_cluster.telemetry.metric_families import RouterFamilies
-from transom_cluster.telemetry.request_events import Accepted, Failed, RequestEvent
+from transom_cluster.telemetry.request_events import Accepted, Failed, RequestEvent, Sent
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_state import RouterState, StateCollector
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
@@ -94,6 +94,11 @@ class RouterMetrics:
             "From a request's arrival to the first token of each choice.",
             FIRST_TOKEN_BUCKETS_S,
         ).of()
+        self._wait_s = families.histogram(
+            "transom_router_wait_seconds",
+            "From an attempt's entry into the router's request queue until it is sent to a worker.",
+            FIRST_TOKEN_BUCKETS_S,
+        ).of()
         self.inter_token_s = families.histogram(
             "transom_router_inter_token_seconds", "Between two events of one choice.", INTER_TOKEN_BUCKETS_S
         ).of()
@@ -131,8 +136,10 @@ class RouterMetrics:
                 family.of(value)
 
     def receive(self, event: RequestEvent) -> None:
-        """Count how losses of workers ended for requests; makes the metrics a sink of request events."""
+        """Count waits, and how losses of workers ended for requests; makes the metrics a sink of request events."""
         match event:
+            case Sent(waited_s=waited_s):
+                self._wait_s.observe(waited_s)
             case Accepted(is_migrated=True):
                 self._failovers.of("resumed").inc()
             case Failed(failover=str(outcome)):

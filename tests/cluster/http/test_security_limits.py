@@ -18,7 +18,7 @@ from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
 from transom_cluster.openai.completion_types import MAX_CHOICES
-from transom_worker.config import LimitsConfig
+from transom_worker.config import LimitsConfig, PriorityConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import RateLimited, RequestTimeout, StepFailed
 
@@ -219,6 +219,8 @@ def test_headers_over_the_limit_are_431_from_a_real_server_too():
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"top_k": 2**31}, "top_k"),
         ({"min_tokens": 2**31, "max_tokens": None}, "min_tokens"),
+        ({"priority": 5}, "priority"),
+        ({"priority": -5}, "priority"),
         ({"priority": -(2**31)}, "priority"),
         ({"priority": 10**400}, "priority"),
     ],
@@ -267,18 +269,30 @@ async def test_error_messages_quote_little(api):
         assert len(response.content) < 1500
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+async def test_a_priority_outside_the_deployments_range_is_400_and_names_the_range(policy):
+    async with running_api(priorities=PriorityConfig(policy=policy, max_priority=2)) as api:
+        for priority in (-3, 3, 2**31 - 1):
+            error = problem(await api.complete(priority=priority), 400)
+            assert error["param"] == "priority"
+            assert f"priority is {priority}; this server takes priorities from -2 (runs first) to 2" in error["message"]
+        for allowed in (-2, 0, 2, None):
+            assert (await api.complete(priority=allowed)).status_code == 200
+        assert [request.priority for request in api.worker.submitted] == [-2, 0, 2, 0]
+
+
 async def test_the_deadline_goes_to_the_worker_and_its_passing_is_408_or_an_event():
     worker = StubWorker(step_error=ErrorInfo.of(RequestTimeout("late")))
-    begin_s = time.time()
+    begin_s = time.monotonic()
     async with running_api(worker, limits=LimitsConfig(request_timeout_s=120.5)) as api:
         assert problem(await api.complete(max_tokens=5), 408)["code"] == "request_timeout"
         assert '"code":"request_timeout"' in (await api.complete(max_tokens=5, stream=True)).text
         for request in worker.submitted:
-            assert request.deadline_s == request.arrival_s + 120.5
-            assert begin_s <= request.arrival_s <= time.time()
+            assert request.time_left_s is not None
+            assert 120.5 - (time.monotonic() - begin_s) <= request.time_left_s <= 120.5
     async with running_api() as api:
         await api.complete()
-        assert api.worker.submitted[0].deadline_s is None
+        assert api.worker.submitted[0].time_left_s is None
 
 
 async def test_a_body_that_does_not_come_is_408():

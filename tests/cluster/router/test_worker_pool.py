@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
+from dataclasses import replace
 
 import pytest
 
 from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.openai.completion_types import MAX_CHOICES
+from transom_cluster.router.in_flight_requests import InFlightRequest
+from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.request_queue import MAX_WAITING
 from transom_cluster.routing.placer import PlacementDecision, Placer
-from transom_worker.config import FailoverConfig, LimitsConfig
-from transom_worker.contract import ErrorInfo, Request, Usage
+from transom_worker.config import FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
+from transom_worker.contract import ErrorInfo, Request, SamplingParams, Usage
 from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
 
 PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
@@ -295,10 +298,13 @@ async def test_a_worker_that_cannot_take_requests_is_in_cooldown() -> None:
         assert len(starting.submitted) == 2
 
 
-async def test_streams_that_have_begun_come_first_and_then_what_matters_most() -> None:
+@pytest.mark.parametrize(("policy", "order"), [("priority", "2130"), ("fcfs", "0123")])
+async def test_streams_that_have_begun_come_first_and_then_the_policys_order(
+    policy: SchedulingPolicy, order: str
+) -> None:
     first, second = workers(2, max_events=1)
-    async with running_api(first, **PATIENT) as api:
-        answers = [asyncio.create_task(api.complete(prompt="begun", priority=9))]
+    async with running_api(first, **PATIENT, priorities=PriorityConfig(policy=policy)) as api:
+        answers = [asyncio.create_task(api.complete(prompt="begun", priority=4))]
         await until(lambda: first.num_silent == 1)
         second.go()
         first.kill()
@@ -308,7 +314,40 @@ async def test_streams_that_have_begun_come_first_and_then_what_matters_most() -
             await until(lambda num=num: len(api.router.queue) == num + 2)  # type: ignore[misc]
         api.directory.add(second)
         assert [await text(answer) for answer in answers] == ["abc"] * 5
-        assert [bytes(r.prompt_token_ids).decode() for r in second.submitted] == ["begun", "2", "1", "3", "0"]
+        assert [bytes(r.prompt_token_ids).decode() for r in second.submitted] == ["begun", *order]
+
+
+async def test_the_line_ages() -> None:
+    """A request of priority 1 that came 31 s before one of priority 0 goes first."""
+    one = Request(request_id="r-0-0", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
+    low, urgent = (InFlightRequest(OutputStream([one]), 0, replace(one, priority=priority)) for priority in (1, 0))
+    low.submitted_s = urgent.submitted_s - 31.0
+    assert low.queue_order("priority") < urgent.queue_order("priority")
+    low.submitted_s = urgent.submitted_s - 29.0
+    assert low.queue_order("priority") > urgent.queue_order("priority")
+    assert low.queue_order("fcfs") < urgent.queue_order("fcfs")
+
+
+async def test_a_new_request_does_not_overtake_one_that_a_full_worker_refused() -> None:
+    """The stream was begun at a lost worker and waits for another one; what that one has room for is not for newcomers."""
+    lost, full = workers(2, max_events=1)
+    full.max_running = 1
+    async with running_api(lost, **PATIENT, timings=timings(retry_s=0.05)) as api:
+        begun = asyncio.create_task(api.complete(prompt="begun"))
+        await until(lambda: lost.num_silent == 1)
+        api.directory.add(full)
+        await until(lambda: len(api.router.connections) == 2 and api.router.connections[full.worker].takes_requests)
+        lost.can_open = False
+        api.router.connections[lost.worker].is_draining = True  # takes nothing new
+        occupying = asyncio.create_task(api.complete(prompt="occupies"))
+        await until(lambda: full.num_silent == 1)
+        lost.kill()
+        await until(lambda: len(api.router.queue) == 1)
+        full.max_running = 2  # there is room, which the router does not know before its next retry
+        newcomer = asyncio.create_task(api.complete(prompt="new"))
+        assert (await newcomer).status_code == 503
+        full.go()
+        assert [await text(answer) for answer in (begun, occupying)] == ["abc"] * 2
 
 
 async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:

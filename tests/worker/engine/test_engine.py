@@ -96,7 +96,7 @@ def test_another_contract_version_is_refused(engine: Engine) -> None:
 
 
 def test_a_deadline_ends_a_request_with_an_error(engine: Engine) -> None:
-    engine.add(replace(make_request("late", [5, 6], max_tokens=500), deadline_s=1.0))
+    engine.add(replace(make_request("late", [5, 6], max_tokens=500), time_left_s=0.0))
     engine.add(make_request("other", [5, 6], max_tokens=3))
     events = [event for _ in range(10) for event in engine.step()]
     (late,) = [event for event in events if event.request_id == "late"]
@@ -211,7 +211,7 @@ def test_a_deadline_is_its_own_requests_alone(tiny_model: Path) -> None:
     """An id that is used again after its first request has ended does not inherit that one's deadline."""
     now_s = 1000.0
     engine = make_engine(str(tiny_model), clock=lambda: now_s)
-    engine.add(replace(make_request("again", [5], max_tokens=1), deadline_s=now_s + 60))
+    engine.add(replace(make_request("again", [5], max_tokens=1), time_left_s=60.0))
     while engine.has_work:
         engine.step()
     engine.add(make_request("again", [5], max_tokens=5))

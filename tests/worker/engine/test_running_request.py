@@ -40,7 +40,7 @@ def running_request(resumed: str = "", **params: Any) -> RunningRequest:
         seed=0,
         resumed_output_ids=tuple(ids(resumed)),
     )
-    return RunningRequest(request, Letters(), eos_token_ids=frozenset({25}), max_model_len=50, now_s=1.0)  # type: ignore[arg-type]
+    return RunningRequest(request, Letters(), eos_token_ids=frozenset({25}), max_model_len=50, arrival_s=1.0)  # type: ignore[arg-type]
 
 
 def push(running: RunningRequest, token_id: int) -> OutputEvent:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_driver import make_engine, make_request
+from tests.engine_driver import make_engine, make_request, run
 from transom_worker.contract import WorkerLoad
 from transom_worker.engine.step_rates import StepRates
 
@@ -34,7 +34,9 @@ def test_a_report_counts_what_is_left_to_compute_and_what_is_held(tiny_model: Pa
     assert (last.num_running, last.num_waiting, last.waiting_tokens, last.used_share) == (0, 0, 0, 0)
     assert last.prefill_tokens_per_s > 0
     assert last.decode_step_s > 0
-    assert last.first_token_s > 0
+    assert last.first_token_s == 0  # all came before the first step, which compiles
+    run(engine, [make_request("warm", [5, 6, 7])])
+    assert engine.load().first_token_s > 0
     engine.shutdown()
 
 
@@ -56,15 +58,28 @@ def test_preempted_tokens_count_as_waiting(tiny_model: Path) -> None:
 
 def test_rates_forget_the_cold_start_and_weigh_steps_by_their_length() -> None:
     rates = StepRates()
-    rates.stepped(2000, 1, 10.0)  # compiling
+    rates.stepped(2000, 1, 10.0, now_s=10.0)  # compiling
     assert rates.prefill_tokens_per_s == 0
-    rates.stepped(1000, 2, 0.1)
+    rates.stepped(1000, 2, 0.1, now_s=11.0)
     assert rates.prefill_tokens_per_s == pytest.approx(10_000)
-    rates.stepped(30, 1, 0.01)  # a short prompt, slow by its fixed part: hardly counts
+    rates.stepped(30, 1, 0.01, now_s=12.0)  # a short prompt, slow by its fixed part: hardly counts
     assert 9_000 < rates.prefill_tokens_per_s < 10_000
-    rates.stepped(8, 8, 0.02)
-    rates.stepped(10, 2, 5.0)  # too few prompt tokens for a rate, too many for a decode step
+    rates.stepped(8, 8, 0.02, now_s=13.0)
+    rates.stepped(10, 2, 5.0, now_s=18.0)  # too few prompt tokens for a rate, too many for a decode step
     assert rates.decode_step_s == 0.02
     for _ in range(40):
-        rates.stepped(1000, 2, 0.2)
+        rates.stepped(1000, 2, 0.2, now_s=20.0)
     assert rates.prefill_tokens_per_s == pytest.approx(5_000, rel=0.01)
+
+
+def test_the_first_token_time_leaves_out_the_cold_start_and_begins_at_nothing() -> None:
+    rates = StepRates()
+    rates.stepped(2000, 1, 20.0, now_s=120.0)
+    for arrival_s in (100.0, 105.0, 119.0):  # they waited for the first step
+        rates.first_token(arrival_s, 130.0)
+    assert rates.first_token_s == 0
+    rates.first_token(130.0, 140.0)  # one slow request does not count whole
+    assert rates.first_token_s == pytest.approx(2.0)
+    for _ in range(40):
+        rates.first_token(150.0, 151.0)
+    assert rates.first_token_s == pytest.approx(1.0, rel=0.01)

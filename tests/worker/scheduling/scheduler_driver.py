@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
@@ -54,6 +55,7 @@ class Driver:
         **config: object,
     ) -> None:
         settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
+        self.now_s: float | None = None  # a test's own time; None: the real one
         self.scheduler = Scheduler(
             SchedulerConfig(**settings),  # type: ignore[arg-type]
             layout,
@@ -63,6 +65,7 @@ class Driver:
             window_repair=window_repair,
             max_chunk=max_chunk,
             pace=pace,
+            clock=lambda: time.monotonic() if self.now_s is None else self.now_s,
         )
         if min_shared_tokens is not None:
             self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from transom_worker.contract.priority import PRIORITY_AGING_S
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.scheduling.queue import PRIORITY_AGING_S
 
 
 def test_a_low_priority_waits_no_longer_than_its_age() -> None:
     """Urgent requests arrive without end, faster than they are served."""
     driver = Driver(layout(["full", "window"], num_pages=200), policy="priority", max_num_seqs=1, max_waiting=1000)
-    driver.add(request("low", range(5), 2, priority=1, arrival_s=1000.0))
+    driver.now_s = 1000.0
+    driver.add(request("low", range(5), 2, priority=1))
     for second in range(200):
-        driver.add(request(str(second), [second], 2, arrival_s=1000.0 + second))
+        driver.now_s = 1000.0 + second
+        driver.add(request(str(second), [second], 2))
         driver.step()
         if driver.outputs["low"]:
             break
@@ -25,8 +27,8 @@ def test_a_low_priority_waits_no_longer_than_its_age() -> None:
 
 def test_fcfs_ignores_priorities() -> None:
     driver = Driver(layout(["full"], num_pages=200), max_num_seqs=1)
-    driver.add(request("first", range(5), 2, priority=9, arrival_s=9.0))
-    driver.add(request("second", range(5), 2, priority=0, arrival_s=1.0))
+    driver.add(request("first", range(5), 2, priority=9))
+    driver.add(request("second", range(5), 2, priority=0, waited_s=8.0))
     driver.run()
     assert driver.finished == ["first", "second"]
 

@@ -125,7 +125,8 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
 def test_priority_runs_the_lower_number_first() -> None:
     driver = roomy(policy="priority", max_num_seqs=1)
     for name, priority, arrival in (("late", 1, 2.0), ("early", 1, 1.0), ("urgent", 0, 3.0)):
-        driver.add(request(name, range(3), 2, priority=priority, arrival_s=arrival))
+        driver.now_s = arrival
+        driver.add(request(name, range(3), 2, priority=priority))
     driver.run()
     assert driver.finished == ["urgent", "early", "late"]
 

@@ -56,9 +56,7 @@ def random_run(
             driver.stop_at[name] = rng.randrange(1, 50)
             try:
                 driver.add(
-                    request(
-                        name, prompt, max_tokens, resumed=resumed, priority=rng.randrange(3), arrival_s=rng.random()
-                    )
+                    request(name, prompt, max_tokens, resumed=resumed, priority=rng.randrange(3), waited_s=rng.random())
                 )
                 admitted_tokens += len(prompt)
             except RequestTooLarge:

@@ -25,9 +25,11 @@ class Request:
     """One sequence to continue, with all that a worker needs, whichever router sends it and at whatever output position it begins.
 
     `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are
-    prompt positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. `arrival_s`
-    and `deadline_s` are seconds since the epoch. A lower `priority` runs first. Requests with different `cache_salt` share no
-    cached prefix.
+    prompt positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower
+    `priority` runs first. Requests with different `cache_salt` share no cached prefix.
+
+    The clocks of two hosts may differ by any amount, so the times are durations, as of the moment at which the router gave the
+    request to the worker: `waited_s` is how long the router had had it by then, and `time_left_s` how long it may still take.
     """
 
     request_id: str
@@ -36,8 +38,8 @@ class Request:
     seed: int  # always set: the router draws one for a request without
     choice_index: int = 0
     resumed_output_ids: tuple[int, ...] = ()
-    arrival_s: float = 0.0
-    deadline_s: float | None = None
+    waited_s: float = 0.0  # earlier attempts at other workers included
+    time_left_s: float | None = None  # None: no deadline
     priority: int = 0
     cache_salt: str | None = None
     turn_boundaries: tuple[int, ...] = ()

@@ -27,7 +27,7 @@ class WorkerLoad:
     used_share: float = 0.0  # of the KV pool's bytes, in blocks that sequences hold
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
-    first_token_s: float = 0.0  # from arrival to the first token, of recent requests
+    first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 
 from transom_worker.blockmap.log import BlockMapLog
+from transom_worker.clock import steady_time_s
 from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, WorkerLoad
 from transom_worker.engine.running_request import RunningRequest
@@ -64,11 +65,12 @@ class Engine:
         metrics: EngineMetrics,
         worker: str = "0",
         *,
-        clock: Clock = time.time,
+        clock: Clock = steady_time_s,
     ) -> None:
         """Starts the executor; where that or anything after it raises, `build_engine` shuts it down.
 
-        `clock` tells the time of deadlines and of the requests' events, in seconds since the epoch.
+        `clock` tells the time of deadlines and of the requests' events, in seconds since the epoch; any thread may call
+        it.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -98,7 +100,7 @@ class Engine:
         self.is_restarting = False
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._pipeline = StepPipeline(self.scheduler, executor, steps_in_flight=config.scheduler.steps_in_flight)
-        self._clock = clock
+        self.clock = clock
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._ready: list[OutputEvent] = []  # events for the next step's return
         self._rates = StepRates()
@@ -128,8 +130,8 @@ class Engine:
 
     # Requests in and out
 
-    def add(self, request: Request) -> None:
-        """Take one request; its events come out of `step`.
+    def add(self, request: Request, *, arrival_s: float | None = None) -> None:
+        """Take one request; its events come out of `step`. It came to this worker at `arrival_s` by `clock` (None: now).
 
         Raises:
             RequestError: wrong, too long, too large or a duplicate id.  Overloaded: the queue is full.
@@ -140,20 +142,22 @@ class Engine:
         if self.is_restarting:
             raise WorkerLost(RESTARTING)
         check_request(request, vocab_size=self.info.vocab_size)
+        arrival_s = self.clock() if arrival_s is None else arrival_s
         running = RunningRequest(
             request,
             self.tokenizer,
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.info.max_model_len,
-            now_s=self._clock(),
+            arrival_s=arrival_s,
         )
         if running.finish_reason is not None:
             self._ready.append(running.end_event())
             return
         self.scheduler.add(request)
         self.requests[request.request_id] = running
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        if request.time_left_s is not None:
+            running.deadline_s = arrival_s + request.time_left_s
+            heapq.heappush(self._deadlines, (running.deadline_s, request.request_id))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; no event follows. False if it is not running.
@@ -210,8 +214,8 @@ class Engine:
         done = self._pipeline.receive()
         self._num_out_of_memory = 0
         self.forward_s += done.timings.forward_s
-        self._rates.stepped(done.num_tokens, done.num_seqs, done.received_s - begin_s)
-        now_s = self._clock()
+        now_s = self.clock()
+        self._rates.stepped(done.num_tokens, done.num_seqs, done.received_s - begin_s, now_s=now_s)
         for output in done.outputs:
             if output.request_id in self.requests:
                 events.append(self._advance(output, now_s))
@@ -226,7 +230,7 @@ class Engine:
         running = self.requests[output.request_id]
         event = running.token_event(output)
         if output.is_first:
-            self._rates.first_token(max(0.0, now_s - running.times.arrival_s))
+            self._rates.first_token(running.times.arrival_s, now_s)
             self.events.first_token(running.times, now_s)
         else:
             self.events.token(running.times, now_s)
@@ -238,11 +242,11 @@ class Engine:
 
     def _expire(self, events: list[OutputEvent]) -> None:
         """End the requests whose deadline has passed with an error."""
-        now_s = self._clock()
+        now_s = self.clock()
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             running = self.requests.get(request_id)
-            if running is not None and running.request.deadline_s == deadline_s:  # else its id was used again
+            if running is not None and running.deadline_s == deadline_s:  # else its id was used again
                 self.scheduler.abort(request_id)
                 events.append(self._end_with_error(request_id, RequestTimeout("The request's deadline has passed.")))
 
@@ -341,7 +345,7 @@ class Engine:
         for new in plan.new_sequences:
             times = self.requests[new.request_id].times
             if not times.scheduled_s:
-                times.scheduled_s = self._clock()
+                times.scheduled_s = self.clock()
                 self.events.first_scheduled(times, num_prompt_tokens=new.num_prompt_tokens)
 
     def _report_end(self, running: RunningRequest, finish_reason: str) -> None:

@@ -57,7 +57,8 @@ class EngineThread:
         if self._engine.is_restarting:
             future.set_result([ErrorInfo.of(WorkerLost(RESTARTING))] * len(requests))
             return future
-        self._post(lambda: future.set_result(self._add_all(requests)))
+        arrival_s = self._engine.clock()  # a step may run now
+        self._post(lambda: future.set_result(self._add_all(requests, arrival_s)))
         return future
 
     def abort(self, request_ids: list[str]) -> None:
@@ -160,11 +161,11 @@ class EngineThread:
                 return
             command()
 
-    def _add_all(self, requests: list[Request]) -> list[ErrorInfo | None]:
+    def _add_all(self, requests: list[Request], arrival_s: float) -> list[ErrorInfo | None]:
         results: list[ErrorInfo | None] = []
         for request in requests:
             try:
-                self._engine.add(request)
+                self._engine.add(request, arrival_s=arrival_s)
                 results.append(None)
             except Exception as error:  # whatever a request sets off at admission is that request's error alone
                 if not isinstance(error, TransomError):

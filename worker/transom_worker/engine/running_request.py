@@ -23,9 +23,18 @@ class RunningRequest:
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: frozenset[int], max_model_len: int, now_s: float
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        arrival_s: float,
     ) -> None:
-        """Replays `resumed_output_ids`; `finish_reason` is set afterwards where these end the request already."""
+        """Replays `resumed_output_ids`; `finish_reason` is set afterwards where these end the request already.
+
+        `arrival_s` is when the request came to this worker.
+        """
         params = request.params
         most = max_model_len - request.num_prompt_tokens
         self.request = request
@@ -39,9 +48,8 @@ class RunningRequest:
         self._num_chars = 0  # of all final text
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._index_version = 0
-        # The time before a migration is not this worker's: the client has its first token already.
-        arrival_s = 0.0 if request.resumed_output_ids else request.arrival_s
-        self.times = RequestTimes(arrival_s or now_s, request_id=request.request_id, trace_parent=request.trace_parent)
+        self.deadline_s: float | None = None  # on the engine's clock
+        self.times = RequestTimes(arrival_s, request_id=request.request_id, trace_parent=request.trace_parent)
         for token_id in request.resumed_output_ids:
             if self.finish_reason is None:
                 self._num_chars += len(self._text_of(token_id))

@@ -9,14 +9,19 @@ LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens are no measure of th
 class StepRates:
     """Exponential moving averages; 0 until something was measured.
 
-    The first prefill does not count: code and caches are cold, and routers would avoid a worker that looks slow. The prefill
-    rate is the average of tokens over the average of seconds, so that a step has weight by its duration.
+    The first prefill does not count: code and caches are cold, and routers would avoid a worker that looks slow. Neither do the
+    first tokens of requests that came before the first step had ended, since all of them waited for it. The prefill rate is the
+    average of tokens over the average of seconds, so that a step has weight by its duration.
+
+    The first-token time starts at 0, unlike the others: the first request alone says little about the load, so that it does not
+    count whole. Example: after a request of 10 s the time is 2 s, and after another one of 10 s it is 3.6 s.
     """
 
     def __init__(self) -> None:
         self.decode_step_s = 0.0
         self.first_token_s = 0.0
-        self._is_warm = False
+        self._has_prefilled = False
+        self._warm_since_s: float | None = None  # the end of the first step
         self._prefill_tokens = 0.0  # average of a step
         self._prefill_s = 0.0  # average of a step
 
@@ -25,19 +30,24 @@ class StepRates:
         """Tokens per second of steps with prompt tokens, their decode tokens included."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
-    def stepped(self, num_tokens: int, num_seqs: int, elapsed_s: float) -> None:
-        """Count a step that computed `num_tokens` tokens of `num_seqs` sequences. One token for each sequence is a decode step."""
+    def stepped(self, num_tokens: int, num_seqs: int, elapsed_s: float, *, now_s: float) -> None:
+        """Count a step that computed `num_tokens` tokens of `num_seqs` sequences and ended at `now_s`. One token for each sequence
+        is a decode step.
+        """
+        if self._warm_since_s is None:
+            self._warm_since_s = now_s
         if num_tokens == num_seqs:
             self.decode_step_s = _mean(self.decode_step_s, elapsed_s)
         elif num_tokens - num_seqs >= LEAST_PREFILL_TOKENS:
-            if self._is_warm:
+            if self._has_prefilled:
                 self._prefill_tokens = _mean(self._prefill_tokens, num_tokens)
                 self._prefill_s = _mean(self._prefill_s, elapsed_s)
-            self._is_warm = True
+            self._has_prefilled = True
 
-    def first_token(self, elapsed_s: float) -> None:
-        """Count a first token that came `elapsed_s` seconds after its request."""
-        self.first_token_s = _mean(self.first_token_s, elapsed_s)
+    def first_token(self, arrival_s: float, now_s: float) -> None:
+        """Count the first token of a request that came to this worker at `arrival_s`; both times are of the clock of `now_s`."""
+        if self._warm_since_s is not None and arrival_s >= self._warm_since_s:
+            self.first_token_s += WEIGHT * (now_s - arrival_s - self.first_token_s)
 
 
 def _mean(mean: float, value: float) -> float:

@@ -1,8 +1,13 @@
 """`OrderedQueue`: sequences in the order in which the scheduler serves them; it preempts them in the reverse order.
 
-The order key of a sequence is its *virtual arrival*, then a counter. With the policy `fcfs` all requests have the same virtual
-arrival, so the counter decides. With `priority` each step of a request's priority number counts as an arrival 30 seconds later:
-a request of priority 2 that arrives at second 100 is served like a request of priority 0 that arrives at second 160.
+The order key of a sequence is its *virtual arrival* (`contract.priority`), then a counter. With the policy `fcfs` the counter alone
+decides, but for streams that migrated from a lost worker. With `priority` the virtual arrival is on this worker's clock: the
+arrival here, less the time that the request waited before in its router, plus 30 seconds for each step of its priority number.
+
+A key never changes, so admission and preemption have one order, and a request moves up in it as those before it end. Bound: let a
+request of priority p come to its router at second t, and clients ask for priorities from -M to M. Only requests that came to their
+routers before t + 30 (p + M) are admitted before it, or preempt it. From that second on the requests before it are a fixed set, and
+the first request in order always makes progress (`admission`): it runs to its end once these have, whatever others send.
 """
 
 from __future__ import annotations
@@ -12,17 +17,14 @@ from collections.abc import Iterator
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request
+from transom_worker.contract.priority import virtual_arrival_s
 from transom_worker.scheduling.sequence import OrderKey, Sequence
 
-# Seconds per step of a priority number. A request is overtaken only by requests that arrive within `priority * 30`
-# seconds after it.
-PRIORITY_AGING_S = 30.0
 
-
-def virtual_arrival_s(request: Request, config: SchedulerConfig) -> float:
-    """Return the time at which a request counts as having arrived: the first part of its order key."""
+def order_time_s(request: Request, config: SchedulerConfig, now_s: float) -> float:
+    """Return the first part of a request's order key; `now_s` is the scheduler's time, at which the request arrives here."""
     if config.policy == "priority":
-        return request.arrival_s + request.priority * PRIORITY_AGING_S
+        return virtual_arrival_s(now_s - request.waited_s, request.priority, config.policy)
     # A stream that migrated from a lost worker stands before all requests that have no output yet.
     return -1.0 if request.resumed_output_ids else 0.0
 

@@ -37,7 +37,7 @@ from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.prompt_pace import PromptPace
-from transom_worker.scheduling.queue import virtual_arrival_s
+from transom_worker.scheduling.queue import order_time_s
 from transom_worker.scheduling.request_validation import check_new, length_limit
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -95,6 +95,7 @@ class Scheduler:
         )
         self.by_request: dict[str, Sequence] = {}
         self.steps_in_flight: deque[PlannedStep] = deque()
+        self._clock = clock
         self._num_arrived = 0
 
     @property
@@ -181,7 +182,7 @@ class Scheduler:
         self._num_arrived += 1
         sequence = Sequence(
             request=request,
-            order_key=(virtual_arrival_s(request, self.config), self._num_arrived),
+            order_key=(order_time_s(request, self.config, self._clock()), self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
             root=chain_root(self.cache.block_size, cache_salt=request.cache_salt),

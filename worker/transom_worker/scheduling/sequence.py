@@ -37,7 +37,7 @@ from transom_worker.contract import Request, TokenLogprobs
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.outputs import SequenceOutput
 
-OrderKey = tuple[float, int]  # (virtual arrival in seconds, counter): the smaller key is served first
+OrderKey = tuple[float, int]  # (`queue.order_time_s`, counter): the smaller key is served first
 
 
 class SequenceStatus(Enum):

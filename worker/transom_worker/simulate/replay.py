@@ -71,7 +71,7 @@ class Replay:
         """Add a request to the scheduler; return whether the scheduler accepts it."""
         name = str(index)
         try:
-            self._scheduler.add(simulated.as_request(name, arrival_s=self._clock.now_s))
+            self._scheduler.add(simulated.as_request(name))
         except RequestError as error:
             self.refused[type(error).__name__] += 1
             return False

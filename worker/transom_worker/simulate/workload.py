@@ -60,7 +60,7 @@ class SimulatedRequest:
         """Return the prompt's token ids."""
         return tuple(chain.from_iterable(range(first, first + count) for first, count in self.prompt))
 
-    def as_request(self, request_id: str, *, arrival_s: float) -> Request:
+    def as_request(self, request_id: str) -> Request:
         """Return the request for the scheduler."""
         return Request(
             request_id=request_id,
@@ -68,7 +68,6 @@ class SimulatedRequest:
             params=SamplingParams(max_tokens=self.answer.num_tokens, ignore_eos=True),
             seed=0,
             turn_boundaries=self.turn_boundaries,
-            arrival_s=arrival_s,
         )
 
 

@@ -13,11 +13,11 @@ The methods are called on the engine's thread; `events_of` may be called on any 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from transom_worker.clock import steady_time_s
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
@@ -69,7 +69,7 @@ class EngineTimeline(Timeline):
 
     def __init__(self, sequence: Sequence, queued_s: float) -> None:
         request = sequence.request
-        super().__init__(request.request_id, request.arrival_s or queued_s)
+        super().__init__(request.request_id, queued_s)
         self.sequence: Sequence | None = sequence  # None once the request has ended
         self.trace_parent = request.trace_parent
         self.num_prompt_tokens = request.num_prompt_tokens
@@ -96,7 +96,7 @@ class EngineTimelines(EngineEventSink):
     """The timelines of one engine's requests. The `exporter`, where there is one, receives each timeline when its request has
     ended."""
 
-    def __init__(self, worker: str, clock: Clock = time.time) -> None:
+    def __init__(self, worker: str, clock: Clock = steady_time_s) -> None:
         self.exporter: EndedTimelineConsumer | None = None
         self._worker = worker
         self._clock = clock
@@ -226,7 +226,7 @@ class EngineTimelines(EngineEventSink):
 
     def events_of(self, request_id: str) -> list[dict[str, Any]]:
         """Every event of all choices and attempts of a response at this worker, as JSON values; a phase that runs counts until
-        now."""
+        now. `ago_s` is how long ago an event was, which a host with another clock can use."""
         now_s = self._clock()
         found = []
         for timeline in self._store.of_response(response_id_of(request_id)):
@@ -235,7 +235,9 @@ class EngineTimelines(EngineEventSink):
             running = [] if phase is None else [self._phase_event(timeline, phase, now_s)]
             for event in [*timeline.events, *running]:
                 about = {"worker": self._worker, "request_id": timeline.request_id}
-                found.append({"at_s": event.at_s, **about, "what": event.kind, **event.facts})
+                found.append(
+                    {"at_s": event.at_s, "ago_s": now_s - event.at_s, **about, "what": event.kind, **event.facts}
+                )
         return found
 
     # Phases

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from transom_worker.clock import steady_time_s
 from transom_worker.telemetry.metrics.fixed_values import FINISH_REASONS, REFUSALS
 from transom_worker.telemetry.metrics.own_labels import OwnLabels
 from transom_worker.telemetry.request_times import RequestTimes
@@ -31,7 +30,7 @@ class Requests:
         )
         request_s = self._family(
             "transom_request_seconds",
-            "Seconds from a request's arrival (here, where it migrated from a lost worker) to its end, by how it ended.",
+            "Seconds from a request's arrival at this worker to its end, by how it ended.",
             "finish_reason",
         )
         refused = Counter(
@@ -52,14 +51,15 @@ class Requests:
         )
         self._queue_s = self._histogram(
             "transom_queue_seconds",
-            "Seconds from a request's arrival (here, where it migrated from a lost worker) to the first step that computes it.",
+            "Seconds from a request's arrival at this worker to the first step that computes it.",
         )
         self._prefill_s = self._histogram(
             "transom_prefill_seconds", "Seconds from the first step that computes a request to its first token."
         )
         self._first_token_s = self._histogram(
             "transom_first_token_seconds",
-            "Seconds from a request's arrival (here, where it migrated from a lost worker) to its first token from this worker.",
+            "Seconds from a request's arrival at this worker to its first token from here; transom_router_wait_seconds has what it "
+            "waited in its router before.",
         )
         self._decode_s = self._histogram(
             "transom_decode_seconds", "Seconds from a request's first token to its last one."
@@ -84,7 +84,7 @@ class Requests:
         """A request ended."""
         self._ended[finish_reason].inc()
         self._output_length.observe(num_output_tokens)
-        self._request_s[finish_reason].observe(max(0.0, time.time() - times.arrival_s), times.exemplar)
+        self._request_s[finish_reason].observe(max(0.0, steady_time_s() - times.arrival_s), times.exemplar)
         if times.first_token_s:
             self._decode_s.observe(max(0.0, times.last_token_s - times.first_token_s))
 

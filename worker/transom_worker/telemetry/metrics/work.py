@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
+from transom_worker.clock import steady_time_s
 from transom_worker.telemetry.metrics.fixed_values import PREEMPTION_MODES, with_zeros
 from transom_worker.telemetry.metrics.own_labels import OwnLabels
 
@@ -42,7 +42,7 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     yield own.gauge(
         "transom_queue_oldest_seconds",
         "Seconds until now that the oldest request has waited of those that wait for their first step; 0 where none waits.",
-        max(0.0, time.time() - state.oldest_waiting_s) if state.oldest_waiting_s else 0.0,
+        max(0.0, steady_time_s() - state.oldest_waiting_s) if state.oldest_waiting_s else 0.0,
     )
     yield from _load(own, state.load)
 
@@ -97,6 +97,7 @@ def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
     )
     yield own.gauge(
         "transom_load_first_token_seconds",
-        "Seconds from arrival to the first token of recent requests, smoothed; 0 until it was measured.",
+        "Seconds from arrival at the worker to the first token of recent requests, smoothed; 0 until it was measured, and requests "
+        "that came before the worker's first step had ended do not count.",
         load.first_token_s,
     )
