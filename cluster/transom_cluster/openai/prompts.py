@@ -1,12 +1,14 @@
 """Turns prompts of request bodies into token ids: chat template, tokenizer, and the checks that need the vocabulary.
 
-Long texts are tokenised on a thread, so that they never stall the streams: the tokenizer releases Python's global lock.
+Long texts are tokenised on threads, so that they do not stall the streams: the tokenizer releases Python's global lock. There are
+two for all prompts of a process: one may wait for a slow template. The event loop would wait for the lock behind each further one.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +19,8 @@ from transom_worker.text.tokenizer import Tokenizer
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
 
 Result = TypeVar("Result")
+
+_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="transom-prompts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,4 +88,4 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, *, param: str) -
 async def _run_off_loop_if_long(function: Callable[[], Result], *, num_chars: int) -> Result:
     if num_chars <= MAX_INLINE_CHARS:
         return function()
-    return await asyncio.to_thread(function)
+    return await asyncio.get_running_loop().run_in_executor(_threads, function)

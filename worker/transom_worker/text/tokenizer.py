@@ -3,6 +3,10 @@
 transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
 `tokenizer.json` or from the vocabulary in a GGUF file. It does not change after loading, so that any thread may call it.
 
+The library's `encode` holds Python's global lock; `encode_batch_fast` releases it, and makes neither offsets nor texts of
+tokens. It is the only one that is called, so that other threads run on while a long text is tokenised
+(`benchmarks/long_chats.py`).
+
 Two kinds of vocabulary are supported:
 
 - **byte level** (GPT-2, Llama 3, Qwen): a token's text spells bytes, each as one character of a fixed alphabet of 256; a space
@@ -18,12 +22,11 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from transom_worker.errors import ModelError, RequestError
@@ -31,6 +34,7 @@ from transom_worker.model_files.resolve import ModelFiles, eos_token_ids, read_j
 from transom_worker.text.chat_template import ChatPrompt, ChatTemplate, read_messages
 from transom_worker.text.gguf_tokenizer import read_gguf_vocabulary
 from transom_worker.text.template_renderer import TemplateTooExpensive, shared_renderer
+from transom_worker.text.turn_boundaries import ChatTokens, Markers
 
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -61,9 +65,13 @@ class Tokenizer:
         self._byte_level = _is_byte_level(rust)
         added = rust.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._splitting_ids = frozenset(
-            i for i, token in added.items() if not token.single_word
-        )  # text is cut at these
+        self._markers = Markers(
+            {
+                token.content: i
+                for i, token in added.items()
+                if _cuts_text(token, normalizes=rust.normalizer is not None)
+            }
+        )
         self._added_texts = {i: token.content for i, token in added.items()}
         self._bytes: dict[int, bytes] = {}  # by token id, as far as they were asked for
         self._named_tokens = dict(named_tokens)
@@ -163,13 +171,16 @@ class Tokenizer:
         chosen = self._choose_template(template)
         checked = read_messages(messages)
         chat = shared_renderer().render(chosen, checked, add_generation_prompt=add_generation_prompt, extra=extra)
-        try:
-            encoding = self._rust.encode(chat.text, add_special_tokens=False)
-        except TypeError:
-            raise _broken_text() from None
-        turns = [chat.text[:end] for end in chat.turn_ends]
-        boundaries = dict.fromkeys(b for turn in turns if (b := self._turn_boundary(encoding, turn)))
-        return ChatPrompt(text=chat.text, token_ids=tuple(encoding.ids), turn_boundaries=tuple(boundaries))
+        token_ids = self.encode(chat.text, add_special_tokens=False)
+        tokens = ChatTokens(chat.text, token_ids, markers=self._markers, encode=self._encode_plain)
+        return ChatPrompt(
+            text=chat.text,
+            token_ids=tuple(token_ids),
+            turn_boundaries=tokens.turn_boundaries(chat.turn_ends),
+        )
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
 
     def _choose_template(self, template: str | None) -> ChatTemplate:
         if template is not None:
@@ -179,18 +190,6 @@ class Tokenizer:
                 "This model has no chat template; use /v1/completions, or give one as chat_template.", param="messages"
             )
         return self._template
-
-    def _turn_boundary(self, whole: Encoding, turn: str) -> int | None:
-        """The number of tokens of `turn`, a beginning of the whole chat's text; None if these are not a prefix of the whole
-        chat's tokens."""
-        ids, offsets = whole.ids, whole.offsets
-        count = bisect_left(offsets, len(turn), key=lambda span: span[0])
-        if count == 0 or offsets[count - 1][1] > len(turn) or (count < len(ids) and offsets[count][0] != len(turn)):
-            return None
-        # The library cuts text at added tokens first: beside one, both texts have equal tokens, and no comparison is needed.
-        if count == len(ids) or ids[count] in self._splitting_ids or ids[count - 1] in self._splitting_ids:
-            return count
-        return count if self.encode(turn, add_special_tokens=False) == ids[:count] else None
 
     def _make_bytes(self, token_id: int) -> bytes:
         token = self._rust.id_to_token(token_id) if 0 <= token_id < 2**32 else None
@@ -267,6 +266,14 @@ def _is_byte_level(rust: RustTokenizer) -> bool:
     if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return False
     raise ModelError(f"tokenizer.json decodes by {sorted(map(str, kinds))}; supported: ByteLevel and SentencePiece's.")
+
+
+def _cuts_text(token: AddedToken, *, normalizes: bool) -> bool:
+    """Whether text is cut wherever it has this added token, and the text before it has the same tokens as alone.
+
+    `normalizes`: the tokenizer changes text before it looks for tokens that are declared as normalized.
+    """
+    return not (token.single_word or token.lstrip or (token.normalized and normalizes))
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,0 +1,104 @@
+"""Finds turn boundaries: the positions in a chat's tokens at which messages end.
+
+A message's end in the text is a turn boundary if the tokens of the text up to there are the first tokens of the whole chat. Nearly
+every template puts a **marker** there, an added token such as `<|im_start|>`. The tokenizer cuts text at markers before anything
+else, so both sides of a marker have tokens of their own, and the n-th marker of the text is the n-th of its id among the tokens:
+
+    text     <|im_start|>user↵Hi<|im_end|>↵<|im_start|>assistant↵     the first message ends at the second <|im_start|>
+    tokens   1           4093 198 17 2    198 1           520 198     token 6 is the second 1: the turn boundary is 6
+
+So one pass over text and tokens finds every boundary. Offsets of tokens are never needed, which would be made for every token, with
+Python's global lock held while they become objects.
+
+Where there is no marker, the text up to the message's end is tokenised by itself and compared. That costs time in proportion to the
+text for each message, so it is done for the first message and the latest ones, up to a total length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+FREE_CHARS = 100_000  # compared whatever the chat's length: about 25,000 tokens, 60 ms
+MAX_COMPARED_TEXTS = 4  # and else as many characters as this many times the chat has
+
+
+class Markers:
+    """The markers of a tokenizer, id by text."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self.ids = ids
+        self._lengths = sorted({len(text) for text in ids}, reverse=True)
+
+    def at(self, text: str, position: int) -> str | None:
+        """The longest marker that begins at this position of the text."""
+        return next((found for n in self._lengths if (found := text[position : position + n]) in self.ids), None)
+
+    def before(self, text: str, position: int) -> str | None:
+        """The longest marker that ends at this position of the text."""
+        lengths = (n for n in self._lengths if n <= position)
+        return next((found for n in lengths if (found := text[position - n : position]) in self.ids), None)
+
+
+class ChatTokens:
+    """A chat's text and its tokens; `encode` tokenises another text in the same way."""
+
+    def __init__(
+        self, text: str, token_ids: Sequence[int], *, markers: Markers, encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        self._text = text
+        self._token_ids = token_ids
+        self._markers = markers
+        self._encode = encode
+        self._places: dict[str, dict[int, int]] = {}  # token by position in the text, by marker
+
+    def turn_boundaries(self, ends: Iterable[int]) -> tuple[int, ...]:
+        """The turn boundaries among `ends`, the ascending positions in the text at which messages end."""
+        found = {end: self._at_marker(end) for end in ends}
+        unknown = [end for end, count in found.items() if count is None]
+        num_chars = max(FREE_CHARS, MAX_COMPARED_TEXTS * len(self._text))
+        for end in [*unknown[:1], *reversed(unknown[1:])]:
+            num_chars -= end
+            if num_chars >= 0:
+                found[end] = self._compared(end)
+        return tuple(sorted({count for count in found.values() if count}))
+
+    def _at_marker(self, end: int) -> int | None:
+        """The number of tokens up to `end`; None if there is no marker on either side of it."""
+        if end == len(self._text):
+            return len(self._token_ids)
+        after = self._markers.at(self._text, end)
+        if after is not None and (token := self._tokens_of(after).get(end)) is not None:
+            return token
+        before = self._markers.before(self._text, end)
+        if before is not None and (token := self._tokens_of(before).get(end - len(before))) is not None:
+            return token + 1
+        return None
+
+    def _tokens_of(self, marker: str) -> dict[int, int]:
+        """This marker's places in the text, and the token at each; empty if one of them is not a token of its own, such as a part
+        of a longer marker.
+        """
+        places = self._places.get(marker)
+        if places is None:
+            positions = [match.start() for match in re.finditer(re.escape(marker), self._text)]
+            tokens = _indexes(self._token_ids, self._markers.ids[marker])
+            places = dict(zip(positions, tokens, strict=True)) if len(positions) == len(tokens) else {}
+            self._places[marker] = places
+        return places
+
+    def _compared(self, end: int) -> int | None:
+        """The number of tokens of the text up to `end`; None if these are not the chat's first tokens."""
+        token_ids = self._encode(self._text[:end])
+        return len(token_ids) if token_ids == self._token_ids[: len(token_ids)] else None
+
+
+def _indexes(values: Sequence[int], value: int) -> list[int]:
+    """Where `value` is in `values`."""
+    found, at = [], -1
+    try:
+        while True:
+            at = values.index(value, at + 1)
+            found.append(at)
+    except ValueError:
+        return found
