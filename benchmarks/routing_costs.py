@@ -11,7 +11,7 @@ from statistics import fmean, median
 from time import perf_counter, process_time
 
 from scheduling import layout
-from transom_cluster.routing.index_mirror import PrefixIndexMirror
+from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.placer import Placer
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, SamplingParams, WorkerInfo, WorkerLoad, WorkerMessage
@@ -54,7 +54,8 @@ def mirror_costs() -> dict[str, float]:
     gc.collect()
     tracemalloc.start()
     whole = pickle.loads(message)
-    mirror = PrefixIndexMirror(SHAPE)
+    index = FleetPrefixIndex()
+    mirror = index.join(SHAPE)
     mirror.apply(whole)
     used = whole.runs[0].digests
     del whole

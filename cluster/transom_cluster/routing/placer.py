@@ -3,7 +3,7 @@
 - **hit**: the longest prefix of a prompt that a worker has in its prefix cache.
 - **home**: the worker that a prompt's first uncached tokens hash to. Among workers that are nearly as good the policy `kv` takes
   the home, so that all routers send the same prefix to the same worker.
-- **prediction**: the hit that the router's index mirror promises. The worker's first output has the actual hit; the difference is
+- **prediction**: the hit that the router's prefix index promises. The worker's first output has the actual hit; the difference is
   measured.
 """
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import Reason, TieBreak, choose
 from transom_cluster.routing.prompt_hashes import PromptHashes
@@ -41,13 +42,14 @@ class Placer:
         self._turn = self._rng.randrange(1 << 16)  # so that routers that start together begin at different workers
         self._observer = observer or PlacementObserver()
         self._hashes = PromptHashes()
+        self.index = FleetPrefixIndex()
         self.workers: dict[str, WorkerView] = {}
         self._requests: dict[str, PlacedRequest] = {}  # at all workers, by request id
 
     def add_worker(self, worker_id: str, info: WorkerInfo) -> None:
         """Begin with a worker whose stream was opened; forget what was known of it before."""
         self._drop(worker_id)
-        self.workers[worker_id] = WorkerView(worker_id, info)
+        self.workers[worker_id] = WorkerView(worker_id, info, self.index)
         self._observer.joined(self.policy, worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
@@ -77,7 +79,7 @@ class Placer:
         self.ended(request.request_id)
         workers = [self.workers[worker_id] for worker_id in sorted(among)]
         num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
-        hits = [self._hit_tokens(request, num_tokens, worker) for worker in workers]
+        hits = self._hits(request, num_tokens, workers)
         candidates = [w.candidate(num_tokens - hit) for w, hit in zip(workers, hits, strict=True)]
         home = self._home(request, max(hits), workers[0])
         tie_break = TieBreak(turn=self._turn, draw=self._rng.random(), home=home)
@@ -117,24 +119,32 @@ class Placer:
         if placed is not None:
             del self.workers[placed.worker_id].requests[request_id]
 
-    def _hit_tokens(self, request: Request, num_tokens: int, worker: WorkerView) -> int:
-        """The tokens that a worker need not compute."""
-        if not _reads_cache(request, worker):
-            return 0
-        mirror = worker.mirror
-        return mirror.find(self._hashes.of(request, mirror.shape.block_size), num_tokens).start
+    def _hits(self, request: Request, num_tokens: int, workers: list[WorkerView]) -> list[int]:
+        """For each worker the tokens that it need not compute. Workers whose caches have one shape are searched together."""
+        hits = [0] * len(workers)
+        by_shape: dict[int, list[int]] = {}
+        for position, worker in enumerate(workers):
+            if _reads_cache(request, worker):
+                by_shape.setdefault(id(worker.mirror.rules), []).append(position)
+        for positions in by_shape.values():
+            mirrors = [workers[position].mirror for position in positions]
+            prompt = self._hashes.of(request, mirrors[0].shape.block_size)
+            found = self.index.find(mirrors, prompt, num_tokens).tolist()
+            for position, hit in zip(positions, found, strict=True):
+                hits[position] = hit
+        return hits
 
     def _home(self, request: Request, hit_tokens: int, worker: WorkerView) -> bytes:
         """The digest of the first hash block after the best hit, or of the last hash block; empty where the prompt has none."""
         if not _reads_cache(request, worker):
             return b""
-        block_size = worker.mirror.shape.block_size
-        digests = self._hashes.of(request, block_size)
-        return digests[min(hit_tokens // block_size, len(digests) - 1)] if digests else b""
+        prompt = self._hashes.of(request, worker.mirror.shape.block_size)
+        return prompt.digest(min(hit_tokens // prompt.block_size, prompt.num_blocks - 1)) if prompt.num_blocks else b""
 
     def _drop(self, worker_id: str) -> bool:
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
+            worker.mirror.leave()
             for request_id in worker.requests:
                 del self._requests[request_id]
         return worker is not None

@@ -7,27 +7,28 @@ prompt.
 
 from __future__ import annotations
 
+from transom_cluster.routing.prompt_chain import PromptChain
 from transom_worker.contract import Request
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.hashing import chain_root
 
 
 class PromptHashes:
-    """Computes digests and remembers those of the last prompt, since its other choices come next."""
+    """Makes the chains of digests, and remembers those of the last prompt, since its other choices come next."""
 
     def __init__(self) -> None:
         self._token_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._salt: str | None = None
-        self._by_block_size: dict[int, list[bytes]] = {}
+        self._by_block_size: dict[int, PromptChain] = {}
 
-    def of(self, request: Request, block_size: int) -> list[bytes]:
-        """The digests of a request's full hash blocks; the output of earlier attempts counts as part of the prompt."""
+    def of(self, request: Request, block_size: int) -> PromptChain:
+        """The chain of a request's full hash blocks; the output of earlier attempts counts as part of the prompt."""
         token_ids = (request.prompt_token_ids, request.resumed_output_ids)
         salt = request.cache_salt
         if salt != self._salt or any(a is not b for a, b in zip(token_ids, self._token_ids, strict=True)):
             self._token_ids, self._salt, self._by_block_size = token_ids, salt, {}
-        digests = self._by_block_size.get(block_size)
-        if digests is None:
-            digests = self._by_block_size[block_size] = []
+        chain = self._by_block_size.get(block_size)
+        if chain is None:
             root = chain_root(block_size, cache_salt=salt)
-            extend_chain(digests, root, request.prompt_token_ids + request.resumed_output_ids, block_size)
-        return digests
+            chain = PromptChain(request.prompt_token_ids + request.resumed_output_ids, root, block_size)
+            self._by_block_size[block_size] = chain
+        return chain

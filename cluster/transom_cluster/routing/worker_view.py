@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transom_cluster.routing.index_mirror import PrefixIndexMirror
+from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.policy import Candidate
 from transom_worker.contract import WorkerInfo, WorkerLoad
 
@@ -31,9 +31,9 @@ class PlacedRequest:
 class WorkerView:
     """One worker as the router sees it."""
 
-    def __init__(self, worker_id: str, info: WorkerInfo) -> None:
+    def __init__(self, worker_id: str, info: WorkerInfo, index: FleetPrefixIndex) -> None:
         self.worker_id = worker_id
-        self.mirror = PrefixIndexMirror(info.cache, max_model_len=info.max_model_len)
+        self.mirror = index.join(info.cache, max_model_len=info.max_model_len)
         self.requests: dict[str, PlacedRequest] = {}  # by request id, until they end
         self._load = WorkerLoad()
 

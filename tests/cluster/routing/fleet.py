@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
-from transom_cluster.routing.index_mirror import PrefixIndexMirror
+from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_cluster.routing.placer import PlacementDecision, Placer
+from transom_cluster.routing.prompt_hashes import PromptHashes
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.events import KvUpdate
-from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.manager import KvCache
 
 MAX_MODEL_LEN = 112
@@ -241,13 +241,10 @@ def run_by_run(updates: Sequence[KvUpdate]) -> Iterator[KvUpdate]:
         assert version == update.version
 
 
-def predict(mirror: PrefixIndexMirror, item: Request) -> int:
+def predict(index: FleetPrefixIndex, mirror: PrefixIndexMirror, item: Request) -> int:
     """Prompt tokens that a worker with this index would find cached."""
     if item.params.prompt_logprobs is not None:
         return 0
-    tokens = item.prompt_token_ids + item.resumed_output_ids
-    chain: list[bytes] = []
-    extend_chain(
-        chain, chain_root(mirror.shape.block_size, cache_salt=item.cache_salt), tokens, mirror.shape.block_size
-    )
-    return min(mirror.find(chain, len(tokens)).start, item.num_prompt_tokens)
+    num_tokens = item.num_prompt_tokens + len(item.resumed_output_ids)
+    [start] = index.find([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens)
+    return min(int(start), item.num_prompt_tokens)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.routing.fleet import Fleet, Worker, predict, run_by_run
+from tests.cluster.routing.index_model import keys_of, keys_of_mirror
 from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_cluster.routing.index_mirror import PrefixIndexMirror
+from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_worker.kvcache.events import KvUpdate
 
 HYBRIDS = (
@@ -21,7 +22,7 @@ NUM_REQUESTS = num_examples(daily=230, exhaustive=460)
 NUM_COMPARED = NUM_REQUESTS * 20 // 23  # at least, of each mix: some requests are aborted before their first token
 
 
-def differences(worker: Worker, mirror: PrefixIndexMirror) -> list[int]:
+def differences(worker: Worker, index: FleetPrefixIndex, mirror: PrefixIndexMirror) -> list[int]:
     """Predicted minus found, the mirror being led through the worker's history and stopped at each search."""
     assert mirror.apply(KvUpdate(after=0, version=0, runs=(), whole=True))
     steps = run_by_run(worker.updates)
@@ -30,7 +31,7 @@ def differences(worker: Worker, mirror: PrefixIndexMirror) -> list[int]:
         while mirror.version < search.version:
             assert mirror.apply(next(steps))
         assert mirror.version == search.version
-        found.append(predict(mirror, search.request) - search.num_cached_tokens)
+        found.append(predict(index, mirror, search.request) - search.num_cached_tokens)
     for step in steps:
         assert mirror.apply(step)
     return found
@@ -44,17 +45,19 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
     assert set(fleet.differences) <= {0}
     assert any(fleet.late)  # an index that moved on is seen
     num_compared = 0
+    index = FleetPrefixIndex()  # of all workers, each of them twice
     for name, worker in fleet.workers.items():
         assert any(search.num_cached_tokens for search in worker.searches)
         assert any(run.action == "removed" for update in worker.updates for run in update.runs)
-        mirrors = [PrefixIndexMirror(worker.cache.shape) for _ in range(2)]
+        mirrors = [index.join(worker.cache.shape) for _ in range(2)]
+        expected = keys_of([set(group) for group in worker.cache.index.groups])
         for mirror in mirrors:
-            assert set(differences(worker, mirror)) == {0}
-            assert mirror.groups == tuple(map(set, worker.cache.index.groups))
+            assert set(differences(worker, index, mirror)) == {0}
+            assert keys_of_mirror(index, mirror) == expected
         for router in fleet.routers:
             mirror = router.placer.workers[name].mirror
             assert mirror.version == worker.cache.index_version
-            assert mirror.groups == mirrors[0].groups
+            assert keys_of_mirror(router.placer.index, mirror) == expected
         num_compared += len(worker.searches)
     assert num_compared >= NUM_COMPARED
     if len(mix) > 1:

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from prometheus_client import generate_latest
 
-from transom_cluster.routing import prompt_hashes
+from transom_cluster.routing import chain_code
+from transom_cluster.routing.chain_code import Tokens, Words
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
@@ -57,6 +58,19 @@ def usage(num_cached_tokens: int) -> Usage:
     return Usage(num_prompt_tokens=1, num_output_tokens=1, num_cached_tokens=num_cached_tokens)
 
 
+def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of tokens of each call that hashes some."""
+    hashed: list[int] = []
+    extend = chain_code.extend
+
+    def counting(message: Words, tokens: Tokens, token_ids: Tokens, digests: Words) -> None:
+        hashed.append(len(token_ids))
+        extend(message, tokens, token_ids, digests)
+
+    monkeypatch.setattr(chain_code, "extend", counting)
+    return hashed
+
+
 def others(count: int) -> list[tuple[int, ...]]:
     """Prompts without a common block."""
     return [tuple(range(at, at + 512)) for at in range(3_000, 3_000 + count * 600, 600)]
@@ -97,16 +111,11 @@ def test_workers_of_other_block_sizes_are_searched_with_their_own_hashes() -> No
 
 
 def test_equal_prompts_are_hashed_once_and_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-
-    def counting(chain: list[bytes], root: bytes, token_ids: tuple[int, ...], block_size: int) -> None:
-        hashed.append(len(token_ids))
-        extend_chain(chain, root, token_ids, block_size)
-
-    monkeypatch.setattr(prompt_hashes, "extend_chain", counting)
+    hashed = count_hashed(monkeypatch)
     made = placer(cached={"a": whole(PROMPT), "b": whole(PROMPT), "c": whole(PROMPT)})
     predicted = [made.place(request(f"r{choice}"), WORKERS).predicted_tokens for choice in range(4)]
-    assert (predicted, hashed) == ([HIT] * 4, [2000])
+    assert (predicted, hashed) == ([HIT] * 4, [1984, 16])  # the last block is no hit, but the prompt's home
+    hashed.clear()
     predicted = [
         made.place(changed, WORKERS).predicted_tokens
         for changed in (
@@ -116,7 +125,18 @@ def test_equal_prompts_are_hashed_once_and_others_again(monkeypatch: pytest.Monk
             request("longer", (*PROMPT, 1)),
         )
     ]
-    assert (predicted, hashed) == ([0, 0, 2000, 2000], [2000, 2000, 2002, 2002, 2001])
+    assert (predicted, hashed) == ([0, 0, 2000, 2000], [1984, 2000, 2000, 2000])
+
+
+def test_a_prompt_is_hashed_as_far_as_a_worker_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = count_hashed(monkeypatch)
+    long = tuple(i % 5_000 for i in range(100_000))
+    made = placer(cached={"a": whole(long[:3_000])})
+    assert made.place(request("r", long), ["a"]).predicted_tokens == 2_992
+    assert sum(hashed) <= 2 * 3_000
+    hashed.clear()
+    assert made.place(request("s", long[1:]), WORKERS).predicted_tokens == 0
+    assert sum(hashed) == 2_048
 
 
 def test_only_those_asked_for_are_chosen() -> None:

@@ -1,0 +1,194 @@
+"""`FleetPrefixIndex`: a router's copy of all workers' prefix indexes in one structure, searched for all workers in one walk.
+
+- **prefix index**: which blocks of a worker's prefix cache can be found, by cache group and digest.
+- **digest**: the hash of a hash block's tokens and of all tokens before it. So a prompt is a path in a tree of prefixes; the index
+  stores each block of the tree once, with the set of workers that have it.
+- **version**: a counter that the worker increments with each change of its index. An update says after which version it applies.
+
+For example, at version 7 an update `after=7, version=9` applies and makes it version 9. An update `after=8` shows a gap: the
+router forgets that worker's blocks and asks the worker for its whole index (`resync`).
+
+A prompt of 8,192 hash blocks among 200 workers: the walk looks each block up once, and keeps the workers that have all blocks so
+far as 200 bits. It ends with the last worker. Sliding groups are searched backwards from there, again for all workers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from transom_cluster.routing.hit_rules import HitRules
+from transom_cluster.routing.index_code import NUM_PARTS, Integers, Words
+from transom_cluster.routing.prefix_table import WORD_BITS, PrefixTable
+from transom_cluster.routing.prompt_chain import PromptChain
+from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
+from transom_worker.kvcache.prefix_search import hit_limit
+
+FIRST_BLOCKS = 128  # hash blocks that are hashed and followed first; then twice as many each time
+# Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.
+CLEARED_PARTS = 16
+CLEARED_SLOTS = 8_192
+
+
+class PrefixIndexMirror:
+    """One worker's prefix index as the router knows it, at one version; its blocks are in the `FleetPrefixIndex` that made it.
+
+    It is empty, and at version 0, until a whole index has come.
+    """
+
+    def __init__(self, index: FleetPrefixIndex, rules: HitRules) -> None:
+        self.shape = rules.shape
+        self.version = 0
+        self.num_blocks = 0  # that can be found, in all groups
+        self.rules = rules
+        self.holder = index.new_holder()
+        self._index = index
+        self._is_whole = False
+
+    def apply(self, update: KvUpdate) -> bool:
+        """Apply an update; False where it shows a gap: the blocks are forgotten, and the worker must send its whole index.
+
+        Until a whole index comes, other updates are ignored and return True. So each gap is reported once.
+        """
+        if update.whole:
+            self._forget()
+            self._is_whole = True
+        elif not self._is_whole:
+            return True
+        elif update.after != self.version:
+            self._forget()
+            return False
+        self.num_blocks += self._index.apply(self.holder, update)
+        self.version = update.version
+        return True
+
+    def leave(self) -> None:
+        """Forget the worker. It cannot be used any more."""
+        self._index.free_holder(self.holder, is_named=self.num_blocks > 0)
+
+    def _forget(self) -> None:
+        if self.num_blocks:
+            self._index.free_holder(self.holder, is_named=True)
+            self.holder = self._index.new_holder()
+        self.version = self.num_blocks = 0
+        self._is_whole = False
+
+
+class FleetPrefixIndex:
+    """The blocks of all workers. Not thread-safe.
+
+    Blocks name a worker by its *holder* number. Those of a worker that has left are cleared little by little, with each update that
+    comes; its number is not given to another worker before that is done, and no search asks for it.
+    """
+
+    def __init__(self) -> None:
+        _compile()
+        self._table = PrefixTable()
+        self._rules: dict[CacheShape, HitRules] = {}
+        self._num_holders = 0
+        self._free_holders: list[int] = []
+        self._left: dict[int, int] = {}  # by holder that has left: parts that may still name it
+        self._next_part = 0  # to be cleared
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the blocks of all workers."""
+        return self._table.size_bytes
+
+    @property
+    def num_entries(self) -> int:
+        """The number of blocks that are stored; a block that several workers have counts once."""
+        return self._table.num_entries
+
+    def join(self, shape: CacheShape, *, max_model_len: int = 0) -> PrefixIndexMirror:
+        """Add a worker with a cache of this shape; it has no blocks yet."""
+        rules = self._rules.get(shape)
+        if rules is None:
+            rules = self._rules[shape] = HitRules(shape, max_model_len=max_model_len)
+        return PrefixIndexMirror(self, rules)
+
+    def find(self, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, num_tokens: int) -> Integers:
+        """Return for each worker the first of `num_tokens` tokens that it must compute. The mirrors are of one shape.
+
+        `prompt` has the digests of the tokens. At equal versions this is `find_hit(...).start` of the worker itself.
+        """
+        rules = mirrors[0].rules
+        limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
+        holders = np.array([mirror.holder for mirror in mirrors], np.int64)
+        reach = np.full(WORD_BITS * self._table.num_words, limit)
+        digests = self._follow(rules, prompt, limit, holders, reach)
+        start = reach
+        if len(rules.sliding_groups):
+            found = reach[holders]
+            start = np.zeros_like(reach)
+            floor = np.zeros_like(reach)
+            floor[holders] = rules.repaired_from(found)
+            order = holders[np.argsort(-found)]
+            first_live = rules.first_live(limit)
+            self._table.largest_boundaries(digests, rules.sliding_groups, first_live, order, reach, floor, start)
+        return start[holders] * rules.shape.block_size
+
+    def apply(self, holder: int, update: KvUpdate) -> int:
+        """Apply an update's changes to a holder; return how many more blocks it has (fewer: negative)."""
+        self._clear_some_parts()
+        return self._table.apply(holder, update.runs)
+
+    def new_holder(self) -> int:
+        """A number that no block names."""
+        if self._free_holders:
+            return self._free_holders.pop()
+        self._num_holders += 1
+        self._table.fit_holders(self._num_holders)
+        return self._num_holders - 1
+
+    def free_holder(self, holder: int, *, is_named: bool) -> None:
+        """Use a holder's number again, as soon as no block names it any more."""
+        if is_named:
+            self._left[holder] = NUM_PARTS
+        else:
+            self._free_holders.append(holder)
+
+    def _follow(self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, reach: Integers) -> Words:
+        """Lower every holder's `reach` to where its leading blocks end; hash the prompt no further than the last one needs."""
+        leading, alive = rules.leading.copy(), np.zeros((len(rules.leading), self._table.num_words), np.uint64)
+        alive[:] = self._bits(holders)
+        end = 0
+        while end < limit:
+            end = min(limit, max(FIRST_BLOCKS, 2 * end))
+            if not self._table.follow(prompt.hashed(end), end, leading, alive, reach):
+                break
+        return prompt.hashed(end)
+
+    def _bits(self, holders: Sequence[int] | Integers) -> Words:
+        bits = np.zeros(WORD_BITS * self._table.num_words, np.uint8)
+        bits[holders] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint64)
+
+    def _clear_some_parts(self) -> None:
+        num_parts = num_slots = 0
+        while self._left and num_parts < CLEARED_PARTS and num_slots < CLEARED_SLOTS:
+            num_slots += self._table.clear(self._next_part, self._bits(list(self._left)))
+            num_parts += 1
+            self._next_part = (self._next_part + 1) % NUM_PARTS
+            for holder in list(self._left):
+                self._left[holder] -= 1
+                if not self._left[holder]:
+                    del self._left[holder]
+                    self._free_holders.append(holder)
+
+
+@cache
+def _compile() -> None:
+    """Have everything compiled or loaded, so that the first request does not wait for it."""
+    table = PrefixTable()
+    digests = PromptChain(range(4), bytes(32), 1).hashed(4)
+    run = KvRun("added", 0, tuple(digest.tobytes() for digest in digests))
+    for holder in range(3):
+        table.apply(holder, [run])
+    numbers = np.zeros(1, np.int64)
+    alive = np.ones((1, 1), np.uint64)
+    table.follow(digests, 4, np.array([(0, 1, 4, 0)]), alive, np.full(WORD_BITS, 4))
+    table.largest_boundaries(digests, numbers, np.zeros((1, 5), np.int64), numbers, numbers + 4, numbers, numbers)
+    table.clear(0, alive[0])

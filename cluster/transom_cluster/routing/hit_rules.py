@@ -1,0 +1,78 @@
+"""`HitRules`: what a prefix hit needs in a cache of one shape, as arrays for the search of all workers at once.
+
+The rule itself is `transom_worker.kvcache.prefix_search.find_hit`, which workers run; its docstring has the terms. In short: a hit
+needs all blocks below it in *full groups*, the first blocks of *sliding groups* with sinks, and in every sliding group the *live*
+blocks that the next token reads. Where the live blocks alone are missing, a *window repair* computes a bounded tail again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from transom_cluster.routing.index_code import Integers
+from transom_worker.kvcache.events import CacheShape
+from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.window_repair import repair_start
+
+_EVERY_BLOCK = 1 << 40
+_UNKNOWN = -1
+
+
+class LeadingRule(NamedTuple):
+    """The blocks of one group that a hit needs from the first one on."""
+
+    group: int
+    hash_blocks_per_block: int
+    num_blocks: int  # needed; the others are needed by their boundaries alone
+    num_followed: int = 0
+
+
+class HitRules:
+    """The rules of one shape. Not thread-safe: its tables grow on use."""
+
+    def __init__(self, shape: CacheShape, *, max_model_len: int) -> None:
+        self.shape = shape
+        self._retentions = [Retention(group) for group in shape.groups]
+        self._sliding = [(i, one) for i, one in enumerate(self._retentions) if not one.keeps_everything]
+        full = [(i, one) for i, one in enumerate(self._retentions) if one.keeps_everything]
+        block_size = shape.block_size
+        leading = [LeadingRule(i, one.block_size // block_size, _EVERY_BLOCK) for i, one in full]
+        leading += [LeadingRule(i, 1, one.num_sink_blocks) for i, one in self._sliding if one.num_sink_blocks]
+        self.leading = np.array(leading, np.int64).reshape(-1, len(LeadingRule._fields))
+        self.sliding_groups = np.array([i for i, _ in self._sliding], np.int64)
+        self._repairs = shape.window_repair and bool(full) and bool(self._sliding)
+        self._first_live = np.zeros((len(self._sliding), 0), np.int64)
+        self._repaired_from = np.zeros(0, np.int64)  # by boundary; computed when it is first needed
+        # The tables are long; they are made now, so that the first long prompt does not wait for them.
+        self._fit(max_model_len // block_size)
+
+    def first_live(self, num_blocks: int) -> Integers:
+        """[sliding groups, boundaries]: the first live block at boundaries 0 to at least `num_blocks`, sink blocks apart."""
+        self._fit(num_blocks)
+        return self._first_live
+
+    def repaired_from(self, boundaries: Integers) -> Integers:
+        """The hash blocks from which window repairs of these boundaries start; 0 where nothing is repaired."""
+        if not self._repairs:
+            return np.zeros_like(boundaries)
+        self._fit(int(boundaries.max()))
+        found = self._repaired_from[boundaries]
+        if found.min() == _UNKNOWN:
+            for boundary in set(boundaries[found == _UNKNOWN].tolist()):
+                token = repair_start(self.shape.groups, boundary * self.shape.block_size)
+                self._repaired_from[boundary] = token // self.shape.block_size
+            found = self._repaired_from[boundaries]
+        return found
+
+    def _fit(self, num_blocks: int) -> None:
+        """Extend the tables to boundary `num_blocks`."""
+        num_boundaries = len(self._repaired_from)
+        if num_boundaries > num_blocks:
+            return
+        num_blocks = max(num_blocks, 2 * num_boundaries)
+        tables = [retention.first_live_at(num_blocks)[: num_blocks + 1] for _, retention in self._sliding]
+        self._first_live = np.array(tables, np.int64).reshape(len(self._sliding), num_blocks + 1)
+        unknown = np.full(num_blocks + 1 - num_boundaries, _UNKNOWN)
+        self._repaired_from = np.concatenate([self._repaired_from, unknown])

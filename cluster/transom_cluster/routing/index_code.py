@@ -1,0 +1,503 @@
+"""The compiled part of the fleet's prefix index: its hash table, its sets of holders, and the search of all workers at once.
+
+Terms:
+
+    key       names one block of one cache group: the first 8 bytes of its digest, changed by the group's number. Of 40 million
+              blocks two have equal keys with a chance of 1 in 20,000; a search may then promise a block that is not there, and the
+              worker, which compares whole digests, computes it
+    holder    a number for one worker's copy of its index. A worker may have several: one that is being cleared, later one for each
+              memory tier
+    entry     a key and its value in the hash table. The value says which holders have the block:
+                   0   no entry        -h - 1   holder h alone        s > 0   the holders in set number s
+    set       two holders or more, as a row of bits. Equal sets are stored once and counted; a prompt's blocks mostly have few
+    part      one of 1,024 small tables, chosen by the key's top bits, so that each grows in well under a millisecond
+
+A part is an array of 12 bytes per slot: all keys (64 bits), then all values (32 bits). Entries stand at the slot that the key's
+next bits give, or in the next free one. There are no marks of deleted entries: what stands behind a deleted one moves back.
+
+Everything is in arrays that `PrefixTable` owns. Where one is full a function returns which, and goes on when it is called again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.extending import intrinsic
+
+from transom_cluster.routing.compiled import compiled, inner
+
+Words = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int32]
+
+NUM_PARTS = 1024
+SLOT_BYTES = 12
+ADDRESS, CAPACITY, COUNT = 0, 1, 2  # columns of `parts`
+FREE, NUM_SETS = 0, 1  # entries of `counts`: the first free set; sets in use
+RUN, OFFSET, DIGEST, NET = (
+    0,
+    1,
+    2,
+    3,
+)  # entries of `cursor`: where `apply_runs` goes on; blocks added less blocks removed
+DONE, SETS_FULL = -1, -2  # results; a number from 0 on is a part that is full
+
+_GROUP_STEP = np.uint64(0x9E3779B97F4A7C15)
+_PART_SHIFT = np.uint64(54)
+_SLOT_SHIFT = np.uint64(22)
+_LOW_32 = np.uint64(0xFFFFFFFF)
+_ONE = np.uint64(1)
+_NONE = np.uint64(0)
+_BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # times 2**i has other top bits for every i
+_BIT_INDEX = np.zeros(64, np.int64)
+for _bit in range(64):
+    _BIT_INDEX[(int(_BIT_FACTOR) << _bit & (1 << 64) - 1) >> 58] = _bit
+
+
+def _pointer_to(item: types.Type):
+    """Make the function that turns an address into a pointer to items of one type."""
+
+    @intrinsic
+    def pointer(typing_context, address):
+        def generate(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(item)(types.int64), generate
+
+    return pointer
+
+
+_keys_at = _pointer_to(types.uint64)
+_values_at = _pointer_to(types.int32)
+
+# Bits
+
+
+@inner
+def _lowest_bit(word):
+    """The index of a word's lowest set bit."""
+    return _BIT_INDEX[((word & (~word + _ONE)) * _BIT_FACTOR) >> np.uint64(58)]
+
+
+@inner
+def _has(bits, holder):
+    return (bits[holder >> 6] >> np.uint64(holder & 63)) & _ONE != _NONE
+
+
+@inner
+def _is_empty(bits):
+    together = _NONE
+    for word in bits:
+        together |= word
+    return together == _NONE
+
+
+@inner
+def _only_holder(bits):
+    """The only holder of a set, or -1 if there are several."""
+    found = -1
+    for i in range(len(bits)):
+        word = bits[i]
+        if word:
+            if found >= 0 or word & (word - _ONE):
+                return -1
+            found = 64 * i + _lowest_bit(word)
+    return found
+
+
+# Sets of holders
+
+
+@inner
+def _bucket(bits, num_buckets):
+    mixed = np.uint64(0)
+    for word in bits:
+        mixed = (mixed ^ word) * _GROUP_STEP
+        mixed ^= mixed >> np.uint64(29)
+    return np.int64(mixed & np.uint64(num_buckets - 1))
+
+
+@compiled
+def link_sets(sets: Words, uses: Numbers, links: Numbers, buckets: Numbers, counts: Integers) -> None:
+    """Fill the buckets of equal hashes with the sets in use, and the list of free sets with the others; after arrays grew."""
+    for bucket in range(len(buckets)):
+        buckets[bucket] = 0
+    counts[FREE] = 0
+    for number in range(len(sets) - 1, 0, -1):
+        if uses[number]:
+            bucket = _bucket(sets[number], len(buckets))
+            links[number] = buckets[bucket]
+            buckets[bucket] = number
+        else:
+            links[number] = counts[FREE]
+            counts[FREE] = number
+
+
+@inner
+def _use_set(bits, sets, uses, links, buckets, counts):
+    """Return the number of the set with these bits, used once more. There must be a free set."""
+    bucket = _bucket(bits, len(buckets))
+    number = buckets[bucket]
+    while number:
+        is_equal = True
+        for i in range(len(bits)):
+            is_equal &= sets[number, i] == bits[i]
+        if is_equal:
+            uses[number] += 1
+            return number
+        number = links[number]
+    number = np.int32(counts[FREE])
+    counts[FREE] = links[number]
+    counts[NUM_SETS] += 1
+    for i in range(len(bits)):
+        sets[number, i] = bits[i]
+    uses[number] = 1
+    links[number] = buckets[bucket]
+    buckets[bucket] = number
+    return number
+
+
+@inner
+def _release_set(number, sets, uses, links, buckets, counts):
+    """Use a set once less; a set without use is free."""
+    uses[number] -= 1
+    if uses[number]:
+        return
+    bucket = _bucket(sets[number], len(buckets))
+    if buckets[bucket] == number:
+        buckets[bucket] = links[number]
+    else:
+        before = buckets[bucket]
+        while links[before] != number:
+            before = links[before]
+        links[before] = links[number]
+    links[number] = counts[FREE]
+    counts[FREE] = number
+    counts[NUM_SETS] -= 1
+
+
+@inner
+def _read_value(value, sets, bits):
+    """Write the holders that an entry's value names into `bits`."""
+    only = np.int64(-value - 1)
+    for i in range(len(bits)):
+        bits[i] = sets[value, i] if value > 0 else _NONE
+    if value < 0:
+        bits[only >> 6] = _ONE << np.uint64(only & 63)
+
+
+# The hash table
+
+
+@inner
+def _home_slot(key, capacity):
+    return np.int64(((key >> _SLOT_SHIFT) & _LOW_32) * np.uint64(capacity) >> np.uint64(32))
+
+
+@inner
+def _slot(keys, values, capacity, key):
+    """The slot of a key, or the free slot where it would stand."""
+    at = _home_slot(key, capacity)
+    while values[at] != 0 and keys[at] != key:
+        at += 1
+        if at == capacity:
+            at = 0
+    return at
+
+
+@inner
+def _delete(keys, values, capacity, at):
+    """Empty a slot; entries behind it that do not stand at home move back."""
+    behind = at
+    while True:
+        behind += 1
+        if behind == capacity:
+            behind = 0
+        if values[behind] == 0:
+            break
+        home = _home_slot(keys[behind], capacity)
+        # The entry may move to `at` unless its home lies behind `at`, cyclically in (at, behind].
+        if (at < home <= behind) if at < behind else (home <= behind or home > at):
+            continue
+        keys[at] = keys[behind]
+        values[at] = values[behind]
+        at = behind
+    values[at] = 0
+
+
+@inner
+def _is_full(part):
+    """Whether a part has too few free slots for another entry: more than 85 % are in use."""
+    return (part[COUNT] + 1) * 20 > part[CAPACITY] * 17
+
+
+@compiled
+def move_part(old: Integers, new: Integers) -> None:
+    """Copy the entries of a part (a row of `parts`) into an empty, larger or smaller one."""
+    keys, values, capacity = _keys_at(old[ADDRESS]), _values_at(old[ADDRESS] + 8 * old[CAPACITY]), old[CAPACITY]
+    to_keys, to_values = _keys_at(new[ADDRESS]), _values_at(new[ADDRESS] + 8 * new[CAPACITY])
+    for at in range(capacity):
+        if values[at]:
+            to = _slot(to_keys, to_values, new[CAPACITY], keys[at])
+            to_keys[to] = keys[at]
+            to_values[to] = values[at]
+    new[COUNT] = old[COUNT]
+
+
+@inner
+def _key(first_word, group):
+    return first_word ^ (np.uint64(group) * _GROUP_STEP)
+
+
+@inner
+def _value(parts, key):
+    part = parts[np.int64(key >> _PART_SHIFT)]
+    if part[COUNT] == 0:
+        return np.int32(0)
+    keys, values = _keys_at(part[ADDRESS]), _values_at(part[ADDRESS] + 8 * part[CAPACITY])
+    return values[_slot(keys, values, part[CAPACITY], key)]
+
+
+# Changes
+
+
+@compiled
+def apply_runs(
+    parts: Integers,
+    sets: Words,
+    uses: Numbers,
+    links: Numbers,
+    buckets: Numbers,
+    counts: Integers,
+    holder: int,
+    digests: Words,
+    runs: Integers,
+    cursor: Integers,
+) -> int:
+    """Add blocks to a holder or remove them, from `cursor` on: DONE, SETS_FULL, or the part that must grow first.
+
+    `digests` are 64-bit words, four for each block; `runs` [runs, 3] says for consecutive ones: group, 1 (added) or 0 (removed),
+    number of blocks. What a holder has already, or does not have, is left as it is.
+    """
+    bits = np.empty(sets.shape[1], np.uint64)
+    alone = np.int32(-holder - 1)
+    word, bit = holder >> 6, _ONE << np.uint64(holder & 63)
+    while cursor[RUN] < len(runs):
+        run = runs[cursor[RUN]]
+        group, is_added, count = run[0], run[1] == 1, run[2]
+        while cursor[OFFSET] < count:
+            if counts[FREE] == 0:
+                return SETS_FULL
+            key = _key(digests[4 * cursor[DIGEST]], group)
+            number = np.int64(key >> _PART_SHIFT)
+            part = parts[number]
+            if is_added and _is_full(part):
+                return number
+            keys, values = _keys_at(part[ADDRESS]), _values_at(part[ADDRESS] + 8 * part[CAPACITY])
+            at = _slot(keys, values, part[CAPACITY], key)
+            value = values[at]
+            if is_added:
+                if value == 0:
+                    keys[at] = key
+                    values[at] = alone
+                    part[COUNT] += 1
+                    cursor[NET] += 1
+                elif value != alone and not (value > 0 and sets[value, word] & bit):
+                    _read_value(value, sets, bits)
+                    bits[word] |= bit
+                    values[at] = _use_set(bits, sets, uses, links, buckets, counts)
+                    if value > 0:
+                        _release_set(value, sets, uses, links, buckets, counts)
+                    cursor[NET] += 1
+            elif value == alone:
+                _delete(keys, values, part[CAPACITY], at)
+                part[COUNT] -= 1
+                cursor[NET] -= 1
+            elif value > 0 and sets[value, word] & bit:
+                _read_value(value, sets, bits)
+                bits[word] &= ~bit
+                values[at] = _reduced(bits, value, sets, uses, links, buckets, counts)
+                cursor[NET] -= 1
+            cursor[OFFSET] += 1
+            cursor[DIGEST] += 1
+        cursor[OFFSET] = 0
+        cursor[RUN] += 1
+    return DONE
+
+
+@inner
+def _reduced(bits, value, sets, uses, links, buckets, counts):
+    """The value of an entry whose set `value` shrinks to `bits`, which are not empty."""
+    only = _only_holder(bits)
+    new = np.int32(-only - 1) if only >= 0 else _use_set(bits, sets, uses, links, buckets, counts)
+    _release_set(value, sets, uses, links, buckets, counts)
+    return new
+
+
+@compiled
+def clear_holders(
+    part: Integers,
+    sets: Words,
+    uses: Numbers,
+    links: Numbers,
+    buckets: Numbers,
+    counts: Integers,
+    holders: Words,
+    at: int,
+) -> int:
+    """Remove holders (bits) from a part's entries, from slot `at` on: DONE, or the slot to go on at when there are free sets."""
+    bits = np.empty(sets.shape[1], np.uint64)
+    keys, values = _keys_at(part[ADDRESS]), _values_at(part[ADDRESS] + 8 * part[CAPACITY])
+    while at < part[CAPACITY]:
+        value = values[at]
+        is_empty = False
+        if value < 0:
+            is_empty = _has(holders, np.int64(-value - 1))
+        elif value > 0:
+            if counts[FREE] == 0:
+                return at
+            _read_value(value, sets, bits)
+            is_changed = False
+            for i in range(len(bits)):
+                is_changed |= bits[i] & holders[i] != _NONE
+                bits[i] &= ~holders[i]
+            if is_changed:
+                is_empty = _is_empty(bits)
+                if is_empty:
+                    _release_set(value, sets, uses, links, buckets, counts)
+                else:
+                    values[at] = _reduced(bits, value, sets, uses, links, buckets, counts)
+        if is_empty:
+            _delete(keys, values, part[CAPACITY], at)  # the entry that moved here, if any, is next
+            part[COUNT] -= 1
+        else:
+            at += 1
+    return DONE
+
+
+# Searching
+
+
+@inner
+def _keep(value, sets, bits):
+    """Take the holders that an entry's value does not name out of `bits`; whether there were any."""
+    is_changed = False
+    only = np.int64(-value - 1)
+    for i in range(len(bits)):
+        if value > 0:
+            word = sets[value, i]
+        elif value < 0 and only >> 6 == i:
+            word = _ONE << np.uint64(only & 63)
+        else:
+            word = _NONE
+        is_changed |= bits[i] & ~word != _NONE
+        bits[i] &= word
+    return is_changed
+
+
+@compiled
+def follow(
+    parts: Integers, sets: Words, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers
+) -> bool:
+    """Follow a chain up to hash block `end` through what a hit needs from the start on; whether some holder has all of it.
+
+    Each row of `rules` [rules, 4] is: a group, hash blocks per block, the number of blocks that are needed, blocks followed so far.
+    `alive` [rules, words] are the holders that had all blocks of the rule so far. `reach` by holder is lowered to the largest
+    boundary whose whole blocks are there.
+    """
+    before = np.empty(sets.shape[1], np.uint64)
+    for i in range(len(rules)):
+        group, step, num_blocks, block = rules[i, 0], rules[i, 1], rules[i, 2], rules[i, 3]
+        bits = alive[i]
+        last = np.int32(0)  # an entry of equal value changes nothing more
+        while block < num_blocks and (block + 1) * step <= end and not _is_empty(bits):
+            value = _value(parts, _key(digests[(block + 1) * step - 1, 0], group))
+            if value == 0 or value != last:
+                for word in range(len(bits)):
+                    before[word] = bits[word]
+                if _keep(value, sets, bits):
+                    for word in range(len(bits)):
+                        gone = before[word] & ~bits[word]
+                        while gone:
+                            holder = 64 * word + _lowest_bit(gone)
+                            reach[holder] = min(reach[holder], (block + 1) * step - 1)
+                            gone &= gone - _ONE
+            last = value
+            block += 1
+        rules[i, 3] = block
+    for word in range(sets.shape[1]):
+        all_rules = ~_NONE
+        for i in range(len(rules)):
+            all_rules &= alive[i, word]
+        if all_rules:
+            return True
+    return len(rules) == 0
+
+
+@compiled
+def largest_boundaries(
+    parts: Integers,
+    sets: Words,
+    digests: Words,
+    groups: Integers,
+    first_live: Integers,
+    order: Integers,
+    reach: Integers,
+    floor: Integers,
+    start: Integers,
+) -> None:
+    """Find for every holder the largest boundary in (floor, reach] at which all sliding groups have their live blocks.
+
+    The holders in `order` have falling `reach` and falling `floor`; both are by holder, as is `start`, which gets the boundary, or
+    `floor` where there is none. `first_live` [sliding groups, boundaries] is the first block that a boundary needs.
+
+    All holders are searched together, from the largest boundary down. At a boundary b a holder fails in a group if it lacks a block
+    i in [first live block at b, b). Since the first live block never falls, it then fails at every boundary in (i, b] too, so the
+    search goes on at the largest such i of all holders that failed.
+    """
+    num_words = sets.shape[1]
+    searching = np.zeros(num_words, np.uint64)
+    bits = np.empty(num_words, np.uint64)
+    known = np.zeros((len(groups), reach[order[0]]), np.int32)  # values that were looked up, plus 1 in `is_known`
+    is_known = np.zeros((len(groups), reach[order[0]]), np.bool_)
+    entered = left = 0
+    boundary = reach[order[0]]
+    while left < len(order):
+        while entered < len(order) and reach[order[entered]] >= boundary:
+            searching[order[entered] >> 6] |= _ONE << np.uint64(order[entered] & 63)
+            entered += 1
+        while left < entered and floor[order[left]] >= boundary:
+            holder = order[left]
+            if _has(searching, holder):
+                start[holder] = floor[holder]
+                searching[holder >> 6] &= ~(_ONE << np.uint64(holder & 63))
+            left += 1
+        failed_at = -1
+        if not _is_empty(searching):
+            for word in range(num_words):
+                bits[word] = searching[word]
+            for i in range(len(groups)):
+                last = np.int32(0)
+                for block in range(first_live[i, boundary], boundary):
+                    if not is_known[i, block]:
+                        known[i, block] = _value(parts, _key(digests[block, 0], groups[i]))
+                        is_known[i, block] = True
+                    value = known[i, block]
+                    if (value == 0 or value != last) and _keep(value, sets, bits):
+                        failed_at = max(failed_at, block)
+                        if _is_empty(bits):
+                            break
+                    last = value
+                if _is_empty(bits):
+                    break
+            for word in range(num_words):
+                searching[word] &= ~bits[word]
+                while bits[word]:
+                    start[64 * word + _lowest_bit(bits[word])] = boundary
+                    bits[word] &= bits[word] - _ONE
+        if entered < len(order):
+            failed_at = max(failed_at, reach[order[entered]])
+        if failed_at < 0:
+            return
+        boundary = failed_at

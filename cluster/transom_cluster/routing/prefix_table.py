@@ -1,0 +1,120 @@
+"""`PrefixTable`: the arrays behind the fleet's prefix index, which grow as needed; `index_code` has what is done to them.
+
+A *part* of the hash table grows alone, by an eighth (small ones by half), so a table in use is 75 to 85 % full: 14 to 16 bytes for
+each entry. The sets of holders double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from transom_cluster.routing import index_code as code
+from transom_cluster.routing.index_code import Integers, Words
+from transom_worker.kvcache.events import KvRun
+
+LEAST_SLOTS = 8
+SMALL_SLOTS = 256  # parts up to this size grow by half
+LEAST_SETS = 64
+WORD_BITS = 64
+
+
+class PrefixTable:
+    """Which holder has which block of which group. Holders are numbers from 0 on; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.parts = np.zeros((code.NUM_PARTS, 3), np.int64)
+        self._slots: list[npt.NDArray[np.uint8]] = [_no_slots() for _ in range(code.NUM_PARTS)]
+        for part in range(code.NUM_PARTS):
+            self._resize_part(part, LEAST_SLOTS)
+        self.sets = np.zeros((1, 1), np.uint64)  # of holders, one in a row; number 0 is none
+        self._uses = np.zeros(1, np.int32)
+        self._counts = np.zeros(2, np.int64)
+        self._make_sets(LEAST_SETS, 1)
+
+    @property
+    def num_words(self) -> int:
+        """The length of a set of holders in 64-bit words."""
+        return int(self.sets.shape[1])
+
+    @property
+    def num_entries(self) -> int:
+        """The number of blocks that are stored; a block that several holders have counts once."""
+        return int(self.parts[:, code.COUNT].sum())
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of all arrays."""
+        sets = sum(array.nbytes for array in self._of_sets)
+        return sets + self.parts.nbytes + sum(slots.nbytes for slots in self._slots)
+
+    def fit_holders(self, num_holders: int) -> None:
+        """Make room for holders `0` to `num_holders - 1`."""
+        if num_holders > WORD_BITS * self.num_words:
+            self._make_sets(len(self.sets), -(-num_holders // WORD_BITS))
+
+    def apply(self, holder: int, runs: Sequence[KvRun]) -> int:
+        """Apply changes of a holder's blocks in their order; return how many more blocks it has (fewer: negative)."""
+        digests = np.frombuffer(b"".join([b"".join(run.digests) for run in runs]), dtype=np.uint64)
+        lengths = np.array([(run.group, run.action == "added", len(run.digests)) for run in runs], dtype=np.int64)
+        cursor = np.zeros(4, np.int64)
+        if len(digests):
+            while (full := code.apply_runs(self.parts, *self._of_sets, holder, digests, lengths, cursor)) != code.DONE:
+                if full == code.SETS_FULL:
+                    self._make_sets(2 * len(self.sets), self.num_words)
+                else:
+                    self._grow_part(full)
+        return int(cursor[code.NET])
+
+    def clear(self, part: int, holders: Words) -> int:
+        """Remove holders (bits) from one of the `NUM_PARTS` parts, and make it smaller where it is half empty; return its slots."""
+        at = 0
+        while (at := code.clear_holders(self.parts[part], *self._of_sets, holders, at)) != code.DONE:
+            self._make_sets(2 * len(self.sets), self.num_words)
+        _, capacity, count = self.parts[part]
+        if capacity > LEAST_SLOTS and 2 * count < capacity:
+            self._resize_part(part, max(LEAST_SLOTS, int(count) * 4 // 3 + 1))
+        return int(capacity)
+
+    def follow(self, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers) -> bool:
+        """See `index_code.follow`."""
+        return bool(code.follow(self.parts, self.sets, digests, end, rules, alive, reach))
+
+    def largest_boundaries(
+        self,
+        digests: Words,
+        groups: Integers,
+        first_live: Integers,
+        order: Integers,
+        reach: Integers,
+        floor: Integers,
+        start: Integers,
+    ) -> None:
+        """See `index_code.largest_boundaries`."""
+        code.largest_boundaries(self.parts, self.sets, digests, groups, first_live, order, reach, floor, start)
+
+    def _make_sets(self, num_sets: int, num_words: int) -> None:
+        """Make arrays for this many sets (a power of two) of this many words; sets in use stay."""
+        sets, uses = np.zeros((num_sets, num_words), np.uint64), np.zeros(num_sets, np.int32)
+        sets[: len(self.sets), : self.num_words] = self.sets
+        uses[: len(self._uses)] = self._uses
+        self.sets, self._uses = sets, uses
+        links, buckets = np.zeros(num_sets, np.int32), np.zeros(num_sets, np.int32)
+        self._of_sets = (sets, uses, links, buckets, self._counts)
+        code.link_sets(*self._of_sets)
+
+    def _grow_part(self, part: int) -> None:
+        capacity = int(self.parts[part, code.CAPACITY])
+        self._resize_part(part, capacity + capacity // (2 if capacity <= SMALL_SLOTS else 8))
+
+    def _resize_part(self, part: int, num_slots: int) -> None:
+        slots = np.zeros(num_slots * code.SLOT_BYTES, np.uint8)
+        row = np.array([slots.ctypes.data, num_slots, 0], np.int64)
+        code.move_part(self.parts[part], row)
+        self.parts[part], self._slots[part] = row, slots
+
+
+def _no_slots() -> npt.NDArray[np.uint8]:
+    return np.zeros(0, np.uint8)

@@ -1,0 +1,254 @@
+"""The fleet's prefix index says of every worker what the worker would find; each mirror in it follows a worker's index, notices
+what it missed, and begins again from the whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.cluster.routing.index_model import MirrorModel, find, keys_of, keys_of_mirror, stored_keys
+from tests.how_many import num_examples
+from tests.worker.kvcache.cache_model import ENTRY_MIXES, MIXES, spec
+from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
+from transom_cluster.routing.index_code import NUM_PARTS
+from transom_worker.kvcache.change_log import ChangeLog
+from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+
+SHAPE = CacheShape(
+    groups=(
+        GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=4),
+        GroupSpec(name="window", kind=GroupKind.WINDOW, layers=(1,), block_size=4, window=8),
+    ),
+    block_size=4,
+    window_repair=False,
+    enable_prefix_caching=True,
+)
+CHAIN = [bytes([i]) * 32 for i in range(8)]
+BLOCK = 4
+NUM_CHANGES = num_examples(daily=60, exhaustive=400)
+
+
+def update(after: int, *runs: KvRun, whole: bool = False) -> KvUpdate:
+    version = after if whole else after + sum(len(run.digests) for run in runs)
+    return KvUpdate(after=after, version=version, runs=runs, whole=whole)
+
+
+def added(group: int, *units: int) -> KvRun:
+    return KvRun("added", group, tuple(CHAIN[unit] for unit in units))
+
+
+def removed(group: int, *units: int) -> KvRun:
+    return KvRun("removed", group, tuple(CHAIN[unit] for unit in units))
+
+
+WHOLE = update(10, added(0, 0, 1, 2), added(1, 1, 2), whole=True)
+
+
+def mirror_alone() -> tuple[FleetPrefixIndex, PrefixIndexMirror]:
+    index = FleetPrefixIndex()
+    return index, index.join(SHAPE)
+
+
+def test_it_searches_as_the_worker_does() -> None:
+    index, mirror = mirror_alone()
+    assert mirror.apply(WHOLE)
+    assert (mirror.version, mirror.num_blocks) == (10, 5)
+    assert find(index, [mirror], CHAIN, 33) == [12]
+    assert find(index, [mirror], CHAIN, 12) == [0]  # a token is left to compute, and the window of boundary 2 is gone
+    assert mirror.apply(update(10, added(0, 3), added(1, 3), removed(1, 1)))
+    assert (mirror.version, mirror.num_blocks) == (13, 6)
+    assert find(index, [mirror], CHAIN, 33) == [16]
+    assert mirror.apply(update(13, removed(0, 0)))
+    assert find(index, [mirror], CHAIN, 33) == [0]
+
+
+def test_updates_before_the_first_whole_index_say_nothing() -> None:
+    _, mirror = mirror_alone()
+    assert mirror.apply(update(7, added(0, 0, 1, 2), added(1, 1, 2)))
+    assert (mirror.version, mirror.num_blocks) == (0, 0)
+
+
+def test_a_gap_is_told_once_and_forgets_everything_until_the_whole_index_comes() -> None:
+    index, mirror = mirror_alone()
+    mirror.apply(WHOLE)
+    assert not mirror.apply(update(11, added(0, 4)))
+    assert (mirror.version, mirror.num_blocks) == (0, 0)
+    assert find(index, [mirror], CHAIN, 33) == [0]
+    assert mirror.apply(update(12, added(0, 5)))  # the whole index is on its way
+    assert mirror.num_blocks == 0
+    assert mirror.apply(WHOLE)
+    assert mirror.apply(update(10, added(0, 3)))
+    assert mirror.num_blocks == 6
+    assert keys_of_mirror(index, mirror) == keys_of([set(CHAIN[:4]), set(CHAIN[1:3])])
+
+
+def test_changes_that_say_nothing_new_change_nothing() -> None:
+    index, mirror = mirror_alone()
+    other = index.join(SHAPE)
+    for one in (mirror, other):
+        assert one.apply(WHOLE)
+    assert mirror.apply(update(10, added(0, 1), removed(0, 5), removed(1, 0), added(1, 2)))
+    assert other.apply(update(10, removed(0, 5)))
+    for one in (mirror, other):
+        assert keys_of_mirror(index, one) == keys_of([set(CHAIN[:3]), set(CHAIN[1:3])])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int) -> None:
+    rng = random.Random(seed)
+    groups: tuple[dict[bytes, int], ...] = ({}, {})
+    log = ChangeLog(groups)
+    log.max_unread = 12
+    index = FleetPrefixIndex()
+    mirrors = [index.join(SHAPE), index.join(SHAPE)]
+    for mirror in mirrors:
+        assert mirror.apply(log.whole())
+    for _ in range(200):
+        group = rng.randrange(2)
+        digests = rng.sample(CHAIN, rng.randrange(1, 4))
+        if new := [digest for digest in digests if digest not in groups[group]]:
+            groups[group].update(dict.fromkeys(new, 0))
+            log.add("added", group, new)
+        elif digests:
+            for digest in digests:
+                del groups[group][digest]
+            log.add("removed", group, digests)
+        if rng.random() < 0.2 and (change := log.take()) is not None:
+            assert change.whole or sum(len(run.digests) for run in change.runs) <= 12
+            for mirror in mirrors:
+                if rng.random() < 0.1 and not mirror.apply(KvUpdate(after=-1, version=0, runs=())):
+                    assert mirror.apply(log.whole())  # a resync
+                else:
+                    assert mirror.apply(change)
+            assert [mirror.version for mirror in mirrors] == [log.version] * 2
+            expected = keys_of([set(group) for group in groups])
+            assert all(keys_of_mirror(index, mirror) == expected for mirror in mirrors)
+
+
+def shape(mix: tuple[str, ...], *, window_repair: bool) -> CacheShape:
+    groups = tuple(spec(name, layers=(i, len(mix) + i)) for i, name in enumerate(mix))
+    return CacheShape(groups=groups, block_size=BLOCK, window_repair=window_repair, enable_prefix_caching=True)
+
+
+class RandomFleet:
+    """Workers that come, change, lose updates and go; an index of all of them, and a model of each."""
+
+    def __init__(self, shapes: list[CacheShape], seed: int, *, num_workers: int) -> None:
+        self.rng = random.Random(seed)
+        self.index = FleetPrefixIndex()
+        self.models: dict[PrefixIndexMirror, MirrorModel] = {}
+        self._shapes = shapes
+        self._num_workers = num_workers
+        digest = self.rng.randbytes
+        trunk = [digest(32) for _ in range(20)]
+        self.chains = [trunk[: self.rng.randrange(21)] for _ in range(6)]
+        self.chains = [[*chain, *(digest(32) for _ in range(40 - len(chain)))] for chain in self.chains]
+        for _ in range(num_workers):
+            self._join()
+
+    def step(self) -> None:
+        rng = self.rng
+        mirror, model = rng.choice(list(self.models.items()))
+        chance = rng.random()
+        if chance < 0.03:
+            mirror.leave()
+            del self.models[mirror]
+            self._join()
+        elif chance < 0.06:
+            assert not mirror.apply(KvUpdate(after=mirror.version + 1, version=0, runs=()))
+            model.forget()
+            if rng.random() < 0.8:
+                self._apply(mirror, whole=True)
+        elif chance < 0.1:
+            self._apply(mirror, whole=True)
+        elif mirror.version:
+            self._apply(mirror, whole=False)
+
+    def check(self) -> None:
+        stored = stored_keys(self.index)
+        for mirror, model in self.models.items():
+            assert stored.get(mirror.holder, set()) == model.keys
+            assert mirror.num_blocks == len(model.keys)
+        for _ in range(3):
+            chain = self.rng.choice(self.chains)[: self.rng.randrange(41)]
+            num_tokens = self.rng.randrange(len(chain) * BLOCK + BLOCK) + 1
+            asked = self.rng.sample(list(self.models), self.rng.randrange(1, len(self.models) + 1))
+            expected = [self.models[mirror].find(chain, num_tokens) for mirror in asked]
+            assert find(self.index, asked, chain, num_tokens) == expected
+
+    def _join(self) -> None:
+        mirror = self.index.join(self.rng.choice(self._shapes), max_model_len=40)
+        self.models[mirror] = MirrorModel(mirror.shape)
+        self._apply(mirror, whole=True)
+
+    def _apply(self, mirror: PrefixIndexMirror, *, whole: bool) -> None:
+        model = self.models[mirror]
+        runs = tuple(self._run(mirror, whole=whole) for _ in range(self.rng.randrange(1, 8)))
+        after = mirror.version
+        version = 1 + after + sum(len(run.digests) for run in runs)
+        change = KvUpdate(after=version if whole else after, version=version, runs=runs, whole=whole)
+        assert mirror.apply(change)
+        model.apply(change)
+
+    def _run(self, mirror: PrefixIndexMirror, *, whole: bool) -> KvRun:
+        """Mostly the beginning of a chain, or a piece of it."""
+        rng = self.rng
+        chain = rng.choice(self.chains)
+        begin, end = sorted((rng.choice([0, 0, rng.randrange(41)]), rng.randrange(41)))
+        is_added = whole or rng.random() < 0.7
+        digests = chain[begin:end] if is_added else chain[begin : begin + rng.randrange(6)]
+        return KvRun("added" if is_added else "removed", rng.randrange(len(mirror.shape.groups)), tuple(digests))
+
+
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+@pytest.mark.parametrize("window_repair", [False, True], ids=["no_repair", "repair"])
+def test_every_worker_is_searched_as_if_alone(mix: tuple[str, ...], *, window_repair: bool) -> None:
+    fleet = RandomFleet([shape(mix, window_repair=window_repair)], seed=len(mix), num_workers=7)
+    for _ in range(NUM_CHANGES):
+        fleet.step()
+        fleet.check()
+
+
+def test_more_workers_than_a_word_has_bits_of_several_shapes_come_and_go() -> None:
+    shapes = [shape(("full", "window"), window_repair=True), shape(("full",), window_repair=True)]
+    fleet = RandomFleet(shapes, seed=3, num_workers=150)
+    for _ in range(NUM_CHANGES // 4):
+        for _ in range(20):
+            fleet.step()
+        fleet.check()
+    assert fleet.index._num_holders < 400  # numbers of workers that left are used again
+
+
+def test_blocks_of_workers_that_left_are_cleared_with_later_updates() -> None:
+    index = FleetPrefixIndex()
+    rng = random.Random(0)
+    stays, *leave = [index.join(SHAPE) for _ in range(4)]
+    for mirror in (stays, *leave):
+        own = tuple(rng.randbytes(32) for _ in range(5_000))
+        assert mirror.apply(update(1, added(0, *range(8)), KvRun("added", 0, own), whole=True))
+    before_bytes = index.size_bytes
+    assert index.num_entries == 20_008
+    for mirror in leave:
+        mirror.leave()
+    for _ in range(NUM_PARTS):
+        assert stays.apply(update(stays.version, added(1, 0), removed(1, 0)))
+    assert index.num_entries == 5_008
+    assert index.size_bytes < before_bytes / 2
+    assert set(stored_keys(index)) == {stays.holder}
+    assert {index.join(SHAPE).holder for _ in leave} == {mirror.holder for mirror in leave}
+
+
+def test_a_block_takes_at_most_20_bytes_and_one_that_many_have_little_more() -> None:
+    index, rng = FleetPrefixIndex(), random.Random(0)
+    mirrors = [index.join(SHAPE) for _ in range(10)]
+    shared = tuple(rng.randbytes(32) for _ in range(100_000))
+    for mirror in mirrors:
+        assert mirror.apply(update(1, KvRun("added", 0, shared), whole=True))
+    assert index.size_bytes <= 20 * len(shared)
+    for mirror in mirrors:
+        own = tuple(rng.randbytes(32) for _ in range(50_000))
+        assert mirror.apply(KvUpdate(after=mirror.version, version=mirror.version + 1, runs=(KvRun("added", 1, own),)))
+    assert index.num_entries == 600_000
+    assert index.size_bytes <= 20 * index.num_entries
