@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(model: str, flags: Sequence[str] = ()) -> Iterator[Served]:
+def serving(model: str, flags: Sequence[str] = (), *, environment: Mapping[str, str] = os.environ) -> Iterator[Served]:
     """Start `transom serve` on a free port of loopback, and end it afterwards. The server may not be ready yet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -69,7 +69,7 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[Served]:
         with log.open("w") as out:
             begin_s = time.perf_counter()
             process = psutil.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ
+                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=dict(environment)
             )
         try:
             yield Served(f"http://127.0.0.1:{port}", process, begin_s, log)

@@ -103,6 +103,26 @@ FLEET = Section(
         ),
         lines(
             About(
+                title="Losses of workers by cause",
+                shows="Workers that were lost with requests, a second: what they, their ranks or Ray said.",
+                act="`hung`, `crash`, `exception`, `device_error`: the worker's log has the step. `unknown`: see its host's log.",
+            ),
+            [Query(expr=rate("transom_router_worker_losses_total", ROUTER, "cause"), legend="{{cause}}")],
+            "ops",
+            width=12,
+        ),
+        lines(
+            About(
+                title="Suspects by judgement",
+                shows="Requests that may have ended a worker, a second: suspected, then released, cleared, or the culprit.",
+                act="Many suspected, none a culprit: workers fail by themselves, see *Losses of workers by cause*.",
+            ),
+            [Query(expr=rate("transom_router_suspects_total", ROUTER, "judgement"), legend="{{judgement}}")],
+            "reqps",
+            width=12,
+        ),
+        lines(
+            About(
                 title="Dropped scrapes by target",
                 shows="Pages of workers or routers that came too late, a second.",
                 act="Runbook of TransomScrapesDropped.",

@@ -72,6 +72,7 @@ SECTIONS: Sequence[Section] = (
             "router_replicas",
             "routing_policy",
             "max_resumes",
+            "max_lost_workers",
             "worker_wait_s",
         ),
     ),

@@ -21,7 +21,21 @@ PAGE = ROOT / "docs" / "metrics.md"
 INTRODUCTION = ROOT / "scripts" / "metrics_page_intro.md"
 OWN_LABELS = ("model", "worker", "router")
 LISTED = frozenset(
-    ["change", "finish_reason", "forward", "kind", "mode", "outcome", "part", "phase", "reason", "state", "target"]
+    [
+        "cause",
+        "change",
+        "finish_reason",
+        "forward",
+        "judgement",
+        "kind",
+        "mode",
+        "outcome",
+        "part",
+        "phase",
+        "reason",
+        "state",
+        "target",
+    ]
 )
 """Labels whose values are few and always the same: the page names them."""
 
@@ -57,7 +71,7 @@ OF_ROUTERS: Sequence[Section] = (
     ),
     (
         "Workers, and what becomes of requests when they go",
-        ("router_w", "router_in_", "router_fail", "router_drain", "router_desired"),
+        ("router_w", "router_in_", "router_fail", "router_suspects", "router_drain", "router_desired"),
     ),
     ("Pages and the process", ("router_dropped", "router_process", "build_")),
 )

@@ -19,7 +19,7 @@ from transom_worker.contract import (
     WorkerLoad,
     WorkerMessage,
 )
-from transom_worker.errors import Overloaded
+from transom_worker.errors import LossCause, Overloaded, WorkerLost
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.text.chat_template import ChatPrompt
@@ -74,7 +74,7 @@ class StubWorker:
     """Plays the worker's side of `WorkerClient`.
 
     `die` breaks the stream, which can be opened again; `kill` ends the worker for good. A request whose prompt has the byte
-    `poison` kills it when it would bring its output `poison_at`.
+    `poison` kills it, with the cause `poison_cause`, when it would bring its output `poison_at`.
     """
 
     submitted: list[Request] = field(default_factory=list)
@@ -92,6 +92,7 @@ class StubWorker:
     num_turns: int = 1  # of the event loop, for each token
     poison: int | None = None
     poison_at: int = 0
+    poison_cause: LossCause = "exception"
     worker: str = "w0"
     timeline: list[dict[str, Any]] = field(default_factory=list)  # what it tells of requests
     clock_ahead_s: float = 0.0  # of the router's
@@ -204,20 +205,30 @@ class StubWorker:
         assert self._queue is not None
         self._queue.put_nowait(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
 
-    def die(self) -> None:
+    def die(self, cause: LossCause = "unknown") -> None:
         self._cancel_all()
         assert self._queue is not None
-        self._queue.put_nowait(ConnectionError("the worker died"))
+        known = WorkerLost("the worker died", loss_cause=cause)
+        self._queue.put_nowait(ConnectionError("the worker died") if cause == "unknown" else known)
 
     def go(self) -> None:
         """No more silence."""
         self.max_events = None
         self._go.set()
 
-    def kill(self) -> None:
+    def end_all(self, error: ErrorInfo) -> None:
+        """End every request with an error event."""
+        request_ids = list(self._running)
+        self._cancel_all()
+        if request_ids:
+            self.push(
+                *(OutputEvent(request_id=one, position=0, finish_reason="error", error=error) for one in request_ids)
+            )
+
+    def kill(self, cause: LossCause = "unknown") -> None:
         self.is_dead, self.can_open = True, False
         if self._queue is not None:
-            self.die()
+            self.die(cause)
 
     @property
     def is_read(self) -> bool:
@@ -257,7 +268,7 @@ class StubWorker:
                 self.num_silent += 1
                 await self._go.wait()
             if self.poison in request.prompt_token_ids and position == self.poison_at:
-                self.kill()
+                self.kill(self.poison_cause)
                 return
             self.push(self.event_of(request, position, is_last=position == count - 1))
             for _ in range(self.num_turns):

@@ -130,12 +130,12 @@ class PriorityConfig:
 class FailoverConfig:
     """What a router does with the requests of a lost worker.
 
-    A request migrates `max_resumes` times at most. A request that ran at `max_lost_workers` workers when they were lost is
-    suspected of ending them. It waits `wait_s` seconds for a worker that can take it.
+    A request migrates `max_resumes` times at most. A request with so many strikes as `max_lost_workers`, each for a worker that
+    was lost with it, is stopped. It waits `wait_s` seconds for a worker that can take it.
     """
 
     max_resumes: int = 4
-    max_lost_workers: int = 2
+    max_lost_workers: int = 3
     wait_s: float = 60.0
 
 

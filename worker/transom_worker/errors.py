@@ -22,6 +22,24 @@ status code. Between processes an error travels as `contract.ErrorInfo`.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
+LossCause = Literal[
+    "exception",  # a step raised an error of Python
+    "device_error",  # the device, or its driver, reported an error
+    "out_of_memory",  # a step, or the kernel of the host, ran out of memory
+    "crash",  # a process ended itself: a fatal signal such as SIGSEGV, or an exit code
+    "hung",  # a step took longer than `step_timeout_s`
+    "killed",  # a signal that a process does not send itself, such as SIGKILL
+    "host_lost",  # the host, or the network to it, is gone
+    "silent",  # the worker sent nothing for a while; it may still run
+    "stopped",  # an orderly end
+    "unknown",  # the connection broke, and nothing else is known
+]
+"""Why a worker lost its requests, as far as it is known."""
+
+LOSS_CAUSES: tuple[LossCause, ...] = get_args(LossCause)
+
 
 class TransomError(Exception):
     """The base class of every error that Transom raises on purpose."""
@@ -75,7 +93,15 @@ class RateLimited(Overloaded):
 
 class WorkerLost(TransomError):
     """The worker died, starts again or is being replaced. Its requests can migrate to any worker, and to itself once it runs
-    again."""
+    again.
+
+    `num_lost` is the number of requests that the worker had begun to compute when it was lost, where the worker says so.
+    """
+
+    def __init__(self, message: str, *, loss_cause: LossCause = "unknown", num_lost: int | None = None) -> None:
+        super().__init__(message)
+        self.loss_cause = loss_cause
+        self.num_lost = num_lost
 
 
 class EngineDead(WorkerLost):
@@ -89,13 +115,23 @@ class PoisonRequest(TransomError):
 class StepFailed(TransomError):
     """A step raised an error inside the executor; the requests that it computed end."""
 
+    def __init__(self, message: str, *, loss_cause: LossCause = "exception") -> None:
+        super().__init__(message)
+        self.loss_cause = loss_cause
+
 
 class OutOfMemory(StepFailed):
     """A step needed more memory than the device or the host has; the request that asked for the most ends, and no other."""
 
+    def __init__(self, message: str, *, loss_cause: LossCause = "out_of_memory") -> None:
+        super().__init__(message, loss_cause=loss_cause)
+
 
 class RankLost(StepFailed):
     """A rank died, hung or lost the connection to other ranks; the executor has to start all ranks again."""
+
+    def __init__(self, message: str | None, *, loss_cause: LossCause = "unknown") -> None:
+        super().__init__(message or "A rank was lost.", loss_cause=loss_cause)
 
 
 def _rebuild_request_error(kind: type[RequestError], message: str, param: str | None) -> RequestError:

@@ -183,6 +183,12 @@ class Settings(BaseModel):
     max_resumes: int = Field(
         4, ge=0, description="How often a request may migrate to another worker when its worker is lost."
     )
+    max_lost_workers: int = Field(
+        3,
+        ge=1,
+        description="How many workers may be lost to one request, by all that is known, before it is stopped as a poison "
+        "request: see docs/failover.md.",
+    )
     worker_wait_s: float = Field(
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
     )
@@ -384,7 +390,9 @@ class Settings(BaseModel):
                 max_header_bytes=self.max_header_bytes,
             ),
             priorities=PriorityConfig(policy=self.scheduling_policy, max_priority=self.max_priority),
-            failover=FailoverConfig(max_resumes=self.max_resumes, wait_s=self.worker_wait_s),
+            failover=FailoverConfig(
+                max_resumes=self.max_resumes, max_lost_workers=self.max_lost_workers, wait_s=self.worker_wait_s
+            ),
             tracing=self._tracing_config(),
             log_format=self.log_format,
         )

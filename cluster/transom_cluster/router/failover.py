@@ -1,15 +1,17 @@
 """The failover rule: which requests migrate when a worker is lost, and which request is to blame. Pure; docs/failover.md has the
 reasons.
 
-- **loss**: a worker died, or its event stream broke, while it had requests.
-- **suspect**: a request that may have run on a lost worker. The router sends it to another worker, but no two suspects to one
-  worker, until it has brought `RELEASE_TOKENS` more tokens; then all its losses are forgotten.
-- **culprit**: a suspect that was the only suspect on a lost worker, after `max_lost_workers` losses in all. It is stopped as a
-  **poison request**, and all other suspects of its losses are cleared.
+- **loss**: a worker died, or its event stream broke, while it had requests. Its cause is evidence against them, or it is not
+  (`evidence`): a step that raised an error is, a host that is gone is not.
+- **strike**: a loss that counts against a request. Progress of `RELEASE_TOKENS` tokens at another worker takes all strikes back.
+- **suspect**: a request with a strike. The router sends it to another worker, but no two suspects to one worker.
+- **on trial**: a suspect that lacks one strike to `max_lost_workers`. Its worker gets no other request meanwhile.
+- **culprit**: a suspect with `max_lost_workers` strikes that was alone when it got the last one. It is stopped as a **poison
+  request**, and all other suspects of its losses are cleared.
 
-For example, with `max_lost_workers = 2`: worker 0 is lost with the requests a, b and c, which become suspects. The router sends a
-to worker 1 and b to worker 2; c waits. Worker 1 is lost: a was the only suspect there, and this is its second loss, so a is
-stopped. b and c are cleared, and c need not wait any more.
+For example, with `max_lost_workers = 3`: a step of worker 0 raises an error with the requests a, b and c, which become suspects.
+The router sends a to worker 1 and b to worker 2; c waits. Worker 1 is lost: a was the only suspect there, has two strikes, and is
+on trial. Alone on worker 3 it is lost again: a is stopped. b and c are cleared, and c need not wait any more.
 """
 
 from __future__ import annotations
@@ -19,14 +21,38 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from transom_worker.config import FailoverConfig
-from transom_worker.errors import PoisonRequest, WorkerLost
+from transom_worker.errors import LossCause, PoisonRequest, WorkerLost
 
 RELEASE_TOKENS = 8  # more than the tokens of the last steps before a loss, whose events may be lost with the worker
+# Losses of unknown cause, without progress between them, that count for nothing. A server may lose workers twice in a row without
+# any fault of a request; more often it is no accident.
+FREE_LOSSES = 2
+
+Evidence = Literal["strong", "weak", "none"]
+
+_EVIDENCE: dict[LossCause, Evidence] = {
+    "exception": "strong",
+    "device_error": "strong",
+    "crash": "strong",
+    "hung": "strong",
+    "unknown": "weak",
+    "out_of_memory": "weak",  # the worker has ended the request that asked for the most
+    "silent": "weak",
+    "killed": "none",
+    "host_lost": "none",
+    "stopped": "none",
+}
 
 POISON = (
     "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
 )
 GAVE_UP = "The worker was lost {n} times while this answer was computed, and it is not sent to another; send the request again."
+
+
+def evidence(cause: LossCause) -> Evidence:
+    """How much a loss says against the requests that ran: a `strong` one was caused by the computation, a `weak` one may have
+    been, and one with `none` came from outside."""
+    return _EVIDENCE[cause]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,51 +64,102 @@ class Loss:
 
 @dataclass(slots=True, eq=False)
 class LossRecord:
-    """The losses that one request had a part in: how often it migrated after one, and the losses that it may have caused."""
+    """The losses that one request had a part in since it last made progress, and how often it migrated after a loss in all.
+
+    `num_free` losses count for nothing (`FREE_LOSSES`), and each of `strikes` is a strike.
+    """
 
     num_migrations: int = 0
-    is_suspect: bool = False
-    losses: list[Loss] = field(default_factory=list)
+    num_free: int = 0
+    strikes: list[Loss] = field(default_factory=list)
 
     @property
     def num_losses(self) -> int:
         """The number of losses that this request may have caused."""
-        return len(self.losses)
+        return self.num_free + len(self.strikes)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the request has a strike."""
+        return bool(self.strikes)
+
+    def is_on_trial(self, max_lost_workers: int) -> bool:
+        """Whether one more strike can make this suspect the culprit."""
+        return self.is_suspect and len(self.strikes) >= max_lost_workers - 1
 
     def release(self) -> None:
         """Forget all losses: the request has repeated the step at which a worker was lost, and this worker is still there."""
-        for loss in self.losses:
+        for loss in self.strikes:
             loss.suspects.remove(self)
-        self.losses.clear()
-        self.is_suspect = False
+        self.strikes.clear()
+        self.num_free = 0
 
     def clear(self, loss: Loss) -> None:
         """Forget one loss, which another request caused."""
-        self.losses.remove(loss)
-        self.is_suspect = self.is_suspect and bool(self.losses)
+        self.strikes.remove(loss)
 
 
-def assign_blame(may_have_run: Sequence[LossRecord], *, max_lost_workers: int) -> LossRecord | None:
-    """Make suspects of the requests that may have run on a lost worker; return the culprit, if there is one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossReport:
+    """What the router knows about the loss of a worker.
 
-    Only a request that was a suspect before can be the culprit. A request that was alone on the worker may have been alone among
-    this router's requests only: those of other routers are not known.
+    `max_num_seqs` is the number of requests that the worker computes at once, None where it is not known. `num_lost` is the number
+    of requests that it had begun to compute, those of other routers among them, where the worker said so.
     """
-    suspects = [record for record in may_have_run if record.is_suspect]
-    blamed = suspects or list(may_have_run)
-    loss = Loss(blamed)
+
+    cause: LossCause = "unknown"
+    max_num_seqs: int | None = None
+    num_lost: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one loss means for the requests that ran: who is a suspect from now on, who is no suspect any more, who did it."""
+
+    suspected: Sequence[LossRecord] = ()
+    cleared: Sequence[LossRecord] = ()
+    culprit: LossRecord | None = None
+
+
+def assign_blame(ran: Sequence[Attempt], report: LossReport, *, max_lost_workers: int) -> Verdict:
+    """Give strikes to requests that may have run on a lost worker, and find the culprit.
+
+    If there was a suspect among them, requests that had made progress on this worker are not blamed. Only a request that was a
+    suspect before can be the culprit, and only if no other request, of this router or of another, can have ended the worker.
+    """
+    strength = evidence(report.cause)
+    if strength == "none":
+        return Verdict()
+    suspects = [attempt.record for attempt in ran if attempt.record.is_suspect]
+    may_be_it = [one.record for one in ran if one.record.is_suspect or one.num_new_tokens < RELEASE_TOKENS]
+    blamed = may_be_it if suspects else [attempt.record for attempt in ran]
+    loss, suspected = Loss([]), []
     for record in blamed:
-        record.losses.append(loss)
-        record.is_suspect = True
-    if len(suspects) != 1 or suspects[0].num_losses < max_lost_workers:
-        return None
-    culprit = suspects[0]
-    for shared in culprit.losses:
-        for other in shared.suspects:
-            if other is not culprit:
-                other.clear(shared)
-        shared.suspects = [culprit]
-    return culprit
+        if record.is_suspect and len(suspects) > 1:
+            continue  # suspects that were lost together say nothing about each other
+        if not record.is_suspect:
+            if strength == "weak" and record.num_free < FREE_LOSSES:
+                record.num_free += 1
+                continue
+            suspected.append(record)
+        record.strikes.append(loss)
+        loss.suspects.append(record)
+    was_alone = len(suspects) == len(blamed) == 1 and (report.num_lost is None or report.num_lost <= len(ran))
+    if not was_alone or len(suspects[0].strikes) < max_lost_workers:
+        return Verdict(suspected)
+    return Verdict(suspected, _clear_others(suspects[0]), suspects[0])
+
+
+def _clear_others(culprit: LossRecord) -> list[LossRecord]:
+    """Clear all other suspects of the culprit's losses, and return those that are no suspects any more."""
+    cleared = []
+    for loss in culprit.strikes:
+        others = [record for record in loss.suspects if record is not culprit]
+        for record in others:
+            record.clear(loss)
+        cleared += [record for record in others if not record.is_suspect]
+        loss.suspects = [culprit]
+    return cleared
 
 
 Cause = Literal["lost", "torn", "moved"]
@@ -113,23 +190,24 @@ class FailoverDecision(Generic[AnyAttempt]):
     migrating: list[AnyAttempt]
     given_up: list[AnyAttempt]
     culprits: list[AnyAttempt]
+    verdict: Verdict
 
 
 def after_loss(
-    attempts: Sequence[AnyAttempt], cause: Cause, config: FailoverConfig, *, max_num_seqs: int | None
+    attempts: Sequence[AnyAttempt], cause: Cause, config: FailoverConfig, report: LossReport
 ) -> FailoverDecision[AnyAttempt]:
     """Decide what happens to attempts that cannot continue at their worker.
 
     A worker that drains is not a loss: it counts for no request. Neither does a loss count for a request that was never sent.
     """
-    culprit = None
+    verdict = Verdict()
     if cause == "lost":
-        ran = may_have_run(attempts, max_num_seqs=max_num_seqs)
-        culprit = assign_blame(ran, max_lost_workers=config.max_lost_workers)
-    decision: FailoverDecision[AnyAttempt] = FailoverDecision(migrating=[], given_up=[], culprits=[])
+        ran = may_have_run(attempts, max_num_seqs=report.max_num_seqs)
+        verdict = assign_blame(ran, report, max_lost_workers=config.max_lost_workers)
+    decision: FailoverDecision[AnyAttempt] = FailoverDecision(migrating=[], given_up=[], culprits=[], verdict=verdict)
     for attempt in sorted(attempts, key=lambda attempt: not attempt.num_new_tokens):
         is_counted = cause != "moved" and attempt.is_sent
-        if attempt.record is culprit:
+        if attempt.record is verdict.culprit:
             decision.culprits.append(attempt)
         elif is_counted and attempt.record.num_migrations >= config.max_resumes:
             decision.given_up.append(attempt)
@@ -150,8 +228,8 @@ def lost_too_often(record: LossRecord) -> WorkerLost:
     return WorkerLost(GAVE_UP.format(n=record.num_migrations + 1))
 
 
-def may_have_run(attempts: Sequence[Attempt], *, max_num_seqs: int | None) -> list[LossRecord]:
-    """The records of those attempts that a worker may have been computing when it was lost.
+def may_have_run(attempts: Sequence[AnyAttempt], *, max_num_seqs: int | None) -> list[AnyAttempt]:
+    """Those attempts that a worker may have been computing when it was lost.
 
     An attempt without a token was only queued if `max_num_seqs` others had begun to stream. Requests of other routers may have
     run too, and are not known here; so where it is unclear an attempt counts as one that ran.
@@ -159,7 +237,7 @@ def may_have_run(attempts: Sequence[Attempt], *, max_num_seqs: int | None) -> li
     num_streaming = sum(attempt.num_new_tokens > 0 for attempt in attempts)
     had_free_slot = max_num_seqs is None or num_streaming < max_num_seqs
     return [
-        attempt.record
+        attempt
         for attempt in attempts
         if attempt.is_sent and (had_free_slot or attempt.num_new_tokens or attempt.awaits_reply)
     ]

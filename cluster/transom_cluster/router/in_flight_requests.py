@@ -225,6 +225,7 @@ class Undelivered:
     """Requests that did not take one of a step's events; the worker's connection expects no more of them."""
 
     lost: list[InFlightRequest] = field(default_factory=list)  # the worker itself says that it has lost them
+    reason: WorkerLost | None = None  # of `lost`, as the worker says
     torn: list[InFlightRequest] = field(default_factory=list)  # output before the event is missing
     failed: list[tuple[InFlightRequest, Exception]] = field(default_factory=list)  # handling the event raised an error
 
@@ -250,6 +251,11 @@ class InFlightRequests:
     def request_ids(self) -> list[str]:
         """The request ids of all attempts."""
         return list(self._requests)
+
+    @property
+    def requests(self) -> Iterable[InFlightRequest]:
+        """The requests of all attempts."""
+        return self._requests.values()
 
     def has(self, request_id: str) -> bool:
         """Whether events of this attempt are expected."""
@@ -281,9 +287,10 @@ class InFlightRequests:
             if request is None:
                 continue
             try:
-                if event.error is not None and isinstance(event.error.error(), WorkerLost):
+                if event.error is not None and isinstance(error := event.error.error(), WorkerLost):
                     self.remove(event.request_id)
                     undelivered.lost.append(request)
+                    undelivered.reason = error
                 elif not request.take(event):
                     self.remove(event.request_id)
                     undelivered.torn.append(request)
@@ -291,7 +298,7 @@ class InFlightRequests:
                     if request.has_ended:
                         self.remove(event.request_id)
                     self._listener.advanced(request, event)
-            except Exception as error:  # a bug, which ends this request and no other
+            except Exception as bug:  # it ends this request and no other
                 self.remove(event.request_id)
-                undelivered.failed.append((request, error))
+                undelivered.failed.append((request, bug))
         return undelivered

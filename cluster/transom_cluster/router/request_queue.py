@@ -9,7 +9,7 @@ A worker may take a request unless
 - it refused the request since the last retry (every `RouterTimings.retry_s`);
 - it is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other workers are
   connected;
-- the request is a suspect (`failover`), and the worker has another suspect: suspects are **quarantined**, one to a worker.
+- the request or another one is a suspect (`failover`): suspects are **quarantined** (`quarantine`), one to a worker.
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
-from transom_cluster.router.failover import RELEASE_TOKENS, Cause, after_loss, lost_too_often, poison
+from transom_cluster.router.failover import (
+    RELEASE_TOKENS,
+    Cause,
+    LossReport,
+    after_loss,
+    lost_too_often,
+    poison,
+)
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER, ModelLimitsTracker
+from transom_cluster.router.quarantine import Quarantine
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import Attempts, ConnectionBroken, WorkerConnection
 from transom_cluster.routing.placer import Placer
@@ -69,6 +77,7 @@ class RequestQueue:
         self._policy = policy
         self._wake_workers = wake_workers
         self._timings = timings
+        self._quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
         self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
         self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
@@ -143,24 +152,38 @@ class RequestQueue:
             request.accept()
         if event.usage is not None and event.token_ids:
             self._placer.first_event(event.request_id, event.usage)
+        if (
+            request.has_ended or request.num_new_tokens >= RELEASE_TOKENS
+        ):  # it has passed the step that a worker was lost at
+            self._release(request)
         if request.has_ended:
             self._leave_worker(request)
-        elif not request.record.is_suspect or request.num_new_tokens >= RELEASE_TOKENS:
-            # It has passed the step that a worker was lost at, or another request was found to be the culprit.
-            request.record.release()
+        elif not request.record.is_suspect:  # released, or another request was found to be the culprit
             self._end_quarantine(request)
 
-    def lost(self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause) -> None:
+    def lost(
+        self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause, reason: Exception | None
+    ) -> None:
         """Requests cannot continue at their worker: they migrate, or end with an error."""
         requests = [request for request in requests if not request.has_ended]
+        report = _loss_report(connection, reason)
         for request in requests:
-            tokens_so_far = len(request.token_ids)
             request.events.report(
-                Lost(choice=request.index, worker=connection.worker_id, cause=cause, tokens_so_far=tokens_so_far)
+                Lost(
+                    choice=request.index,
+                    worker=connection.worker_id,
+                    cause=cause,
+                    loss_cause=report.cause if cause == "lost" else None,
+                    tokens_so_far=len(request.token_ids),
+                )
             )
             self._leave_worker(request)
-        max_num_seqs = None if connection.load is None else connection.load.max_num_seqs
-        decision = after_loss(requests, cause, self._config, max_num_seqs=max_num_seqs)
+        decision = after_loss(requests, cause, self._config, report)
+        if cause == "lost" and requests:
+            self._metrics.lost(report.cause)
+            self._metrics.judged("suspected", len(decision.verdict.suspected))
+            self._metrics.judged("cleared", len(decision.verdict.cleared))
+            self._metrics.judged("culprit", len(decision.culprits))
         for request in decision.culprits:
             self._give_up(request, "poison", poison(request.record))
         for request in decision.given_up:
@@ -168,6 +191,7 @@ class RequestQueue:
         for request in decision.migrating:
             request.is_migrating = True
             request.refusals.clear()
+        self._quarantine.watch(decision.migrating)
         self.enter(decision.migrating)
         self._place_soon()
 
@@ -195,7 +219,7 @@ class RequestQueue:
                 continue
             refused = request.refusals if request in self._waiting else request.refusals.keys() | refusing
             willing = [one for one in available if one.worker_id not in refused]
-            allowed = [one for one in willing if one.suspect is None] if request.record.is_suspect else willing
+            allowed = self._quarantine.allowed(request, willing)
             if allowed:
                 self._waiting.pop(request, None)
                 try:
@@ -299,11 +323,19 @@ class RequestQueue:
         request.worker_id = None
         self._placer.ended(request.attempt.request_id)
 
+    def _release(self, request: InFlightRequest) -> None:
+        """Forget the losses of a request that has made progress."""
+        if request.record.num_losses:
+            self._metrics.judged("released", int(request.record.is_suspect))
+            request.record.release()
+
     def _end_quarantine(self, request: InFlightRequest) -> None:
-        """Let the request's worker take another suspect, if this request was its suspect."""
+        """Let the request's worker take another suspect, if this request was its suspect; or one on trial, which waits for it."""
         connection = None if request.worker_id is None else self._connections.get(request.worker_id)
         if connection is not None and connection.suspect is request:
             connection.suspect = None
+            self._place_soon()
+        elif self._quarantine.has_trials:
             self._place_soon()
 
     def _give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:
@@ -343,6 +375,13 @@ class RequestQueue:
 
     def _in_order(self) -> list[InFlightRequest]:
         return sorted(self._waiting, key=lambda request: request.queue_order(self._policy))
+
+
+def _loss_report(connection: WorkerConnection, reason: Exception | None) -> LossReport:
+    max_num_seqs = None if connection.load is None else connection.load.max_num_seqs
+    if isinstance(reason, WorkerLost):
+        return LossReport(cause=reason.loss_cause, max_num_seqs=max_num_seqs, num_lost=reason.num_lost)
+    return LossReport(cause="silent" if isinstance(reason, TimeoutError) else "unknown", max_num_seqs=max_num_seqs)
 
 
 def _stack(error: Exception) -> str:

@@ -55,8 +55,10 @@ class ConnectionListener(OutputListener, Protocol):
     def closed(self, connection: WorkerConnection) -> None:
         """The stream has ended. A call of `lost` comes next."""
 
-    def lost(self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause) -> None:
-        """These requests cannot continue at this worker."""
+    def lost(
+        self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause, reason: Exception | None
+    ) -> None:
+        """These requests cannot continue at this worker; `reason` is what the worker or its stream said, if anything."""
 
     def failed(self, request: InFlightRequest, error: Exception) -> None:
         """Handling the request raised an error: it has to end, if it has not ended yet."""
@@ -213,7 +215,7 @@ class WorkerConnection:
                 error = caught
             finally:
                 was_open = self.is_open
-                lost = [*([] if was_open else lost), *self._lose()]
+                lost = [*([] if was_open else lost), *self._lose(error)]
             if was_open:
                 logger.warning(
                     "The event stream of worker %s broke (%d requests): %r", self.worker_id, len(lost), error
@@ -258,13 +260,13 @@ class WorkerConnection:
             self._abort([request.attempt.request_id for request in torn])
             self._hand_over(torn, "torn")
         if undelivered.lost:
-            self._hand_over(undelivered.lost, "lost")
+            self._hand_over(undelivered.lost, "lost", undelivered.reason)
         for request, error in undelivered.failed:
             self._fail(request, error)
             self._abort([request.attempt.request_id])
 
-    def _lose(self) -> list[str]:
-        """The stream has ended: hand its attempts over, and return their request ids."""
+    def _lose(self, error: Exception | None) -> list[str]:
+        """The stream has ended, with `error` if it broke: hand its attempts over, and return their request ids."""
         for call in list(self._calls):
             call.cancel()
         self._stream_ended.set()
@@ -274,16 +276,16 @@ class WorkerConnection:
             self.is_open = False
             try:
                 self._listener.closed(self)
-            except Exception as error:  # a bug; the attempts are handed over all the same
-                logger.error("Handling the loss of worker %s failed.\n%s", self.worker_id, _stack(error))
-            self._hand_over(requests, "lost")
+            except Exception as bug:  # the attempts are handed over all the same
+                logger.error("Handling the loss of worker %s failed.\n%s", self.worker_id, _stack(bug))
+            self._hand_over(requests, "lost", error)
         return request_ids
 
-    def _hand_over(self, requests: list[InFlightRequest], cause: Cause) -> None:
+    def _hand_over(self, requests: list[InFlightRequest], cause: Cause, reason: Exception | None = None) -> None:
         """Hand requests over that cannot continue here. Should that fail, which would be a bug, they end, so that none waits for
         ever."""
         try:
-            self._listener.lost(self, requests, cause)
+            self._listener.lost(self, requests, cause, reason)
         except Exception as error:
             for request in requests:
                 if not request.has_ended and request.worker_id in (None, self.worker_id):

@@ -1,11 +1,19 @@
-"""The client of one worker replica behind a Ray Serve handle."""
+"""The client of one worker replica behind a Ray Serve handle.
+
+Ray says in words how a replica's process ended, and not with which signal. All that is read there is whether its node is gone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from ray.exceptions import RayActorError
+
 from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
+from transom_worker.errors import LossCause, WorkerLost
+
+NODE_DIED = "its node has died"  # in Ray's words on an actor whose host is gone
 
 
 class ServeWorkerClient:
@@ -25,6 +33,8 @@ class ServeWorkerClient:
         try:
             async for message in response:
                 yield message
+        except RayActorError as error:
+            raise WorkerLost(f"The worker's process has ended: {error}", loss_cause=_loss_cause(error)) from error
         finally:
             response.cancel()
 
@@ -69,3 +79,7 @@ class ServeWorkerClient:
         """Call the worker's `request_timeline`."""
         timeline: list[dict[str, Any]] = await self._handle.request_timeline.remote(request_id)
         return timeline
+
+
+def _loss_cause(error: RayActorError) -> LossCause:
+    return "host_lost" if error.preempted or NODE_DIED in " ".join(str(error).split()) else "unknown"

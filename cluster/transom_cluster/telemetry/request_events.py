@@ -126,12 +126,16 @@ class FirstToken(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(ChoiceEvent):
-    """The attempt cannot continue at its worker: `router.failover.Cause` has the causes."""
+    """The attempt cannot continue at its worker: `router.failover.Cause` has the causes.
+
+    `loss_cause` is the cause of the worker's loss (`errors.LossCause`); None where the worker was not lost.
+    """
 
     kind: ClassVar[str] = "lost"
     worker: str
     cause: str
     tokens_so_far: int
+    loss_cause: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

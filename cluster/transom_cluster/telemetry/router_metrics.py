@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
@@ -13,6 +13,7 @@ from transom_cluster.telemetry.request_events import Accepted, Failed, RequestEv
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_state import RouterState, StateCollector
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
+from transom_worker.errors import LOSS_CAUSES, LossCause
 from transom_worker.telemetry.metrics.own_labels import OwnLabels
 from transom_worker.telemetry.metrics.process import Process
 
@@ -32,6 +33,7 @@ MAIN_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; an exemplar with a longer id is left out
 
 WorkerChange = Literal["joined", "lost", "drained"]
+Judgement = Literal["suspected", "released", "cleared", "culprit"]
 
 
 class RouterMetrics:
@@ -127,7 +129,21 @@ class RouterMetrics:
             "(they still answered when nothing ran there any more).",
             "change",
         )
+        self._losses = families.counter(
+            "transom_router_worker_losses",
+            "Losses of workers that had requests of this router, by cause: what the worker, its ranks or Ray said; unknown where "
+            "only its connection broke.",
+            "cause",
+        )
+        self._judgements = families.counter(
+            "transom_router_suspects",
+            "Requests by what losses of workers made of them: suspected of a loss, released after more tokens, cleared because "
+            "another request was the culprit, or the culprit.",
+            "judgement",
+        )
         for family, values in (
+            (self._losses, LOSS_CAUSES),
+            (self._judgements, get_args(Judgement)),
             (self._failovers, ("resumed", "gave_up", "poison")),
             (self._drains, ("finished", "moved")),
             (self._worker_changes, ("joined", "lost", "drained")),
@@ -152,6 +168,14 @@ class RouterMetrics:
     def worker_changed(self, change: WorkerChange) -> None:
         """A worker takes requests from now on, or takes none any more."""
         self._worker_changes.of(change).inc()
+
+    def lost(self, cause: LossCause) -> None:
+        """A worker was lost with requests of this router."""
+        self._losses.of(cause).inc()
+
+    def judged(self, judgement: Judgement, count: int) -> None:
+        """Losses of workers made this of `count` requests."""
+        self._judgements.of(judgement).inc(count)
 
     def dropped_scrapes(self, target: Literal["worker", "router"], count: int) -> None:
         """`count` processes did not answer in time for a page of metrics."""

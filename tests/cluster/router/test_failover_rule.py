@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from tests.cluster.conftest import Api, running_api, until
 from tests.cluster.stub_worker import StubWorker
-from transom_cluster.router.failover import RELEASE_TOKENS, LossRecord, after_loss, assign_blame, may_have_run
+from transom_cluster.router.failover import (
+    RELEASE_TOKENS,
+    LossRecord,
+    LossReport,
+    after_loss,
+    assign_blame,
+    evidence,
+    may_have_run,
+)
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import WorkerLoad
+from transom_worker.errors import LOSS_CAUSES, LossCause
 
 POISON = ord("!")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -28,47 +37,103 @@ class Attempt:
     num_new_tokens: int = 0
 
 
-def test_alone_on_two_lost_workers():
-    record = LossRecord()
-    assert assign_blame([record], max_lost_workers=2) is None
-    assert record.is_suspect
-    assert assign_blame([record], max_lost_workers=2) is record
+STRONG, WEAK = LossReport(cause="exception"), LossReport()
+
+
+def blame(*attempts: Attempt, report: LossReport = STRONG, most: int = 3) -> LossRecord | None:
+    return assign_blame(attempts, report, max_lost_workers=most).culprit
+
+
+def test_alone_on_three_lost_workers():
+    one = Attempt()
+    assert [blame(one) for _ in range(2)] == [None, None]
+    assert one.record.is_suspect
+    assert one.record.is_on_trial(3)
+    assert blame(one) is one.record
 
 
 def test_the_suspect_is_named_and_the_others_are_cleared():
-    records = [LossRecord() for _ in range(32)]
-    assert assign_blame(records, max_lost_workers=2) is None
-    assert all(record.is_suspect for record in records)
-    records[3].release()  # it brought more tokens
-    bystanders = [LossRecord(), records[3]]
-    assert assign_blame([*bystanders, records[7]], max_lost_workers=2) is records[7]
-    assert not any(record.is_suspect or record.num_losses for record in [*records[:7], *records[8:], *bystanders])
+    attempts = [Attempt() for _ in range(32)]
+    first = assign_blame(attempts, STRONG, max_lost_workers=2)
+    assert first.culprit is None
+    assert first.suspected == [one.record for one in attempts]
+    attempts[3].record.release()  # it brought more tokens
+    bystanders = [Attempt(num_new_tokens=RELEASE_TOKENS), Attempt(attempts[3].record, num_new_tokens=RELEASE_TOKENS)]
+    second = assign_blame([*bystanders, attempts[7]], STRONG, max_lost_workers=2)
+    assert second.culprit is attempts[7].record
+    innocent = [one.record for one in (*attempts[:7], *attempts[8:], *bystanders)]
+    assert set(second.cleared) == {one.record for one in (*attempts[:3], *attempts[4:7], *attempts[8:])}
+    assert not any(record.is_suspect or record.num_losses for record in innocent)
 
 
 def test_suspects_that_were_lost_together_are_not_stopped():
-    records = [LossRecord() for _ in range(2)]
+    pair = [Attempt(), Attempt()]
     for _ in range(5):
-        assert assign_blame(records, max_lost_workers=2) is None
-    assert assign_blame(records[:1], max_lost_workers=2) is records[0]
-    assert records[1].num_losses == 0
+        assert blame(*pair, most=2) is None
+    assert blame(pair[0], most=2) is pair[0].record
+    assert pair[1].record.num_losses == 0
 
 
 def test_losses_are_forgotten_after_more_tokens():
-    record, other = LossRecord(), LossRecord()
-    assign_blame([record, other], max_lost_workers=2)
-    record.release()
-    assert (record.num_losses, other.num_losses) == (0, 1)
+    one, other = Attempt(), Attempt()
+    blame(one, other, most=2)
+    one.record.release()
+    assert (one.record.num_losses, other.record.num_losses) == (0, 1)
     for _ in range(5):
-        assert assign_blame([record], max_lost_workers=2) is None
-        record.release()
+        assert blame(one, most=2) is None
+        one.record.release()
 
 
 def test_who_is_alone_for_one_router_only_becomes_a_suspect():
     """Another router's requests may have been there too."""
-    record = LossRecord()
-    assert assign_blame([record], max_lost_workers=1) is None
-    assert record.is_suspect
-    assert assign_blame([record], max_lost_workers=1) is record
+    one = Attempt()
+    assert blame(one, most=1) is None
+    assert one.record.is_suspect
+    assert blame(one, most=1) is one.record
+
+
+def test_a_suspect_beside_a_request_without_progress_is_not_stopped():
+    """The other one may have ended the worker: both run again, and alone."""
+    suspect, fresh = Attempt(), Attempt(num_new_tokens=RELEASE_TOKENS - 1)
+    blame(suspect, most=2)
+    assert blame(suspect, fresh, most=2) is None
+    assert suspect.record.is_suspect
+    assert fresh.record.is_suspect
+    assert blame(fresh, most=2) is fresh.record
+    assert suspect.record.num_losses == 1
+
+
+def test_a_suspect_beside_other_routers_requests_is_not_stopped():
+    suspect = Attempt()
+    for num_lost in (3, 2, 2):
+        assert blame(suspect, report=LossReport(cause="hung", num_lost=num_lost), most=2) is None
+    assert blame(suspect, report=LossReport(cause="hung", num_lost=1), most=2) is suspect.record
+
+
+@pytest.mark.parametrize("cause", [cause for cause in LOSS_CAUSES if evidence(cause) == "none"])
+def test_what_comes_from_outside_blames_no_request(cause: LossCause):
+    one = Attempt()
+    for _ in range(20):
+        assert blame(one, report=LossReport(cause=cause), most=1) is None
+    assert one.record == LossRecord() or not one.record.num_losses
+    assert not one.record.is_suspect
+
+
+def test_losses_without_a_known_cause_count_from_the_third_on():
+    one, others = Attempt(), [Attempt() for _ in range(3)]
+    for _ in range(2):
+        assert blame(one, *others, report=WEAK) is None
+        assert not one.record.is_suspect
+    others[0].record.release()
+    assert blame(one, others[0], report=WEAK) is None
+    assert one.record.is_suspect
+    assert not others[0].record.is_suspect
+    assert [blame(one, report=WEAK) for _ in range(2)] == [None, one.record]
+    assert one.record.num_losses == 5
+
+
+def test_every_cause_is_evidence_or_not():
+    assert {evidence(cause) for cause in LOSS_CAUSES} == {"strong", "weak", "none"}
 
 
 def test_a_request_that_only_waited_is_not_to_blame():
@@ -76,11 +141,8 @@ def test_a_request_that_only_waited_is_not_to_blame():
     queued, unsent, unanswered = Attempt(), Attempt(is_sent=False), Attempt(awaits_reply=True)
     attempts = [*streaming, queued, unsent, unanswered]
     may = may_have_run(attempts, max_num_seqs=3)
-    assert may == [
-        one.record for one in (*streaming, queued, unanswered)
-    ]  # one running slot may have been the queued one's
-    full = may_have_run(attempts, max_num_seqs=2)
-    assert full == [one.record for one in (*streaming, unanswered)]
+    assert may == [*streaming, queued, unanswered]  # one running slot may have been the queued one's
+    assert may_have_run(attempts, max_num_seqs=2) == [*streaming, unanswered]
 
 
 def test_which_requests_migrate():
@@ -89,7 +151,7 @@ def test_which_requests_migrate():
     attempts = [queued, streaming, unsent]
 
     def lose(cause):
-        return after_loss(attempts, cause, config, max_num_seqs=None)
+        return after_loss(attempts, cause, config, STRONG)
 
     assert lose("moved").migrating == [streaming, queued, unsent]  # streams that have begun first
     assert [one.record.num_migrations for one in attempts] == [0, 0, 0]
@@ -103,27 +165,25 @@ def test_which_requests_migrate():
 
 
 @given(st.data())
-def test_a_poison_request_costs_two_workers_and_no_other_request(data):
+def test_a_poison_request_costs_three_workers_and_no_other_request(data):
     """Suspects run one by one; the poison request ends each worker that gets it."""
     num_workers, num_requests = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
-    records = [LossRecord() for _ in range(num_requests)]
-    poison = records[data.draw(st.integers(0, num_requests - 1))]
-    assert assign_blame(records, max_lost_workers=2) is None
-    num_lost, stopped = 1, []
-    others: list[list[LossRecord]] = [[LossRecord()] for _ in range(num_workers)]
-    for record in data.draw(st.permutations(records)):
-        if record in stopped:
-            continue
+    requests = [Attempt() for _ in range(num_requests)]
+    poison = requests[data.draw(st.integers(0, num_requests - 1))]
+    assert blame(*requests) is None
+    num_lost, culprit = 1, None
+    others: list[list[Attempt]] = [[Attempt(num_new_tokens=RELEASE_TOKENS)] for _ in range(num_workers)]
+    for request in data.draw(st.permutations(requests)):
         at = others[data.draw(st.integers(0, num_workers - 1))]
-        at.append(record)
-        if record is not poison:
-            record.release()
-            continue
-        num_lost += 1
-        stopped = [assign_blame(at, max_lost_workers=2)]
-    assert stopped == [poison]
-    assert num_lost == 2
-    assert not any(one.num_losses for group in others for one in group if one is not poison)
+        while request is poison and culprit is None:
+            num_lost += 1
+            culprit = blame(*at, request)
+        if request is not poison and culprit is None:
+            request.record.release()
+            at.append(Attempt(request.record, num_new_tokens=RELEASE_TOKENS))
+    assert culprit is poison.record
+    assert num_lost == 3
+    assert not any(one.record.num_losses for group in (*others, requests) for one in group if one is not poison)
 
 
 def with_suspect(api: Api) -> set[str]:
@@ -131,21 +191,26 @@ def with_suspect(api: Api) -> set[str]:
     return {one.worker_id for one in api.router.connections.values() if one.suspect is not None}
 
 
-def value(api: Api, outcome: str) -> float | None:
-    labels = {"model": "stub", "router": "r0", "outcome": outcome}
-    return api.router.metrics.registry.get_sample_value("transom_router_failovers_total", labels)
+def value(api: Api, name: str, **labels: str) -> float:
+    labels = {"model": "stub", "router": "r0", **labels}
+    found = api.router.metrics.registry.get_sample_value(f"transom_router_{name}_total", labels)
+    assert found is not None
+    return found
 
 
+@pytest.mark.parametrize(("cause", "num_lost"), [("exception", 3), ("unknown", 5)])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("poison_at", [0, 1, RELEASE_TOKENS, 2 * RELEASE_TOKENS])
-async def test_poison_among_many_ends_two_workers_and_itself(poison_at: int, stream: bool) -> None:
+async def test_poison_among_many_ends_few_workers_and_itself(
+    poison_at: int, stream: bool, cause: LossCause, num_lost: int
+) -> None:
     """32 streams; all others get their whole answer."""
-    workers = [StubWorker(worker=f"w{i}", poison=POISON, poison_at=poison_at) for i in range(4)]
+    workers = [StubWorker(worker=f"w{i}", poison=POISON, poison_at=poison_at, poison_cause=cause) for i in range(6)]
     async with running_api(*workers, routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)) as api:
         prompts = ["innocent"] * 20 + ["poison!"] + ["innocent"] * 11
         answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26, stream=stream)) for p in prompts]
         responses = await asyncio.gather(*answers)
-        assert sum(worker.is_dead for worker in workers) == 2
+        assert sum(worker.is_dead for worker in workers) == num_lost
         for prompt, response in zip(prompts, responses, strict=True):
             if prompt == "innocent":
                 assert response.status_code == 200
@@ -159,9 +224,15 @@ async def test_poison_among_many_ends_two_workers_and_itself(poison_at: int, str
             assert stopped.status_code == 500
             error = stopped.json()["error"]
         assert error["code"] == "poison_request"
-        assert "2 workers" in error["message"]
-        assert value(api, "poison") == 1
-        assert value(api, "gave_up") == 0
+        assert f"{num_lost} workers" in error["message"]
+        assert value(api, "failovers", outcome="poison") == 1
+        assert value(api, "failovers", outcome="gave_up") == 0
+        assert value(api, "worker_losses", cause=cause) == num_lost
+        judged = {
+            name: value(api, "suspects", judgement=name) for name in ("suspected", "released", "cleared", "culprit")
+        }
+        assert judged["culprit"] == 1
+        assert sum(judged.values()) == 2 * judged["suspected"]
 
 
 async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
@@ -176,7 +247,7 @@ async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
                 workers.append(StubWorker(worker=f"w{len(workers)}", poison=POISON, poison_at=3))
                 api.directory.add(workers[-1])
         assert [answer.result().status_code for answer in answers] == [500] + [200] * 7
-        assert len(workers) == 3
+        assert len(workers) == 4
 
 
 async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
@@ -184,11 +255,11 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
     first, second, third, last = (
         StubWorker(worker=f"w{i}", max_events=1, poison=POISON, poison_at=2) for i in range(4)
     )
-    config = FailoverConfig(wait_s=120.0)
+    config = FailoverConfig(wait_s=120.0, max_lost_workers=2)
     async with running_api(first, failover=config) as api:
         innocent, poison = (asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in ("innocent", "poison!"))
         await until(lambda: first.num_silent == 2 and first.is_read)
-        first.kill()
+        first.kill("exception")
         api.directory.add(second)
         await until(lambda: second.num_silent == 1 and second.is_read and len(api.router.queue) == 1)
         api.directory.add(third)
@@ -216,7 +287,7 @@ async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once(
         queued = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(6)]
         await until(lambda: first.num_silent == 8)
         second.max_events = 0
-        first.kill()
+        first.kill("exception")
         api.directory.add(second)
         await until(lambda: second.num_silent == 7)  # the queued ones, and one of the two that may have done it
         assert len(api.router.queue) == 1

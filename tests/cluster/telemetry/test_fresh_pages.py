@@ -15,6 +15,7 @@ from transom_cluster.http.api import build_api
 from transom_cluster.routing.policy import REASONS
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_metrics import MAIN_ENDPOINTS
+from transom_worker.errors import LOSS_CAUSES
 from transom_worker.telemetry.metrics.fixed_values import (
     CHECKPOINT_KINDS,
     EVICTION_REASONS,
@@ -55,6 +56,8 @@ OF_ROUTERS: dict[str, Values] = {
     "transom_router_broken_answers": set(product(MAIN_ENDPOINTS, BREAK_REASONS)),
     "transom_router_request_seconds": one(*MAIN_ENDPOINTS),
     "transom_router_failovers": one("resumed", "gave_up", "poison"),
+    "transom_router_worker_losses": one(*LOSS_CAUSES),
+    "transom_router_suspects": one("suspected", "released", "cleared", "culprit"),
     "transom_router_drains": one("finished", "moved"),
     "transom_router_worker_changes": one("joined", "lost", "drained"),
     "transom_router_dropped_scrapes": one("worker", "router"),

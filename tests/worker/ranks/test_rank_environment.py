@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from transom_worker.execution.ranks import process_launcher
+from transom_worker.execution.ranks.launcher import RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.openmp import SPIN_ROUNDS
@@ -37,7 +38,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, policy: str | None) -> None:
 @CHOICES
 def test_a_rank_s_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None, expected: str) -> None:
     choose(monkeypatch, policy)
-    written, exits = tmp_path / "variables", queue.Queue[tuple[int, str | None]]()
+    written, exits = tmp_path / "variables", queue.Queue[tuple[int, RankExit | None]]()
     monkeypatch.setattr(process_launcher, "PROGRAM", (sys.executable, "-c", WRITES_ITS_VARIABLES, str(written)))
     launcher = RankProcesses()
     launcher.launch([one_setup()], lambda rank, how: exits.put((rank, how)))

@@ -43,12 +43,17 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorInfo:
-    """An error in a message between worker and router: the name of its class in `errors`, its text and its details."""
+    """An error in a message between worker and router: the name of its class in `errors`, its text and its details.
+
+    `loss_cause` and `num_lost` belong to the errors with which a worker says that it has lost requests.
+    """
 
     kind: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    loss_cause: errors.LossCause | None = None
+    num_lost: int | None = None
 
     @classmethod
     def of(cls, error: Exception) -> ErrorInfo:
@@ -58,6 +63,8 @@ class ErrorInfo:
             message=str(error) or type(error).__name__,
             param=getattr(error, "param", None),
             retry_after_s=getattr(error, "retry_after_s", None),
+            loss_cause=getattr(error, "loss_cause", None),
+            num_lost=getattr(error, "num_lost", None),
         )
 
     def error(self) -> errors.TransomError:
@@ -67,6 +74,10 @@ class ErrorInfo:
             return kind(self.message, param=self.param)
         if issubclass(kind, errors.Overloaded):
             return kind(self.message, retry_after_s=self.retry_after_s or 1.0)
+        if issubclass(kind, errors.WorkerLost):
+            return kind(self.message, loss_cause=self.loss_cause or "unknown", num_lost=self.num_lost)
+        if issubclass(kind, errors.StepFailed):
+            return kind(self.message, loss_cause=self.loss_cause or "unknown")
         return kind(self.message)
 
 

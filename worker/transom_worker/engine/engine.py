@@ -23,7 +23,7 @@ from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
 from transom_worker.engine.step_rates import StepRates
-from transom_worker.errors import EngineDead, OutOfMemory, RankLost, RequestTimeout, WorkerLost
+from transom_worker.errors import EngineDead, OutOfMemory, RankLost, RequestTimeout, StepFailed, WorkerLost
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.request_validation import check_request, fit_model_len
@@ -257,8 +257,10 @@ class Engine:
         self.dead = self.dead or reason
         self.is_restarting = False
         self._pipeline.forget()
-        error = reason if isinstance(reason, WorkerLost) else EngineDead(f"The worker's engine has ended: {reason}")
-        return self._end_all_with_error(error)
+        if not isinstance(reason, WorkerLost):
+            cause = reason.loss_cause if isinstance(reason, StepFailed) else "exception"
+            reason = EngineDead(f"The worker's engine has ended: {reason}", loss_cause=cause)
+        return self._end_all_with_error(reason)
 
     def _run_out_of_memory(self, error: OutOfMemory) -> list[OutputEvent]:
         """End the request that asked for the most in the failed step; the scheduler computes the others again.
@@ -300,7 +302,8 @@ class Engine:
             return events + self.fail(error)
         self._pipeline.forget()
         self.scheduler.reset()
-        return events + self._end_all_with_error(WorkerLost(f"The worker lost a rank: {error}"))
+        lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
+        return events + self._end_all_with_error(lost)
 
     def _restart_ranks(self) -> None:
         begin_s = time.perf_counter()
@@ -316,7 +319,8 @@ class Engine:
                 self._report_end(running, "abort")
         self.publish()
 
-    def _end_all_with_error(self, error: Exception) -> list[OutputEvent]:
+    def _end_all_with_error(self, error: WorkerLost) -> list[OutputEvent]:
+        error.num_lost = sum(bool(running.times.scheduled_s) for running in self.requests.values())
         return [self._end_with_error(request_id, error) for request_id in list(self.requests)]
 
     def _end_with_error(self, request_id: str, error: Exception) -> OutputEvent:

@@ -118,10 +118,10 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._loop()
-            reason = EngineDead("The worker is shutting down.")
+            reason = EngineDead("The worker is shutting down.", loss_cause="stopped")
         except Exception as error:  # a bug, but no request may wait for ever because of it
             logger.exception("The engine's thread failed.")
-            reason = EngineDead(f"The engine's thread failed: {type(error).__name__}: {error}")
+            reason = EngineDead(f"The engine's thread failed: {type(error).__name__}: {error}", loss_cause="exception")
         events = self._engine.fail(reason)
         self._ended = True
         self._run_commands()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from transom_worker.config import EngineConfig
 from transom_worker.errors import OutOfMemory, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
+from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.model_loading import LoadedModel
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -52,7 +53,8 @@ class LocalExecutor(Executor):
             self.drop_in_flight()
             if not isinstance(error, Exception) or isinstance(error, OutOfMemory):
                 raise  # a KeyboardInterrupt must reach the program that runs the engine
-            raise StepFailed(f"Step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+            message = f"Step {plan.step_id} failed: {type(error).__name__}: {error}"
+            raise StepFailed(message, loss_cause=cause_of_error(error)) from error
 
     def drop_in_flight(self) -> None:
         """Forget the queued plans."""

@@ -67,4 +67,5 @@ class Peer:
                 f"{self.name} {'closed' if self._integers[self._left] else 'died'} while other ranks waited for it."
             )
         if waited_s > timeout_s:
-            raise RankLost(f"{self.name} was not ready within {timeout_s:g} s; it hangs or its step is too long.")
+            message = f"{self.name} was not ready within {timeout_s:g} s; it hangs or its step is too long."
+            raise RankLost(message, loss_cause="hung")

@@ -17,13 +17,14 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from transom_worker.errors import ConfigError
-from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
+from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 
 KILL_TIMEOUT_S = 10.0
 POLL_PERIOD_S = (
     0.5  # how often the watching thread checks whether the launcher was killed; it sees an actor's end at once
 )
+NODE_DIED = "its node has died"  # in Ray's words on an actor whose host is gone
 
 
 class RankActor:
@@ -79,7 +80,7 @@ class RankActors(Launcher):
             for run_ref in ended:
                 rank = running.pop(run_ref)
                 if not self._killed.is_set():
-                    on_exit(rank, _exit_reason(run_ref))
+                    on_exit(rank, _rank_exit(run_ref))
 
 
 def _placement_group(num_ranks: int) -> PlacementGroup:
@@ -108,10 +109,11 @@ def _create(group: PlacementGroup, bundle: int) -> Any:
     return ray.remote(RankActor).options(**options).remote()
 
 
-def _exit_reason(run_ref: Any) -> str | None:
+def _rank_exit(run_ref: Any) -> RankExit | None:
     """Wait for an actor's `run`, and return how the actor ended; None where `run` returned normally."""
     try:
         ray.get(run_ref)
     except RayError as error:
-        return f"its actor ended: {' '.join(str(error).split())}"
+        words = " ".join(str(error).split())
+        return RankExit(f"its actor ended: {words}", "host_lost" if NODE_DIED in words else "unknown")
     return None

@@ -214,7 +214,8 @@ class RanksExecutor(Executor):
         if self._in_flight:
             self._in_flight.clear()
             kind = OutOfMemory if was_out_of_memory else StepFailed
-            raise kind(f"Step {failure.step_id} failed: {failure.error.message}")
+            message = f"Step {failure.step_id} failed: {failure.error.message}"
+            raise kind(message, loss_cause=failure.error.loss_cause or "exception")
 
     def _refusal(self) -> RankLost | None:
         """Return the error of a rank that refused a step which other ranks began; None where no rank refused.
@@ -224,7 +225,8 @@ class RanksExecutor(Executor):
         if not self._failures:
             return None
         rank, failure = next(iter(self._failures.items()))
-        lost = RankLost(f"Rank {rank} of {self._config.ranks.size}: {failure.error.message}")
+        words = f"Rank {rank} of {self._config.ranks.size}: {failure.error.message}"
+        lost = RankLost(words, loss_cause=failure.error.loss_cause or "unknown")
         lost.__cause__ = failure.error.error()
         return lost
 

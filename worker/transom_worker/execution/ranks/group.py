@@ -16,7 +16,7 @@ from typing import Any
 from transom_worker.config import EngineConfig
 from transom_worker.errors import RankLost
 from transom_worker.execution.ranks.channel import ExecutorChannel
-from transom_worker.execution.ranks.launcher import Launcher
+from transom_worker.execution.ranks.launcher import Launcher, RankExit
 from transom_worker.execution.ranks.messages import RankFailed, RankSetup
 from transom_worker.logs import process_name
 
@@ -35,7 +35,7 @@ class RankGroup:
         self.size = config.ranks.size
         self._launcher, self._on_lost = launcher, on_lost
         self._ended: str | None = None  # how the first rank ended
-        self._unexplained_exit: str | None = None  # how the first rank ended that reported no reason
+        self._unexplained_exit: RankExit | None = None  # how the first rank ended that reported no reason
         self._silent_ranks: set[int] = set()  # ranks that ended without a report, so that none will come
         self._interrupted = False
         self._channel = ExecutorChannel(launcher.ip)
@@ -87,7 +87,7 @@ class RankGroup:
                 return received
             self.check()
             if time.monotonic() > deadline_s:
-                raise RankLost("The ranks did not answer in time: one of them hangs.")
+                raise RankLost("The ranks did not answer in time: one of them hangs.", loss_cause="hung")
 
     def check(self) -> None:
         """Raise RankLost, as `receive` does, if a rank's process has ended."""
@@ -114,12 +114,14 @@ class RankGroup:
         finally:
             self._channel.close()
 
-    def _rank_exited(self, rank: int, how: str | None) -> None:
-        """Called by the launcher: note that a rank's process has ended; `how` is None if the rank has reported a reason."""
-        if how is not None:
-            self._unexplained_exit = self._unexplained_exit or f"Rank {rank} of {self.size}: {how}"
+    def _rank_exited(self, rank: int, end: RankExit | None) -> None:
+        """Called by the launcher: note that a rank's process has ended; `end` is None if the rank has reported a reason."""
+        words = f"Rank {rank} of {self.size} ended."
+        if end is not None:
+            words = f"Rank {rank} of {self.size}: {end.how}"
+            self._unexplained_exit = self._unexplained_exit or RankExit(words, end.cause)
             self._silent_ranks.add(rank)
-        self._ended = self._ended or self._unexplained_exit or f"Rank {rank} of {self.size} ended."
+        self._ended = self._ended or words
         self._channel.wake()
         self._on_lost()
 
@@ -138,14 +140,19 @@ class RankGroup:
                 reported_ranks.add(received[0])
                 if received[1].error.kind != RankLost.__name__:
                     break
-            remaining_s = until_s - time.monotonic()
-            if remaining_s <= 0 or len(reported_ranks | self._silent_ranks) == self.size:
+            is_explained = self._unexplained_exit is not None  # only a report that has come already can be more telling
+            remaining_s = 0.0 if is_explained else until_s - time.monotonic()
+            if remaining_s < 0 or len(reported_ranks | self._silent_ranks) == self.size:
                 break
             received = self._channel.receive(remaining_s)
-        if report is None or (self._unexplained_exit and report[1].error.kind == RankLost.__name__):
-            return RankLost(self._unexplained_exit or self._ended)
+            if received is None and is_explained:
+                break
+        if self._unexplained_exit and (report is None or report[1].error.kind == RankLost.__name__):
+            return RankLost(self._unexplained_exit.how, loss_cause=self._unexplained_exit.cause)
+        if report is None:
+            return RankLost(self._ended)
         rank, failed = report
         cause = failed.error.error()
-        lost = RankLost(f"Rank {rank} of {self.size}: {cause}")
+        lost = RankLost(f"Rank {rank} of {self.size}: {cause}", loss_cause=failed.error.loss_cause or "unknown")
         lost.__cause__ = type(cause)(str(lost))
         return lost

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from transom_worker.errors import LossCause
 from transom_worker.execution.ranks.messages import RankSetup
 
+
+class RankExit(NamedTuple):
+    """How a rank's process ended, in words for people, and the cause of that."""
+
+    how: str
+    cause: LossCause
+
+
 # Called with the rank and with how its process ended; None where the process ended normally, after it had reported a reason.
-OnRankExit = Callable[[int, str | None], None]
+OnRankExit = Callable[[int, RankExit | None], None]
 
 
 class Launcher(ABC):

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Sequence
 
 from transom_worker.errors import ConfigError, RankLost
-from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
+from transom_worker.execution.loss_causes import cause_of_exit, count_out_of_memory
+from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 from transom_worker.openmp import wait_variables
 
@@ -78,6 +79,7 @@ class _RankProcess(threading.Thread):
         self._error: Exception | None = None
         self._launched = threading.Event()
         self._killed = False
+        self._num_out_of_memory = count_out_of_memory()
 
     @property
     def process_id(self) -> int:
@@ -108,7 +110,7 @@ class _RankProcess(threading.Thread):
         if self._process.stdin is not None:
             self._process.stdin.close()
         if not self._killed:
-            self._on_exit(self._setup.rank, _exit_reason(code))
+            self._on_exit(self._setup.rank, _rank_exit(code, self._num_out_of_memory))
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -143,13 +145,14 @@ def _environment(setup: RankSetup) -> dict[str, str]:
     return {**environment, VISIBLE_DEVICES: devices[setup.rank] if setup.rank < len(devices) else ""}
 
 
-def _exit_reason(code: int) -> str | None:
+def _rank_exit(code: int, num_out_of_memory: int) -> RankExit | None:
     """Return how a process with this exit code ended; None for exit code 0."""
     if code == 0:
         return None
+    cause = cause_of_exit(code, num_out_of_memory=num_out_of_memory)
     if code > 0:
-        return f"it ended with exit code {code}"
+        return RankExit(f"it ended with exit code {code}", cause)
     try:
-        return f"it was killed by {signal.Signals(-code).name}"
+        return RankExit(f"it was killed by {signal.Signals(-code).name}", cause)
     except ValueError:
-        return f"it was killed by signal {-code}"
+        return RankExit(f"it was killed by signal {-code}", cause)

@@ -19,6 +19,7 @@ from transom_worker.config import CoreShare, EngineConfig
 from transom_worker.contract import ErrorInfo
 from transom_worker.cores import keep_to_share
 from transom_worker.errors import StepFailed, TransomError
+from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.model_loading import choose_device
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
@@ -178,7 +179,7 @@ def _on_own_cores(config: EngineConfig, load: Load) -> EngineConfig:
 def _error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, TransomError):
         return ErrorInfo.of(error)
-    return ErrorInfo.of(StepFailed(f"{type(error).__name__}: {error}"))
+    return ErrorInfo.of(StepFailed(f"{type(error).__name__}: {error}", loss_cause=cause_of_error(error)))
 
 
 def main() -> None:
