@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.cpu_threads import NUM_THREADS
 from tests.hooked_executor import HookedExecutor
+from transom_worker.clock import steady_time_s
 from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_worker.engine.engine import Engine
@@ -46,7 +46,7 @@ def make_engine(
     model: str,
     *,
     executor: Callable[[EngineConfig], Executor] = create_executor,
-    clock: Clock = time.time,
+    clock: Clock = steady_time_s,
     **settings: object,
 ) -> Engine:
     """An engine over a small pool; `executor` makes its executor."""

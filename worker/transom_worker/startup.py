@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from transom_worker.clock import steady_time_s
 from transom_worker.config import EngineConfig
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import Executor
@@ -26,7 +27,7 @@ def build_engine(
     model_name: str | None = None,
     worker: str = "0",
     executor: Executor | None = None,
-    clock: Clock = time.time,
+    clock: Clock = steady_time_s,
 ) -> Engine:
     """Load a model and start its engine, for a replica, for offline use and for benchmarks.
 

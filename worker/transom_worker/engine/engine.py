@@ -157,7 +157,7 @@ class Engine:
         self.requests[request.request_id] = running
         if request.time_left_s is not None:
             running.deadline_s = arrival_s + request.time_left_s
-            heapq.heappush(self._deadlines, (running.deadline_s, request.request_id))
+            self._watch_deadline(running.deadline_s, request.request_id)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; no event follows. False if it is not running.
@@ -239,6 +239,14 @@ class Engine:
             del self.requests[output.request_id]
             self._report_end(running, event.finish_reason)
         return event
+
+    def _watch_deadline(self, deadline_s: float, request_id: str) -> None:
+        """Note a deadline. Those of requests that have ended are removed when they are most of all."""
+        heapq.heappush(self._deadlines, (deadline_s, request_id))
+        if len(self._deadlines) > 2 * len(self.requests) + 64:
+            running = self.requests.items()
+            self._deadlines = [(one.deadline_s, name) for name, one in running if one.deadline_s is not None]
+            heapq.heapify(self._deadlines)
 
     def _expire(self, events: list[OutputEvent]) -> None:
         """End the requests whose deadline has passed with an error."""

@@ -25,15 +25,14 @@ three times as high, and B is evicted.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from transom_worker.kvcache.ghosts import Ghost, Ghosts
 from transom_worker.kvcache.return_times import CheckpointClass, ReturnTimes, WatchedCheckpoint
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
 SAMPLE_SIZE = 64  # nodes compared to find one to evict
-MAX_GHOSTS = 262_144
 GHOST_BLOCKS = 64  # the last hash blocks of a segment, which all become ghosts; of the others 1 in 16 does
 MAX_RETURNS = 3  # classes do not tell higher numbers of returns apart
 
@@ -93,8 +92,12 @@ class ReturnTimePolicy:
 
     def __init__(self) -> None:
         self._times = ReturnTimes()
-        # By digest: (the evicted node's watch, its boundary); the oldest are forgotten first.
-        self._ghosts: OrderedDict[bytes, tuple[WatchedCheckpoint, int]] = OrderedDict()
+        self._ghosts = Ghosts()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is remembered of checkpoints, evicted ones among them; bounded by about 15 MiB."""
+        return self._times.watches.num_bytes + self._ghosts.num_bytes
 
     def admitted(self) -> None:
         """Advance the clock by one request."""
@@ -113,34 +116,36 @@ class ReturnTimePolicy:
         """Count the return, and watch the node for the next one."""
         watched = node.policy_state
         if isinstance(watched, WatchedCheckpoint):
-            self._times.returned(watched)
-            node.policy_state = self._times.watch(watched.checkpoint_class)
+            self._times.returned(watched.number)
+            node.policy_state = self._times.watch(self._times.class_of(watched.class_id))
 
     def missed(self, chain: Sequence[bytes], begin: int, end: int) -> GhostHit | None:
         """Count a return to the evicted node that shares most of the chain, and describe it; None if no ghost shares any of it."""
         ghosts = self._ghosts
         for at in range(end - 1, begin - 1, -1):
-            found = ghosts.pop(chain[at], None)
-            if found is not None:
-                watched, boundary = found
-                self._times.returned(watched)
-                evicted = watched.checkpoint_class
-                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, boundary - (at + 1))
+            ghost = ghosts.pop(chain[at])
+            if ghost is not None:
+                self._times.returned(ghost.watch)
+                evicted = self._times.class_of(ghost.class_id)
+                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, ghost.boundary - (at + 1))
         return None
 
     def windows_evicted(self, node: Node) -> None:
         """Remember the node as a ghost, under the digest of its last hash block."""
         if isinstance(node.policy_state, WatchedCheckpoint):
-            self._remember(node.digest, node, node.policy_state)
+            watched = node.policy_state
+            self._ghosts.remember(node.digest, Ghost(watched.number, watched.class_id, node.boundary))
 
     def removed(self, node: Node) -> None:
         """Remember the node as a ghost, under the digests of the segment's last hash blocks and of a sample of the others."""
-        if not isinstance(node.policy_state, WatchedCheckpoint):
+        watched = node.policy_state
+        if not isinstance(watched, WatchedCheckpoint):
             return
+        ghost = Ghost(watched.number, watched.class_id, node.boundary)
         first_of_last = len(node.segment) - GHOST_BLOCKS
         for at, digest in enumerate(node.segment):
             if at >= first_of_last or digest[0] < 16:  # the first byte of a digest is uniform: 16 of 256 values
-                self._remember(digest, node, node.policy_state)
+                self._ghosts.remember(digest, ghost)
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """Return the worth times the lost tokens over the freed bytes; 0 for a node that is not watched.
@@ -153,13 +158,7 @@ class ReturnTimePolicy:
 
     def _forget(self, node: Node) -> None:
         if isinstance(node.policy_state, WatchedCheckpoint):
-            self._times.forget(node.policy_state)
-
-    def _remember(self, digest: bytes, node: Node, watched: WatchedCheckpoint) -> None:
-        self._ghosts[digest] = (watched, node.boundary)
-        self._ghosts.move_to_end(digest)
-        if len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
+            self._times.forget(node.policy_state.number)
 
 
 class Candidates:

@@ -28,14 +28,16 @@ a return in the middle of its bucket [1, 2), the best stopping age is 2:
 Gittins (1979) has the theory; Aggarwal et al. (SIGMETRICS 2009) use the index likewise. Where sessions take turns in a fixed order,
 old checkpoints are worth most, since their sessions are next; where requests come in bursts, young ones are. Least-recently-used
 eviction is the special case of a hazard that falls with age; so is the prior, which is equal in all buckets while buckets grow.
-Evicted checkpoints are watched as well, so that the statistics do not depend on what the cache evicted.
+Evicted checkpoints are watched as well, so that the statistics do not depend on what the cache evicted. The last `MAX_WATCHES`
+watches are held, in compact arrays (`watch_ring`); older checkpoints do not count.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from typing import NamedTuple
+
+from transom_worker.kvcache.watch_ring import WatchRing
 
 
 class CheckpointClass(NamedTuple):
@@ -63,15 +65,12 @@ DECAY = 0.5
 REFRESH_EVERY = 16  # requests, after which worths are computed anew
 
 
-class WatchedCheckpoint:
-    """One checkpoint from its placement or last return on, until the next return. `is_ended`: it is not watched any more."""
+class WatchedCheckpoint(NamedTuple):
+    """One checkpoint from its placement or last return on, until the next return."""
 
-    __slots__ = ("checkpoint_class", "is_ended", "watched_from")
-
-    def __init__(self, checkpoint_class: CheckpointClass, watched_from: int) -> None:
-        self.checkpoint_class = checkpoint_class
-        self.watched_from = watched_from  # `ReturnTimes.now` when its age was 0
-        self.is_ended = False
+    number: int  # of its watch in the ring
+    class_id: int
+    watched_from: int  # `ReturnTimes.now` when its age was 0
 
 
 class _LifeTable:
@@ -95,86 +94,93 @@ class _LifeTable:
 class ReturnTimes:
     """Watches checkpoints, keeps a life table per class, and computes worths. `now` counts admitted requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, watches: WatchRing | None = None) -> None:
         self.now = 0
-        self._tables: dict[CheckpointClass, _LifeTable] = {}
+        self.watches = watches or WatchRing()
+        self._classes: list[CheckpointClass] = []  # by class id
+        self._class_ids: dict[CheckpointClass, int] = {}
+        self._tables: list[_LifeTable] = []  # by class id
         self._merged_tables: dict[bool, _LifeTable] = {  # all classes together, by `was_built_upon`
             False: _LifeTable(),
             True: _LifeTable(),
         }
-        self._in_bucket: list[deque[WatchedCheckpoint]] = [deque() for _ in range(LAST_BUCKET)]
-        self._worths: dict[CheckpointClass, list[float]] = {}  # by bucket
+        # By bucket: the number of the first watch that has not left it yet. Ages are in order of the numbers.
+        self._first_in_bucket = [0] * LAST_BUCKET
+        self._worths: dict[int, list[float]] = {}  # by class id, then by bucket
 
     @property
     def num_watched(self) -> int:
-        """Watched checkpoints that are not in the last bucket yet, ended ones included until their bucket ends."""
-        return sum(map(len, self._in_bucket))
+        """Watched checkpoints that are not in the last bucket yet, ended ones included."""
+        return self.watches.end - max(self.watches.first, self._first_in_bucket[-1])
 
     def tick(self) -> None:
         """Advance the clock by one admitted request, and count every checkpoint that has survived its bucket now."""
         self.now += 1
+        watches = self.watches
         for bucket in range(LAST_BUCKET):
-            watched, end = self._in_bucket[bucket], BUCKET_EDGES[bucket + 1]
-            while watched and self.now - watched[0].watched_from >= end:
-                self._survive(watched.popleft(), bucket)
+            number, latest = max(watches.first, self._first_in_bucket[bucket]), self.now - BUCKET_EDGES[bucket + 1]
+            while number < watches.end and watches.began_at(number) <= latest:
+                self._survive(watches.class_of_running(number), bucket)
+                number += 1
+            self._first_in_bucket[bucket] = number
         if self.now % REFRESH_EVERY == 0:
             self._worths.clear()
         if self.now % DECAY_EVERY == 0:
-            for table in (*self._tables.values(), *self._merged_tables.values()):
+            for table in (*self._tables, *self._merged_tables.values()):
                 table.decay()
 
     def watch(self, checkpoint_class: CheckpointClass) -> WatchedCheckpoint:
         """Begin to watch a checkpoint that was placed or returned to just now."""
-        watched = WatchedCheckpoint(checkpoint_class, self.now)
-        self._in_bucket[0].append(watched)
-        return watched
+        class_id = self._class_ids.get(checkpoint_class)
+        if class_id is None:
+            class_id = self._class_ids[checkpoint_class] = len(self._classes)
+            self._classes.append(checkpoint_class)
+            self._tables.append(_LifeTable())
+        return WatchedCheckpoint(self.watches.begin(class_id, self.now), class_id, self.now)
 
-    def returned(self, watched: WatchedCheckpoint) -> None:
-        """Count a client's return to a checkpoint, and end watching it."""
-        if watched.is_ended:
+    def class_of(self, class_id: int) -> CheckpointClass:
+        """Return the class with this id."""
+        return self._classes[class_id]
+
+    def returned(self, number: int) -> None:
+        """Count a client's return to a checkpoint, by the number of its watch, and end watching it."""
+        watches = self.watches
+        class_id = watches.class_of_running(number) if number >= watches.first else None
+        if class_id is None:
             return
-        watched.is_ended = True
-        bucket = self._bucket(watched)
-        self._table(watched.checkpoint_class).returned[bucket] += 1
-        self._merged_tables[watched.checkpoint_class.was_built_upon].returned[bucket] += 1
+        bucket = self._bucket(watches.began_at(number))
+        self._tables[class_id].returned[bucket] += 1
+        self._merged_tables[self._classes[class_id].was_built_upon].returned[bucket] += 1
+        watches.stop(number)
 
-    def forget(self, watched: WatchedCheckpoint) -> None:
+    def forget(self, number: int) -> None:
         """End watching a checkpoint that has changed its class, and count nothing."""
-        watched.is_ended = True
+        self.watches.stop(number)
 
     def worth(self, watched: WatchedCheckpoint) -> float:
         """Return the expected returns per admitted request while the checkpoint is kept, for the best time to stop keeping it."""
-        by_bucket = self._worths.get(watched.checkpoint_class)
+        by_bucket = self._worths.get(watched.class_id)
         if by_bucket is None:
-            by_bucket = self._worths[watched.checkpoint_class] = self._compute_worths(watched.checkpoint_class)
-        return by_bucket[self._bucket(watched)]
+            by_bucket = self._worths[watched.class_id] = self._compute_worths(watched.class_id)
+        return by_bucket[self._bucket(watched.watched_from)]
 
-    def _bucket(self, watched: WatchedCheckpoint) -> int:
-        """Return the bucket of a checkpoint's age."""
-        return min(LAST_BUCKET, bisect_right(BUCKET_EDGES, self.now - watched.watched_from) - 1)
+    def _bucket(self, watched_from: int) -> int:
+        """Return the bucket of the age of a checkpoint that is watched since then."""
+        return min(LAST_BUCKET, bisect_right(BUCKET_EDGES, self.now - watched_from) - 1)
 
-    def _survive(self, watched: WatchedCheckpoint, bucket: int) -> None:
-        """Count a checkpoint that has survived a bucket, and watch it in the next one."""
-        if watched.is_ended:
-            return
-        self._table(watched.checkpoint_class).survived[bucket] += 1
-        self._merged_tables[watched.checkpoint_class.was_built_upon].survived[bucket] += 1
-        if bucket + 1 < LAST_BUCKET:  # the last bucket has no end
-            self._in_bucket[bucket + 1].append(watched)
+    def _survive(self, class_id: int | None, bucket: int) -> None:
+        """Count a checkpoint of this class that has survived a bucket; None: it is not watched any more."""
+        if class_id is not None:
+            self._tables[class_id].survived[bucket] += 1
+            self._merged_tables[self._classes[class_id].was_built_upon].survived[bucket] += 1
 
-    def _table(self, checkpoint_class: CheckpointClass) -> _LifeTable:
-        table = self._tables.get(checkpoint_class)
-        if table is None:
-            table = self._tables[checkpoint_class] = _LifeTable()
-        return table
-
-    def _hazards(self, checkpoint_class: CheckpointClass) -> list[float]:
+    def _hazards(self, class_id: int) -> list[float]:
         """Return the hazard of each bucket: a weighted mean of the class's observations, those of all classes and the prior.
 
         Example: 8 returns among 16 observations of the class, and a hazard of 0.1 in all classes together: (8 + 16 * 0.1) / (16 +
         16) = 0.3.
         """
-        own, merged = self._table(checkpoint_class), self._merged_tables[checkpoint_class.was_built_upon]
+        own, merged = self._tables[class_id], self._merged_tables[self._classes[class_id].was_built_upon]
         hazards = []
         for returned, survived, all_returned, all_survived in zip(
             *map(_smooth, (own.returned, own.survived, merged.returned, merged.survived)), strict=True
@@ -183,9 +189,9 @@ class ReturnTimes:
             hazards.append((returned + MERGED_WEIGHT * merged_hazard) / (returned + survived + MERGED_WEIGHT))
         return hazards
 
-    def _compute_worths(self, checkpoint_class: CheckpointClass) -> list[float]:
+    def _compute_worths(self, class_id: int) -> list[float]:
         """Return the worth at the start of each bucket. Quadratic in the number of buckets."""
-        hazards = self._hazards(checkpoint_class)
+        hazards = self._hazards(class_id)
         worths = []
         for start in range(LAST_BUCKET + 1):
             # Move the stopping age on bucket by bucket. A return counts as one in the middle of its bucket.

@@ -1,0 +1,98 @@
+"""What is remembered of evicted nodes of the prefix tree, by digest, in compact arrays: 21 bytes for each ghost.
+
+*Ghost*: a digest of an evicted node's segment, with the node's boundary, its watch's number and its class (`return_times`). The
+first 8 bytes of a digest stand for it: that two of so few ghosts agree in them is as good as impossible, and would only be counted
+wrongly.
+
+The ghosts are a table of sets with 8 places each, and the digest chooses the set:
+
+    set 0  | place 0 | place 1 | ... | place 7 |      place: 8 bytes of digest, class + 1 (0: empty), watch, boundary
+    set 1  | ...
+
+In a full set a new ghost takes the place of the oldest one. So the oldest ghosts are forgotten first, nearly as in one long queue,
+and nothing is allocated for a ghost that Python's garbage collector would visit.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+MAX_GHOSTS = 262_144  # 5.3 MiB
+PLACES = 8  # of a set
+KEY_BYTES = 8  # of a digest
+
+
+class Ghost(NamedTuple):
+    """What is remembered of one evicted node: its watch's number, its class and its boundary in hash blocks."""
+
+    watch: int
+    class_id: int
+    boundary: int
+
+
+class Ghosts:
+    """Up to `capacity` ghosts by digest. The arrays are allocated with the first ghost."""
+
+    def __init__(self, capacity: int = MAX_GHOSTS) -> None:
+        self._num_sets = max(1, capacity // PLACES)
+        self._keys = bytearray()
+        self._classes = bytearray()  # class + 1
+        self._watches = array("Q")
+        self._boundaries = array("I")
+        self._oldest = bytearray()  # by set: the place whose ghost is the oldest, once the set has been full
+        self._num_ghosts = 0
+
+    def __len__(self) -> int:
+        return self._num_ghosts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        flat = len(self._keys) + len(self._classes) + len(self._oldest)
+        return flat + sum(len(one) * one.itemsize for one in (self._watches, self._boundaries))
+
+    def remember(self, digest: bytes, ghost: Ghost) -> None:
+        """Remember a ghost, in place of one with an equal digest, or else of the oldest one where there is no room."""
+        if not self._keys:
+            self._allocate()
+        begin = self._set_of(digest)
+        at = self._find(digest, begin)
+        if at is None:
+            at = self._classes.find(0, begin, begin + PLACES)
+            if at >= 0:
+                self._num_ghosts += 1
+            else:
+                which = begin // PLACES
+                at = begin + self._oldest[which]
+                self._oldest[which] = (self._oldest[which] + 1) % PLACES
+            self._keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] = digest[:KEY_BYTES]
+        self._watches[at], self._classes[at], self._boundaries[at] = ghost.watch, ghost.class_id + 1, ghost.boundary
+
+    def pop(self, digest: bytes) -> Ghost | None:
+        """Return the ghost of this digest and forget it; None if there is none."""
+        if not self._num_ghosts:
+            return None
+        at = self._find(digest, self._set_of(digest))
+        if at is None:
+            return None
+        ghost = Ghost(self._watches[at], self._classes[at] - 1, self._boundaries[at])
+        self._classes[at] = 0
+        self._num_ghosts -= 1
+        return ghost
+
+    def _allocate(self) -> None:
+        num_places = self._num_sets * PLACES
+        self._keys, self._classes = bytearray(num_places * KEY_BYTES), bytearray(num_places)
+        self._watches, self._boundaries = array("Q", [0]) * num_places, array("I", [0]) * num_places
+        self._oldest = bytearray(self._num_sets)
+
+    def _set_of(self, digest: bytes) -> int:
+        """Return the first place of a digest's set."""
+        return int.from_bytes(digest[-4:], "little") % self._num_sets * PLACES
+
+    def _find(self, digest: bytes, begin: int) -> int | None:
+        """Return the place of a digest in the set that begins at `begin`; None if the set lacks it."""
+        found = self._keys.find(digest[:KEY_BYTES], begin * KEY_BYTES, (begin + PLACES) * KEY_BYTES)
+        at, offset = divmod(found, KEY_BYTES)
+        return at if found >= 0 and not offset and self._classes[at] else None
