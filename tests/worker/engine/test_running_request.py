@@ -89,6 +89,25 @@ def test_how_requests_end(text: str, params: dict[str, Any], expected: tuple[obj
     assert run(text, **params) == expected
 
 
+class Compared(int):
+    """A token id that counts how often it is compared."""
+
+    num_comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num_comparisons += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_token_is_not_compared_with_each_stop_token() -> None:
+    running = running_request(stop_token_ids=tuple(Compared(1_000 + i) for i in range(1_024)), max_tokens=50)
+    for token in ids("abcabc"):
+        push(running, token)
+    assert Compared.num_comparisons < 6 * 20
+
+
 def test_the_models_length_bounds_the_output() -> None:
     assert run("a" * 60, max_tokens=None) == ("a" * 49, "length", None)
 

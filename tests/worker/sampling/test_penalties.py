@@ -7,10 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from transom_worker.sampling.penalties import TokenCounts, apply_changes, penalty_changes
+from transom_worker.contract import SamplingParams
+from transom_worker.sampling.penalties import TokenCounts, apply_changes
+from transom_worker.sampling.token_table import TokenTable
 
 VOCABULARY = 300
 IDS = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
+
+
+def penalise(logits: torch.Tensor, prompt: list[int], output: list[int], *, row: int, **penalties: float) -> None:
+    params = SamplingParams(**penalties)  # type: ignore[arg-type]
+    counts = TokenCounts(prompt + output, len(prompt), params)
+    changes = TokenTable().gather([row], [counts], [params.repetition_penalty], logits.device)
+    if changes is not None:
+        apply_changes(logits, changes)
 
 
 @settings(deadline=None)
@@ -19,8 +29,7 @@ def test_repetition_equals_transformers(prompt: list[int], output: list[int], pe
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(len(prompt)))
     expected = logits.clone()
     expected[1:] = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[1:].clone())
-    counts = TokenCounts(prompt + output, len(prompt))
-    apply_changes(logits, penalty_changes([1], [counts], [penalty], [0.0], [0.0], logits.device))
+    penalise(logits, prompt, output, row=1, repetition_penalty=penalty)
     torch.testing.assert_close(logits, expected)
 
 
@@ -31,8 +40,7 @@ def test_presence_and_frequency_count_output_alone(prompt: list[int], output: li
     expected = logits.clone()
     for token, count in Counter(output).items():
         expected[0, token] -= 0.7 + 0.3 * count
-    counts = TokenCounts(prompt + output, len(prompt))
-    apply_changes(logits, penalty_changes([0], [counts], [1.0], [0.7], [0.3], logits.device))
+    penalise(logits, prompt, output, row=0, presence_penalty=0.7, frequency_penalty=0.3)
     torch.testing.assert_close(logits, expected)
 
 
@@ -40,9 +48,11 @@ def test_presence_and_frequency_count_output_alone(prompt: list[int], output: li
 @given(tokens=IDS, num_prompt_tokens=st.integers(0, 200))
 def test_counting_one_by_one_equals_counting_at_once(tokens: list[int], num_prompt_tokens: int) -> None:
     num_prompt_tokens = min(num_prompt_tokens, len(tokens))
-    grown = TokenCounts(tokens[:num_prompt_tokens], num_prompt_tokens)
+    params = SamplingParams(repetition_penalty=1.2)
+    grown = TokenCounts(tokens[:num_prompt_tokens], num_prompt_tokens, params)
     for token in tokens[num_prompt_tokens:]:
         grown.append(token)
-    whole = TokenCounts(tokens, num_prompt_tokens)
-    assert grown.token_ids.tolist() == whole.token_ids.tolist()
-    assert grown.output_counts.tolist() == whole.output_counts.tolist()
+    whole = TokenCounts(tokens, num_prompt_tokens, params)
+    assert len(grown) == len(whole) == grown.arrays[2]
+    for some, others in zip(grown.arrays[:2], whole.arrays[:2], strict=True):
+        assert some[: len(grown)].tolist() == others[: len(whole)].tolist()

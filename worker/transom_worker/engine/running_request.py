@@ -43,6 +43,7 @@ class RunningRequest:
         self._stop_reason: int | str | None = None
         self._max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._num_chars = 0  # of all final text
@@ -104,7 +105,7 @@ class RunningRequest:
         may_stop = self.num_output_tokens >= params.min_tokens
         if may_stop and token_id in self._eos_token_ids:
             return self._last_text("", "stop", None)
-        if may_stop and token_id in params.stop_token_ids:
+        if may_stop and token_id in self._stop_token_ids:
             piece = self._detokenizer.push(token_id) if params.include_stop_str_in_output else ""
             return self._last_text(piece, "stop", token_id)
         text, stop_string = self._stops.push(self._detokenizer.push(token_id), may_stop=may_stop)

@@ -13,62 +13,58 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from transom_worker.sampling.penalties import PenaltyChanges, apply_changes, penalty_changes
+from transom_worker.sampling.penalties import apply_changes
 from transom_worker.sampling.sequence_state import SequenceState
+from transom_worker.sampling.token_table import RowPairs, TokenPairs, TokenTable
 
 
-def adjust_logits(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
-    """Change `logits_SV` in place, row s as `states[s]` asks. `grammar_mask` is the mask of all rows, as in StepPlan."""
-    apply_bias_and_bans(logits_SV, states, grammar_mask)
-    _apply_penalties(logits_SV, states)
+class Adjustments:
+    """Keeps on the device which logits the sequences change."""
 
+    def __init__(self) -> None:
+        self._table = TokenTable()
 
-def apply_bias_and_bans(logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
-    """Apply everything but penalties. Penalties may come afterwards: a logit of -inf stays -inf."""
-    _add_bias(logits_SV, states)
-    pairs = [(row, token) for row, state in enumerate(states) for token in state.banned if token < logits_SV.shape[1]]
-    if pairs:
-        row_token = torch.tensor(pairs, device=logits_SV.device)
-        logits_SV[row_token[:, 0], row_token[:, 1]] = -torch.inf
-    if grammar_mask is not None:
-        logits_SV.masked_fill_(~_allowed(grammar_mask, logits_SV), -torch.inf)
+    def remove(self, state: SequenceState) -> None:
+        """Forget a sequence."""
+        for pairs in state.all_pairs:
+            self._table.remove(pairs)
 
+    def apply(self, logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
+        """Change `logits_SV` in place, row s as `states[s]` asks. `grammar_mask` is the mask of all rows, as in StepPlan."""
+        self.apply_bias_and_bans(logits_SV, states, grammar_mask)
+        changes = self.penalties(states, logits_SV.device)
+        if changes is not None:
+            apply_changes(logits_SV, changes)
 
-def _add_bias(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
-    vocab_size, device = logits_SV.shape[1], logits_SV.device
-    triples = [
-        (row, token, bias)
-        for row, state in enumerate(states)
-        for token, bias in state.params.logit_bias.items()
-        if token < vocab_size
-    ]
-    if triples:
-        rows, tokens, biases = zip(*triples, strict=True)
-        logits_SV[torch.tensor(rows, device=device), torch.tensor(tokens, device=device)] += torch.tensor(
-            biases, dtype=logits_SV.dtype, device=device
-        )
+    def apply_bias_and_bans(
+        self, logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None
+    ) -> None:
+        """Apply everything but penalties. Penalties may come afterwards: a logit of -inf stays -inf."""
+        vocab_size, device = logits_SV.shape[1], logits_SV.device
+        bias = self._gather([state.bias_pairs(vocab_size) for state in states], device)
+        if bias is not None:
+            logits_SV[bias.row, bias.token] += bias.value.to(logits_SV.dtype)
+        bans = self._gather([state.banned_pairs(vocab_size) for state in states], device)
+        if bans is not None:
+            logits_SV[bans.row, bans.token] = -torch.inf
+        if grammar_mask is not None:
+            logits_SV.masked_fill_(~_allowed(grammar_mask, logits_SV), -torch.inf)
 
+    def penalties(self, states: Sequence[SequenceState], device: torch.device) -> RowPairs | None:
+        """Return what penalties change in these rows; None where they change nothing.
 
-def batch_penalties(states: Sequence[SequenceState], device: torch.device) -> PenaltyChanges | None:
-    """Return what penalties change in these rows; None where no row has any."""
-    rows = [row for row, state in enumerate(states) if state.counts is not None]
-    if not rows:
-        return None
-    params = [states[row].params for row in rows]
-    return penalty_changes(
-        rows,
-        [counts for row in rows if (counts := states[row].counts) is not None],
-        [p.repetition_penalty for p in params],
-        [p.presence_penalty for p in params],
-        [p.frequency_penalty for p in params],
-        device,
-    )
+        The number of a row is its repetition penalty, that of a token what is subtracted from its logit.
+        """
+        return self._gather([state.counts for state in states], device, [s.params.repetition_penalty for s in states])
 
-
-def _apply_penalties(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> None:
-    changes = batch_penalties(states, logits_SV.device)
-    if changes is not None:
-        apply_changes(logits_SV, changes)
+    def _gather(
+        self, pairs: Sequence[TokenPairs | None], device: torch.device, row_values: Sequence[float] | None = None
+    ) -> RowPairs | None:
+        rows = [row for row, one in enumerate(pairs) if one is not None]
+        if not rows:
+            return None
+        values = [0.0] * len(rows) if row_values is None else [row_values[row] for row in rows]
+        return self._table.gather(rows, [one for one in pairs if one is not None], values, device)
 
 
 def _allowed(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:

@@ -11,24 +11,24 @@ import numpy as np
 import torch
 
 from transom_kernels.sample import SampleParams, sample
-from transom_worker.sampling.adjustments import batch_penalties
 from transom_worker.sampling.sequence_state import SequenceState, noise_keys
+from transom_worker.sampling.token_table import RowPairs
 
 MAX_TOP_K = 2**31 - 1  # larger than any vocabulary; a request may ask for an even larger number
 ROW_MULTIPLE = 4  # the number of rows is padded to a multiple, so that each array begins at a multiple of 16 bytes
 
 
-def sample_fused(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    """Return the token of each row. Bias and bans must be in the logits already; penalties must not, and are written into the
+def sample_fused(logits_SV: torch.Tensor, states: Sequence[SequenceState], penalties: RowPairs | None) -> list[int]:
+    """Return the token of each row. Bias and bans must be in the logits already; `penalties` must not, and are written into the
     logits here.
 
     Reading the token ids is the only place of a step at which the host waits for the device.
     """
-    ids: list[int] = sample(logits_SV, _params(states, logits_SV.device)).tolist()
+    ids: list[int] = sample(logits_SV, _params(states, penalties, logits_SV.device)).tolist()
     return ids
 
 
-def _params(states: Sequence[SequenceState], device: torch.device) -> SampleParams:
+def _params(states: Sequence[SequenceState], penalties: RowPairs | None, device: torch.device) -> SampleParams:
     """Return all rows' sampling parameters on the device, in one copy."""
     num_rows, params = len(states), [state.params for state in states]
     width = -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -43,15 +43,14 @@ def _params(states: Sequence[SequenceState], device: torch.device) -> SamplePara
     temperature, top_p, min_p, top_k = (
         row[:num_rows] for row in device_words[width:].view(torch.float32).view(4, width)
     )
-    changes = batch_penalties(states, device)
     return SampleParams(
         temperature=temperature,
         top_k=top_k.view(torch.int32),
         top_p=top_p,
         min_p=min_p,
         keys=device_words[:num_rows],
-        change_row=None if changes is None else changes.row,
-        change_id=None if changes is None else changes.token,
-        change_factor=None if changes is None else changes.factor,
-        change_minus=None if changes is None else changes.minus,
+        change_row=None if penalties is None else penalties.row,
+        change_id=None if penalties is None else penalties.token,
+        change_factor=None if penalties is None else penalties.row_value,
+        change_minus=None if penalties is None else penalties.value,
     )

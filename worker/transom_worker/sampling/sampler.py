@@ -17,7 +17,7 @@ import torch
 
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_worker.contract import SamplingParams, TokenLogprobs
-from transom_worker.sampling.adjustments import adjust_logits, apply_bias_and_bans
+from transom_worker.sampling.adjustments import Adjustments
 from transom_worker.sampling.filters import Filters, filter_logits
 from transom_worker.sampling.fused_sampling import sample_fused
 from transom_worker.sampling.gumbel_max import gumbel_argmax
@@ -55,6 +55,7 @@ class Sampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._states: dict[int, SequenceState] = {}
         self._rows = _Rows([], [], [])
+        self._adjustments = Adjustments()
         self._record_sampler: RecordSampler | None = None
 
     def add(
@@ -84,7 +85,9 @@ class Sampler:
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ids are ignored."""
-        self._states.pop(seq_id, None)
+        state = self._states.pop(seq_id, None)
+        if state is not None:
+            self._adjustments.remove(state)
         self._rows = _Rows([], [], [])
         if self._record_sampler is not None:
             self._record_sampler.remove(seq_id)
@@ -108,12 +111,15 @@ class Sampler:
         if self._uses_records(logits_SV):
             ids: list[int] = self._records.sample(logits_SV, rows.seq_ids, states, grammar_mask=grammar_mask).tolist()
             return ids
-        fused = uses_triton(logits_SV)
+        is_fused = uses_triton(logits_SV)
         adjusted_SV = logits_SV
         if grammar_mask is not None or any(state.changes_logits for state in states):
             adjusted_SV = logits_SV.clone()
-            (apply_bias_and_bans if fused else adjust_logits)(adjusted_SV, states, grammar_mask)
-        return (sample_fused if fused else _sample_rows)(adjusted_SV, states)
+            apply = self._adjustments.apply_bias_and_bans if is_fused else self._adjustments.apply
+            apply(adjusted_SV, states, grammar_mask)
+        if is_fused:
+            return sample_fused(adjusted_SV, states, self._adjustments.penalties(states, logits_SV.device))
+        return _sample_rows(adjusted_SV, states)
 
     def _uses_records(self, logits_SV: torch.Tensor) -> bool:
         """Whether the CPU kernel samples these logits."""

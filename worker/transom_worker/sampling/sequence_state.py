@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transom_worker.contract import SamplingParams
 from transom_worker.sampling.noise import choice_key, position_keys
 from transom_worker.sampling.penalties import TokenCounts
+from transom_worker.sampling.token_table import FixedPairs, TokenPairs
 
 
 class SequenceState:
@@ -32,9 +33,11 @@ class SequenceState:
         self.params = params
         self.output_position = len(token_ids) - num_prompt_tokens
         self.choice_key = choice_key(seed, choice_index)
-        self.counts = TokenCounts(token_ids, num_prompt_tokens) if self.has_penalties else None
+        self.counts = TokenCounts(token_ids, num_prompt_tokens, params) if self.has_penalties else None
         eos_ids = () if params.ignore_eos else eos_token_ids
         self.end_token_ids = sorted({*eos_ids, *params.stop_token_ids}) if params.min_tokens else []
+        self._bias: FixedPairs | None = None  # until a device needs them
+        self._bans: FixedPairs | None = None
         self.has_filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
     @property
@@ -53,11 +56,38 @@ class SequenceState:
         """The token ids that would end the sequence, as long as its output is shorter than `min_tokens`; empty afterwards."""
         return self.end_token_ids if self.output_position < self.params.min_tokens else []
 
+    def bias_pairs(self, vocab_size: int) -> TokenPairs | None:
+        """The tokens of the vocabulary whose logits have a bias, with the bias; None if there is no bias."""
+        if not self.params.logit_bias:
+            return None
+        if self._bias is None:
+            bias = {token: value for token, value in self.params.logit_bias.items() if token < vocab_size}
+            self._bias = _fixed(list(bias), list(bias.values()))
+        return self._bias
+
+    def banned_pairs(self, vocab_size: int) -> TokenPairs | None:
+        """The tokens of the vocabulary that are `banned` now, with zeros; None if there are none."""
+        if not self.banned:
+            return None
+        if self._bans is None:
+            tokens = [token for token in self.end_token_ids if token < vocab_size]
+            self._bans = _fixed(tokens, [0.0] * len(tokens))
+        return self._bans
+
+    @property
+    def all_pairs(self) -> list[TokenPairs]:
+        """All pairs that a device may have of this sequence."""
+        return [pairs for pairs in (self.counts, self._bias, self._bans) if pairs is not None]
+
     def append(self, token_id: int) -> None:
         """Add one output token."""
         self.output_position += 1
         if self.counts is not None:
             self.counts.append(token_id)
+
+
+def _fixed(token_ids: list[int], values: list[float]) -> FixedPairs:
+    return FixedPairs(np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32))
 
 
 def noise_keys(states: Sequence[SequenceState]) -> NDArray[np.int64]:
