@@ -21,7 +21,8 @@ import typer
 
 from ray_prefix_router import RayPrefixRouter, RayPrefixState
 from routing_costs import costs
-from routing_fleet import BLOCK_SIZE, FleetSimulation, PlacerRouter, Router, Totals, Worker
+from routing_fleet import FleetSimulation, PlacerRouter, Router, Totals
+from routing_workers import BLOCK_SIZE, ScheduledWorker
 from routing_workloads import WORKLOADS
 from transom_worker.contract import WorkerInfo
 from transom_worker.simulate.geometry import read_geometry
@@ -112,8 +113,8 @@ def run(
 ) -> tuple[Totals, list[int]]:
     """One simulation; with the differences between predicted and actual hits, where the router predicts."""
     geometry = read_geometry(config, memory=memory, block_size=BLOCK_SIZE, max_num_batched_tokens=NUM_BATCHED_TOKENS)
-    fleet = {
-        name: Worker(
+    fleet = [
+        ScheduledWorker(
             name,
             geometry.layout,
             cost=StepCost(),
@@ -121,8 +122,8 @@ def run(
             num_batched=NUM_BATCHED_TOKENS,
         )
         for name in map(str, range(num_workers))
-    }
-    routers = ROUTERS[router]({name: worker.info for name, worker in fleet.items()})
+    ]
+    routers = ROUTERS[router]({worker.worker_id: worker.info for worker in fleet})
     requests = WORKLOADS[workload](num_workers, random.Random(seed), load)
     totals = FleetSimulation(requests, fleet, routers).run()
     return totals, [one for router in routers if isinstance(router, PlacerRouter) for one in router.differences]

@@ -1,30 +1,29 @@
-"""Workers and routers in virtual time: real schedulers, caches and placers; a step takes what the simulator's cost model says."""
+"""A fleet of workers and routers in virtual time.
+
+Routers learn of index, load and their requests' progress by messages as in a real cluster: each worker has a `RouterOutbox` for
+each router, and a message takes `MESSAGE_S`. Of the output only first and last tokens are simulated, since the others would change
+nothing but the freshness of the news that they carry: here routers know less than in a real cluster.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from time import thread_time
 from typing import Protocol
 
+from routing_workers import FleetWorker, LoadTimer, Progress
 from transom_cluster.routing.placer import Placer
-from transom_worker.config import RoutingPolicy, SchedulerConfig
-from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
-from transom_worker.engine.state_report import worker_load
-from transom_worker.engine.step_rates import StepRates
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.scheduling.step import StepPlan
+from transom_worker.config import RoutingPolicy
+from transom_worker.contract import OutputEvent, Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.router_outbox import RouterOutbox
 from transom_worker.simulate.arrivals import RecordedArrivals
-from transom_worker.simulate.stub_executor import StubExecutor
-from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Workload
 
 MESSAGE_S = 0.002  # between router and worker, one way
-LOAD_PERIOD_S = 0.05
-BLOCK_SIZE = 16
-MAX_MODEL_LEN = 131_072
 
 
 class Router(Protocol):
@@ -44,32 +43,39 @@ class Router(Protocol):
 
 
 class PlacerRouter:
-    """Ours."""
+    """Ours, with the CPU time of each placement and of all bookkeeping together."""
 
     def __init__(self, policy: RoutingPolicy, infos: dict[str, WorkerInfo], seed: int) -> None:
-        self._placer = Placer(policy, seed=seed)
+        self.placer = Placer(policy, seed=seed)
         self._workers = list(infos)
         self.differences: list[int] = []  # predicted minus actual hit tokens
+        self.placement_s: list[float] = []
+        self.bookkeeping_s = 0.0
         for worker_id, info in infos.items():
-            self._placer.add_worker(worker_id, info)
+            self.placer.add_worker(worker_id, info)
 
     def hear(self, worker_id: str, message: WorkerMessage) -> None:
         """Never a gap: nothing is lost here."""
-        assert self._placer.update(worker_id, message)
+        begin_s = thread_time()
+        assert self.placer.update(worker_id, message)
+        self.bookkeeping_s += thread_time() - begin_s
 
     def choose(self, request: Request) -> str:
         """Among all."""
-        return self._placer.place(request, self._workers).worker_id
+        begin_s = thread_time()
+        worker_id = self.placer.place(request, self._workers).worker_id
+        self.placement_s.append(thread_time() - begin_s)
+        return worker_id
 
     def begun(self, request_id: str, usage: Usage) -> None:
         """Compares."""
-        difference = self._placer.first_event(request_id, usage)
+        difference = self.placer.first_event(request_id, usage)
         assert difference is not None
         self.differences.append(difference)
 
     def ended(self, request_id: str) -> None:
         """Forgets."""
-        self._placer.ended(request_id)
+        self.placer.ended(request_id)
 
 
 @dataclass
@@ -83,88 +89,60 @@ class Totals:
     by_worker: dict[str, int] = field(default_factory=dict)  # requests
     virtual_s: float = 0.0
     preemptions: int = 0
-
-
-class Worker:
-    """One worker: one step in flight, load told as the engine's thread tells it."""
-
-    def __init__(self, worker_id: str, layout: ArenaLayout, *, cost: StepCost, max_num_seqs: int, num_batched: int):
-        self.worker_id = worker_id
-        self.clock = VirtualClock()
-        self.executor = StubExecutor()
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_batched, max_waiting=100_000),
-            layout,
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            enable_prefix_caching=True,
-            clock=self.clock,
-        )
-        cache = self.scheduler.cache
-        self.info = WorkerInfo(worker=worker_id, max_model_len=MAX_MODEL_LEN, vocab_size=2**31, cache=cache.shape)
-        self.plan: StepPlan | None = None
-        self.num_computed = 0
-        self.rates = StepRates()
-        self._cost = cost
-        self._step_s = 0.0
-        self._told_s = -1.0
-
-    def begin_step(self, now_s: float) -> float | None:
-        """When the step that begins now will end; None if there is nothing to do."""
-        self.clock.now_s = now_s
-        self.plan = self.scheduler.schedule()
-        if self.plan is None:
-            return None
-        self._step_s = self._cost.of(self.plan)
-        self.num_computed += self.plan.num_tokens
-        return now_s + self._step_s
-
-    def message(self, now_s: float, *, rests: bool) -> WorkerMessage:
-        """What changed of index and load."""
-        load = None
-        if rests or now_s - self._told_s > LOAD_PERIOD_S:
-            load, self._told_s = worker_load(self.scheduler, self.rates), now_s
-        return WorkerMessage(kv=self.scheduler.cache.take_update(), load=load)
-
-    def measure(self, plan: StepPlan) -> None:
-        """A step has ended."""
-        self.rates.stepped(plan.num_tokens, len(plan.seq_ids), self._step_s)
+    messages: int = 0  # to all routers
 
 
 class FleetSimulation:
-    """Serves one workload; requests go to the routers in turn."""
+    """Serves one workload. Each request goes to the router that `router_of` says; by default to the routers in turn.
 
-    def __init__(self, workload: Workload, workers: dict[str, Worker], routers: list[Router]) -> None:
+    `on_message` sees every message as it is sent: the number of the router, the worker, the time.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        workers: Sequence[FleetWorker],
+        routers: Sequence[Router],
+        *,
+        router_of: Callable[[int], int] | None = None,
+        on_message: Callable[[int, str, WorkerMessage, float], None] | None = None,
+    ) -> None:
         self._requests = workload.requests
         self._arrivals = RecordedArrivals(workload)
-        self._workers = workers
+        self._workers = {worker.worker_id: worker for worker in workers}
         self._routers = routers
+        self._router_of = router_of or (lambda index: index % len(routers))
+        self._on_message = on_message
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
+        self._now_s = 0.0
         self._arrival_s: dict[str, float] = {}
-        self._begun: set[str] = set()
-        self.totals = Totals(by_worker=dict.fromkeys(workers, 0))
+        self._timers = {name: LoadTimer() for name in self._workers}
+        self._outboxes = {name: [RouterOutbox(lambda: self._now_s) for _ in routers] for name in self._workers}
+        self._wakes: dict[tuple[str, int], float] = {}  # by worker and router: when its outbox is looked at again
+        self.totals = Totals(by_worker=dict.fromkeys(self._workers, 0))
 
-    def run(self) -> Totals:
-        """Until every request is answered."""
+    def run(self, until_s: float = math.inf) -> Totals:
+        """Until every request is answered, or that moment."""
         for worker in self._workers.values():
-            whole = WorkerMessage(kv=worker.scheduler.cache.whole_index(), load=worker.message(0.0, rests=True).load)
-            for router in self._routers:
-                router.hear(worker.worker_id, whole)
-        while True:
+            for number, outbox in enumerate(self._outboxes[worker.worker_id]):
+                outbox.put(WorkerMessage(kv=worker.whole_index(), load=worker.load()))
+                self._flush(worker.worker_id, number)
+        # Heartbeats of idle workers go on for ever, but they bring no request.
+        while self._arrival_s or self._arrivals.next_s() is not None:
             arrival_s = self._arrivals.next_s()
-            if arrival_s is not None and (not self._events or arrival_s <= self._events[0][0]):
-                for index in self._arrivals.due(arrival_s, idle=False):
-                    self._arrive(index, arrival_s)
-            elif self._events:
-                now_s, _, act = heapq.heappop(self._events)
-                act(now_s)
-                self.totals.virtual_s = now_s
-            else:
+            now_s = min(arrival_s if arrival_s is not None else math.inf, self._events[0][0])
+            if now_s > until_s:
                 break
-        workers = self._workers.values()
-        self.totals.prefill_tokens += sum(worker.num_computed for worker in workers)
-        self.totals.preemptions = sum(sum(worker.scheduler.preemptions.values()) for worker in workers)
+            self._now_s = now_s
+            if now_s == arrival_s:
+                for index in self._arrivals.due(now_s, idle=False):
+                    self._arrive(index, now_s)
+            else:
+                heapq.heappop(self._events)[2](now_s)
+        self.totals.virtual_s = self._now_s
+        self.totals.prefill_tokens = sum(worker.prefill_tokens for worker in self._workers.values())
+        self.totals.preemptions = sum(worker.num_preempted for worker in self._workers.values())
         return self.totals
 
     def _at(self, moment_s: float, act: Callable[[float], None]) -> None:
@@ -174,60 +152,84 @@ class FleetSimulation:
         name = str(index)
         request = self._requests[index].as_request(name)
         self._arrival_s[name] = now_s
-        worker = self._workers[self._router(name).choose(request)]
+        worker = self._workers[self._routers[self._router_of(index)].choose(request)]
         self.totals.by_worker[worker.worker_id] += 1
         self._at(now_s + MESSAGE_S, lambda at_s: self._submit(worker, request, index, at_s))
 
-    def _router(self, name: str) -> Router:
-        return self._routers[int(name) % len(self._routers)]
-
-    def _submit(self, worker: Worker, request: Request, index: int, now_s: float) -> None:
-        worker.executor.expect(request.request_id, self._requests[index].answer)
-        worker.scheduler.add(request)
-        if worker.plan is None:
+    def _submit(self, worker: FleetWorker, request: Request, index: int, now_s: float) -> None:
+        worker.submit(request, self._requests[index].answer, now_s)
+        self._timers[worker.worker_id].taken.append(request.request_id)
+        if not worker.is_busy:
             self._go_on(worker, now_s)
 
-    def _go_on(self, worker: Worker, now_s: float) -> None:
+    def _go_on(self, worker: FleetWorker, now_s: float) -> None:
         end_s = worker.begin_step(now_s)
         if end_s is not None:
             self._at(end_s, lambda at_s: self._step_ended(worker, at_s))
-        elif not worker.scheduler.has_work:
-            self._tell(worker, now_s, rests=True)
+        else:
+            self._deliver(worker, [], now_s, is_idle=True)
 
-    def _step_ended(self, worker: Worker, now_s: float) -> None:
-        plan = worker.plan
-        assert plan is not None
-        worker.measure(plan)
-        for output in worker.scheduler.receive(worker.executor.answer(plan)):
-            name = output.request_id
-            self.totals.prefill_tokens -= not output.is_first  # decoded, not prefilled
-            if output.is_first:
-                self._first(name, output.num_cached_tokens, output.index_version, now_s + MESSAGE_S)
-            if output.at_limit:
-                worker.scheduler.finish(name)
-                worker.executor.forget(name)
-                self._at(now_s + MESSAGE_S, lambda at_s, name=name: self._ended(name, at_s))  # type: ignore[misc]
-        self._tell(worker, now_s, rests=False)
-        worker.plan = None
+    def _step_ended(self, worker: FleetWorker, now_s: float) -> None:
+        self._deliver(worker, worker.end_step(now_s), now_s, is_idle=False)
         self._go_on(worker, now_s)
 
-    def _first(self, name: str, num_cached: int, version: int, now_s: float) -> None:
-        num_prompt = self._requests[int(name)].num_prompt_tokens
-        self.totals.prompt_tokens += num_prompt
-        self.totals.cached_tokens += num_cached
-        self.totals.first_token_s.append(now_s - self._arrival_s[name])
-        usage = Usage(
-            num_prompt_tokens=num_prompt, num_output_tokens=1, num_cached_tokens=num_cached, index_version=version
-        )
-        self._at(now_s, lambda _: self._router(name).begun(name, usage))
-
-    def _ended(self, name: str, now_s: float) -> None:
-        self._router(name).ended(name)
-        self._arrivals.answered(int(name), now_s)
-
-    def _tell(self, worker: Worker, now_s: float, *, rests: bool) -> None:
-        message = worker.message(now_s, rests=rests)
-        if message.kv is None and message.load is None:
+    def _deliver(self, worker: FleetWorker, progress: list[Progress], now_s: float, *, is_idle: bool) -> None:
+        """Put what a step has brought into the outboxes, as replica and engine thread do."""
+        name = worker.worker_id
+        kv, taken, load = worker.take_update(), self._timers[name].take(now_s, progress, is_idle=is_idle), None
+        if taken is not None:
+            load = worker.load()
+        if kv is None and load is None:
             return
-        for router in self._routers:
-            self._at(now_s + MESSAGE_S, lambda _, router=router: router.hear(worker.worker_id, message))  # type: ignore[misc]
+        for number, outbox in enumerate(self._outboxes[name]):
+            events = tuple(self._event(one) for one in progress if self._router_of(int(one.request_id)) == number)
+            its_taken = tuple(one for one in taken or () if self._router_of(int(one)) == number)
+            outbox.put(WorkerMessage(events=events, kv=kv, load=load, taken=its_taken))
+            self._flush(name, number)
+
+    def _event(self, progress: Progress) -> OutputEvent:
+        usage = Usage(
+            num_prompt_tokens=self._requests[int(progress.request_id)].num_prompt_tokens,
+            num_output_tokens=1,
+            num_cached_tokens=progress.num_cached_tokens,
+            index_version=progress.index_version,
+        )
+        return OutputEvent(
+            request_id=progress.request_id,
+            position=0,
+            finish_reason="length" if progress.is_last else None,
+            usage=usage if progress.is_first else None,
+        )
+
+    def _flush(self, worker_id: str, number: int) -> None:
+        """Send what is due to one router, and look again when the next message is due."""
+        outbox, key = self._outboxes[worker_id][number], (worker_id, number)
+        if outbox.due_s() <= self._now_s:
+            message = outbox.take()
+            self.totals.messages += 1
+            if self._on_message is not None:
+                self._on_message(number, worker_id, message, self._now_s)
+            self._at(self._now_s + MESSAGE_S, lambda at_s: self._hear(number, worker_id, message, at_s))
+        due_s = outbox.due_s()
+        if due_s < self._wakes.get(key, math.inf):
+            self._wakes[key] = due_s
+            self._at(due_s, lambda at_s: self._wake(key, at_s))
+
+    def _wake(self, key: tuple[str, int], now_s: float) -> None:
+        if self._wakes.get(key) == now_s:
+            del self._wakes[key]
+            self._flush(*key)
+
+    def _hear(self, number: int, worker_id: str, message: WorkerMessage, now_s: float) -> None:
+        router = self._routers[number]
+        router.hear(worker_id, message)
+        for event in message.events:
+            if event.usage is not None:
+                self.totals.prompt_tokens += event.usage.num_prompt_tokens
+                self.totals.cached_tokens += event.usage.num_cached_tokens
+                self.totals.first_token_s.append(now_s - self._arrival_s[event.request_id])
+                router.begun(event.request_id, event.usage)
+            if event.finish_reason is not None:
+                router.ended(event.request_id)
+                del self._arrival_s[event.request_id]
+                self._arrivals.answered(int(event.request_id), now_s)

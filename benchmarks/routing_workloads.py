@@ -1,4 +1,5 @@
-"""What is routed: sessions of several turns behind one system prompt, questions about documents, and prompts that share nothing."""
+"""What is routed: sessions of several turns behind one system prompt, questions about documents, prompts that share nothing, and a
+mix of all of these."""
 
 from __future__ import annotations
 
@@ -21,6 +22,17 @@ HOT_SHARE = 0.5  # of all questions: about the first document
 QUESTION_TOKENS = (20, 100)
 
 PROMPT_TOKENS = (500, 4_000)
+
+MIXED_RATE = 5.0  # requests per second and worker
+MIXED_SYSTEM_PROMPTS = 4
+MIXED_TURNS = 4
+MIXED_FIRST_TURN_TOKENS = (50, 1_500)
+MIXED_PAUSE_S = 3.0
+MIXED_DOCUMENT_TOKENS = (1_000, 6_000)
+MIXED_SHARES = {"session": 0.55, "document": 0.25, "short": 0.19, "long": 0.01}
+MIXED_SHORT_TOKENS = (20, 2_000)
+MIXED_LONG_TOKENS = 30_000
+HOT_DOCUMENT_TOKENS = 6_000
 
 
 def sessions(num_workers: int, rng: random.Random, load: float) -> Workload:
@@ -65,10 +77,50 @@ def no_reuse(num_workers: int, rng: random.Random, load: float) -> Workload:
     return _in_order("no reuse", requests)
 
 
+def mixed(
+    num_workers: int, rng: random.Random, load: float, seconds: float = 20.0, *, hot_share: float = 0.0
+) -> Workload:
+    """Sessions, questions about documents of which few are asked about often (Zipf), and new prompts, most of them short, for
+    `seconds`; `MIXED_RATE` requests per second and worker, those of a session's later turns included.
+
+    From a third of the time on `hot_share` of all requests are questions about one more document of `HOT_DOCUMENT_TOKENS`.
+    """
+    space = TokenSpace()
+    systems = [space.take(SYSTEM_TOKENS) for _ in range(MIXED_SYSTEM_PROMPTS)]
+    documents = [space.take(rng.randint(*MIXED_DOCUMENT_TOKENS)) for _ in range(max(2 * num_workers, 8))]
+    weights = list(accumulate(1 / rank for rank in range(1, len(documents) + 1)))
+    hot_document = space.take(HOT_DOCUMENT_TOKENS)
+    shares = MIXED_SHARES | {"session": MIXED_SHARES["session"] / MIXED_TURNS}
+    requests: list[tuple[float, int, int, SimulatedRequest]] = []
+    begin_s = number = 0.0
+    while (begin_s := begin_s + rng.expovariate(MIXED_RATE * num_workers * load * sum(shares.values()))) < seconds:
+        number += 1
+        kind = rng.choices(list(shares), list(shares.values()))[0]
+        if begin_s > seconds / 3 and rng.random() < hot_share:
+            kind = "hot document"
+            prompt = [hot_document, space.take(rng.randint(*QUESTION_TOKENS))]
+        elif kind == "document":
+            document = rng.choices(documents, cum_weights=weights)[0]
+            prompt = [document, space.take(rng.randint(*QUESTION_TOKENS))]
+        elif kind == "session":
+            prompt = [rng.choice(systems), space.take(rng.randint(*MIXED_FIRST_TURN_TOKENS))]
+        else:
+            prompt = [space.take(MIXED_LONG_TOKENS if kind == "long" else rng.randint(*MIXED_SHORT_TOKENS))]
+        arrival_s = begin_s
+        for turn in range(MIXED_TURNS if kind == "session" else 1):
+            request = _request(prompt, space.take(rng.randint(*ANSWER_TOKENS)), arrival_s)
+            if arrival_s < seconds:
+                requests.append((arrival_s, int(number), turn, request))
+            prompt = [*prompt, request.answer, space.take(rng.randint(*TURN_TOKENS))]
+            arrival_s += 1.0 + rng.expovariate(1 / MIXED_PAUSE_S)
+    return _in_order("mixed", requests)
+
+
 WORKLOADS: dict[str, Callable[[int, random.Random, float], Workload]] = {
     "sessions": sessions,
     "hot document": hot_document,
     "no reuse": no_reuse,
+    "mixed": mixed,
 }
 
 

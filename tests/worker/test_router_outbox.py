@@ -74,7 +74,7 @@ def test_news_alone_is_due_at_once_after_silence_and_then_once_a_period() -> Non
     assert outbox.due_s() == clock.now_s + NEWS_PERIOD_S
 
 
-def test_a_busy_worker_sends_a_router_without_requests_two_messages_a_second_and_an_idle_one_heartbeats() -> None:
+def test_a_busy_worker_sends_a_router_without_requests_a_message_a_second_and_an_idle_one_heartbeats() -> None:
     clock = Clock()
     outbox = opened(clock)
     num_messages = 0

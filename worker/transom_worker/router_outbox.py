@@ -9,7 +9,7 @@ A message costs a router 0.3 to 0.9 ms of CPU time, whatever it carries (docs/ro
   notices a worker that has become silent.
 
 For example, with steps of 20 ms: a router whose requests run here learns of everything within a step; a router without requests
-here gets two messages a second while others keep the worker busy, and one in five seconds from an idle worker.
+here gets one message a second while others keep the worker busy, and one in five seconds from an idle worker.
 
 What waits is joined: a router that reads slowly gets fewer, larger messages, in which changes of the index that cancel out are
 left out.
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from transom_worker.contract import OutputEvent, WorkerLoad, WorkerMessage
 from transom_worker.kvcache.pending_changes import PendingChanges
 
-NEWS_PERIOD_S = 0.5
+NEWS_PERIOD_S = 1.0
 HEARTBEAT_S = 5.0
 
 # A load is news when it differs from the last one that was sent by more than this.

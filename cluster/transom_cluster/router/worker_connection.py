@@ -228,7 +228,7 @@ class WorkerConnection:
         """Open the stream and read it until it ends. The worker may still compute the attempts `lost`, which are aborted first.
 
         Raises:
-            TimeoutError: the worker has sent nothing for `silence_s`, not even a heartbeat.
+            TimeoutError: the worker has sent nothing for about `silence_s`, not even a heartbeat.
         """
         loop = asyncio.get_running_loop()
         async with (
@@ -236,7 +236,11 @@ class WorkerConnection:
             asyncio.timeout(None) as limit,
         ):
             async for message in stream:
-                limit.reschedule(loop.time() + self._timings.silence_s)
+                limit_s, until_s = limit.when(), loop.time() + self._timings.silence_s
+                if (
+                    limit_s is None or until_s - limit_s > self._timings.silence_s / 8
+                ):  # a new timer seldom: messages are many
+                    limit.reschedule(until_s)
                 if not self.is_open:
                     await self._open(lost)
                 self._receive(message)

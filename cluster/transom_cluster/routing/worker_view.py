@@ -47,11 +47,12 @@ class WorkerView:
     def candidate(self, num_to_compute: int) -> Candidate:
         """The worker as a candidate for a request of which it would compute `num_to_compute` tokens."""
         load = self._load
+        num_unreported = sum(not request.is_reported for request in self.requests.values())
         return Candidate(
             worker_id=self.worker_id,
             num_to_compute=num_to_compute,
             queue_tokens=self._queue_tokens(),
-            num_requests=max(load.num_running + load.num_waiting, len(self.requests)),
+            num_requests=load.num_running + load.num_waiting + num_unreported,
             max_num_seqs=load.max_num_seqs,
             used_share=load.used_share,
             prefill_tokens_per_s=load.prefill_tokens_per_s,

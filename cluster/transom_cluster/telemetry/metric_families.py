@@ -22,13 +22,18 @@ class Family(Generic[M]):
     def __init__(self, metric: M, own_values: Sequence[str]) -> None:
         self._metric = metric
         self._own_values = own_values
+        self._series: dict[tuple[str, ...], M] = {}  # `labels` is slow: it makes strings of all values under a lock
 
     def of(self, *values: str) -> M:
         """One series, which is on the page of metrics from now on."""
-        return self._metric.labels(*self._own_values, *values)
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = self._metric.labels(*self._own_values, *values)
+        return series
 
     def forget(self, *values: str) -> None:
         """Take a series off the page of metrics; an unknown series is ignored."""
+        self._series.pop(values, None)
         self._metric.remove(*self._own_values, *values)
 
 

@@ -215,6 +215,19 @@ def test_a_report_that_was_written_before_a_request_arrived_does_not_hide_it() -
     assert made.workers["a"].candidate(0).queue_tokens == 0
 
 
+def test_requests_that_no_report_counts_come_on_top_of_the_reported_ones() -> None:
+    """Otherwise several routers would send their requests to one worker until each has as many there as all together."""
+    made = placer()
+    made.update("a", WorkerMessage(load=load(num_running=10)))
+    for i in range(3):
+        made.place(request(f"r{i}"), ("a",))
+    assert made.workers["a"].candidate(0).num_requests == 13
+    made.update("a", WorkerMessage(load=load(num_running=11, num_waiting=1), taken=("r0", "r1")))
+    assert made.workers["a"].candidate(0).num_requests == 13
+    made.ended("r2")
+    assert made.workers["a"].candidate(0).num_requests == 12
+
+
 def test_tokens_of_other_routers_count_beside_a_request_that_no_report_names() -> None:
     made = placer()
     made.update("a", WorkerMessage(load=load(num_waiting=1, waiting_tokens=3000)))
