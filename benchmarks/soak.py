@@ -48,6 +48,7 @@ from transom_cluster.commands.process_tree import is_running
 DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the rest is for the calm phase and the end
 STARTS = 3  # Ray gives its own processes 30 s to start, of which a full machine may make too little
 WARM_UP_S = 240.0  # of a process, before its memory counts; in short soaks a third of the steady phase
+NUM_FILLING = 80  # requests of 100 choices: each router and worker keeps the timelines of its last 2,000 (some 14 MB)
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
 FLAT_MIB_PER_H = 30.0
 OURS = ("worker", "rank", "router", "transom serve")  # Ray's own processes are only reported
@@ -81,10 +82,8 @@ class Soak:
             before = await self._calm()
             with self._phase("disturbed"):
                 await self._disturbed()
-            begin_s = time.time()
             with self._phase("steady"):
                 await self._steady()
-            self._check_memory(begin_s, time.time())
             with self._phase("end"):
                 await self._end(before)
         finally:
@@ -137,8 +136,12 @@ class Soak:
     async def _steady(self) -> None:
         page = await quiet_page(self.cluster, self.journal)
         self.traffic.tally = Tally()
-        end = self._after(self.options.seconds * STEADY_SHARE)
+        steady_s = self.options.seconds * STEADY_SHARE
+        if steady_s >= MIN_FLAT_S:
+            await self.traffic.fill(NUM_FILLING)
+        begin_s, end = time.time(), self._after(steady_s)
         await self.traffic.run(self.options.clients, self.options.pause_s, f"{self.options.seed}/steady", end)
+        self._check_memory(begin_s, time.time())
         await self._settle("steady", page, exact=False)
 
     async def _end(self, before: list[Sample]) -> None:

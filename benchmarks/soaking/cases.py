@@ -17,6 +17,7 @@ WORDS = COMMON_WORDS.split()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 300, 2000  # ordinary tokens of the tiny vocabulary
 NUM_CONVERSATIONS, NUM_TURNS = 8, 4
+FILLING = "filling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,11 @@ def make_cases(seed: int) -> list[Case]:
     """Single requests: every option that changes what is computed, prompts that share a beginning, short and long ones."""
     source = random.Random(f"{seed}/cases")
     shared = words(source, 60)
-    return [Case(f"{kind} {i}", path, body) for i in range(3) for kind, path, body in _kinds(source, shared, i)]
+    filling = {"prompt": shared, "max_tokens": 12, "n": 100, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+    return [
+        Case(FILLING, COMPLETIONS, filling),
+        *(Case(f"{kind} {i}", path, body) for i in range(3) for kind, path, body in _kinds(source, shared, i)),
+    ]
 
 
 def _kinds(source: random.Random, shared: str, i: int) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ import httpx
 from soaking import journal as promises
 from soaking.answers import Answer, difference, is_beginning
 from soaking.bad_clients import Rude, bad_requests
-from soaking.cases import CHAT, COMPLETIONS, Case, Conversation
+from soaking.cases import CHAT, COMPLETIONS, FILLING, Case, Conversation
 from soaking.client import Hung, Reading, ask, http_client
 from soaking.journal import Journal
 from soaking.tally import Tally
@@ -46,6 +46,11 @@ class Known:
     cases: Sequence[Case]
     conversations: Sequence[Conversation]
     answers: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def ordinary(self) -> list[Case]:
+        """What clients ask at random."""
+        return [case for case in self.cases if case.name != FILLING]
 
 
 class Traffic:
@@ -89,6 +94,12 @@ class Traffic:
         except Exception as fault:
             self._journal.broke(promises.ENDS, f"the soak's client failed ({behaviour}): {fault!r}")
 
+    async def fill(self, num_requests: int) -> None:
+        """Send requests of 100 choices each, two at a time, which fill every store of the last requests."""
+        [case] = [case for case in self._known.cases if case.name == FILLING]
+        for _ in range(num_requests // 2):
+            await asyncio.gather(*(self._ask_well(case, stream=False) for _ in range(2)))
+
     async def calm_answers(self) -> None:
         """Ask everything once, and keep the answers."""
         for case in self._known.cases:
@@ -110,7 +121,7 @@ class Traffic:
     # behaviours
 
     async def _single(self, source: random.Random, _pause_s: float) -> None:
-        await self._ask_well(source.choice(self._known.cases), stream=source.random() < 0.7)
+        await self._ask_well(source.choice(self._known.ordinary), stream=source.random() < 0.7)
 
     async def _slow(self, source: random.Random, _pause_s: float) -> None:
         wide = [case for case in self._known.cases if case.name.startswith("wide")]
@@ -128,7 +139,7 @@ class Traffic:
             await asyncio.sleep(source.expovariate(1 / pause_s) if pause_s else 0)
 
     async def _leave(self, source: random.Random, _pause_s: float) -> None:
-        case = source.choice(self._known.cases)
+        case = source.choice(self._known.ordinary)
         begin_s = time.monotonic()
         self.tally.left(case.path)
         try:
