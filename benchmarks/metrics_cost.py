@@ -171,7 +171,9 @@ def _router(num_workers: int, name: str = "r0") -> RouterMetrics:
     names = [f"{number:08}" for number in range(num_workers)]
     in_flight = dict.fromkeys(names, 3)
     states = {"open": num_workers, "closed": 0, "draining": 0}
-    metrics.watch(lambda: RouterState(num_waiting=0, workers_by_state=states, in_flight_by_worker=in_flight))
+    metrics.watch(
+        lambda: RouterState(num_waiting=0, num_tasks=9, workers_by_state=states, in_flight_by_worker=in_flight)
+    )
     for worker in names:
         metrics.routing.joined("kv", worker)
         metrics.routing.mirror_changed(worker, num_blocks=1000, version=7)

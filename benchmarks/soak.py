@@ -33,7 +33,7 @@ from served import READY, Served, name_of, serving, wait_until_ready
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.tiny_checkpoints
 
 from soaking import journal as promises
-from soaking.accounts import check_page, compare, quiet_page
+from soaking.accounts import check_page, compare, left_tasks, quiet_page
 from soaking.cases import make_cases, make_conversations
 from soaking.cluster import LAYOUTS, TWO_WORKERS, Cluster, copy_sources, flags_of
 from soaking.disturbances import Disturbances, disturb_until
@@ -67,6 +67,7 @@ class Soak:
     known: Known = field(init=False)
     traffic: Traffic = field(init=False)
     watch: ProcessWatch = field(init=False)
+    idle_page: Page | None = None
 
     def __post_init__(self) -> None:
         seed = self.options.seed
@@ -106,7 +107,7 @@ class Soak:
                 await self.traffic.once("conversation", source)
             for _ in range(len(self.known.cases)):
                 await self.traffic.once("single", source)
-            await self._settle("calm", page, exact=True)
+            self.idle_page = await self._settle("calm", page, exact=True)
             return await asyncio.to_thread(self.watch.look)
 
     async def _disturbed(self) -> None:
@@ -154,6 +155,8 @@ class Soak:
         found: list[str] = []
         for _ in range(12):  # what was closed on the other side is closed here a little later
             found = leftovers(before, await asyncio.to_thread(self.watch.look), SPARE)
+            if self.idle_page and (idle_now := await self.cluster.page()):
+                found += left_tasks(self.idle_page, idle_now)
             if not found:
                 break
             await asyncio.sleep(5.0)
@@ -161,13 +164,14 @@ class Soak:
         for one in found:
             self.journal.broke(promises.LEFTOVERS, one)
 
-    async def _settle(self, phase: str, before: Page | None, *, exact: bool) -> None:
-        """Wait until all is quiet, and compare the server's counts with the clients'."""
+    async def _settle(self, phase: str, before: Page | None, *, exact: bool) -> Page | None:
+        """Wait until all is quiet, and compare the server's counts with the clients'; the page at that time."""
         after = await quiet_page(self.cluster, self.journal)
-        if before is None or after is None:
-            return
-        check_page(after, self.journal)
-        self.report.sums[phase] = compare(before, after, self.traffic.tally, self.journal, exact=exact)
+        if after is not None:
+            check_page(after, self.journal)
+            if before is not None:
+                self.report.sums[phase] = compare(before, after, self.traffic.tally, self.journal, exact=exact)
+        return after
 
     def _check_memory(self, begin_s: float, end_s: float) -> None:
         warm_up_s = min(WARM_UP_S, (end_s - begin_s) / 3)

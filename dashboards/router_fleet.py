@@ -186,6 +186,15 @@ ROUTERS = Section(
             [Query(expr=total("transom_router_process_resident_bytes", ROUTER, "router"), legend="{{router}}")],
             "bytes",
         ),
+        lines(
+            About(
+                title="Tasks of routers",
+                shows="asyncio tasks of each router's event loop: a few for each request and each worker.",
+                act="They do not fall when requests end: a leak, worth a report.",
+            ),
+            [Query(expr=total("transom_router_tasks", ROUTER, "router"), legend="{{router}}")],
+            "short",
+        ),
         rows(
             About(
                 title="Versions of routers",

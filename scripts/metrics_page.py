@@ -73,7 +73,7 @@ OF_ROUTERS: Sequence[Section] = (
         "Workers, and what becomes of requests when they go",
         ("router_w", "router_in_", "router_fail", "router_suspects", "router_drain", "router_desired"),
     ),
-    ("Pages and the process", ("router_dropped", "router_process", "build_")),
+    ("Pages and the process", ("router_dropped", "router_process", "router_tasks", "build_")),
 )
 
 
@@ -105,6 +105,7 @@ def router_families() -> list[Metric]:
     metrics.watch(
         lambda: RouterState(
             num_waiting=0,
+            num_tasks=0,
             workers_by_state={"open": 1, "closed": 0, "draining": 0},
             in_flight_by_worker={"w": 0},
             desired_workers=1,

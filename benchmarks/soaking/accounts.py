@@ -13,6 +13,7 @@ from soaking.tally import Tally
 from soaking.traffic import GENERATING
 
 QUIET_S = 90.0
+SPARE_TASKS = 10  # of a moment: a page that is being answered, a peer that asks
 EMPTY_WHEN_IDLE = (
     "transom_router_waiting_requests",
     "transom_router_in_flight_requests",
@@ -42,6 +43,14 @@ def whole_page(page: Page, cluster: Cluster) -> str:
     num_workers = len(page.labels("transom_requests_running", "worker"))
     is_whole = num_routers == COMMON["router_replicas"] and num_workers >= cluster.layout.workers[0]
     return "" if is_whole else f"a page of {num_routers} routers and {num_workers} workers"
+
+
+def left_tasks(before: Page, after: Page) -> Iterator[str]:
+    """Routers with more asyncio tasks than any had on an earlier page of an idle cluster of the same layout."""
+    most = max((one.value for one in before.samples.get("transom_router_tasks", [])), default=0.0)
+    for one in after.samples.get("transom_router_tasks", []):
+        if one.value > most + SPARE_TASKS:
+            yield f"router {one.labels['router']}: {one.value:.0f} tasks, {most:.0f} before"
 
 
 def in_use(page: Page) -> Iterator[str]:

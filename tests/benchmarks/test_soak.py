@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from soaking import journal as promises
-from soaking.accounts import check_page, compare, in_use
+from soaking.accounts import check_page, compare, in_use, left_tasks
 from soaking.answers import Answer, Choice, difference, is_beginning
 from soaking.bad_clients import bad_requests
 from soaking.cases import Case, make_cases, make_conversations
@@ -129,6 +129,12 @@ def test_blocks_and_tokens_that_do_not_add_up_break_promises(journal: Journal) -
     assert sorted(broken(journal)) == sorted([promises.BLOCKS, promises.SUMS])
     active = PAGE.replace('state="active"} 0', 'state="active"} 2')
     assert list(in_use(Page.read(active))) == ["2 active blocks"]
+
+
+def test_tasks_that_stay_are_leftovers() -> None:
+    before, after = (Page.read(f'transom_router_tasks{{router="r"}} {count}\n') for count in (12, 40))
+    assert list(left_tasks(before, after)) == ["router r: 40 tasks, 12 before"]
+    assert not list(left_tasks(after, before))
 
 
 def sample(pid: int, minute: float, mib: float, **changes: int) -> Sample:

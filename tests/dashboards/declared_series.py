@@ -23,7 +23,9 @@ def declared(model: Path) -> dict[str, set[str]]:
 
 def _router() -> list[Metric]:
     metrics = RouterMetrics("r", model="m")
-    state = RouterState(num_waiting=0, workers_by_state={"open": 1}, in_flight_by_worker={"w": 0}, desired_workers=1)
+    state = RouterState(
+        num_waiting=0, num_tasks=9, workers_by_state={"open": 1}, in_flight_by_worker={"w": 0}, desired_workers=1
+    )
     metrics.watch(lambda: state)
     metrics.finished("/v1/completions", 200, 0.1)
     metrics.routing.joined("kv", "w")

@@ -112,6 +112,7 @@ class Router:
             workers_by_state[connection.state] += 1
         return RouterState(
             num_waiting=len(self.queue),
+            num_tasks=_num_tasks(),
             workers_by_state=workers_by_state,
             in_flight_by_worker={one.worker_id: len(one.in_flight) for one in self.connections.values()},
             desired_workers=None if self._autoscaling is None else self._desired_workers(self._autoscaling),
@@ -199,3 +200,11 @@ class Router:
         present = [connection for connection in self.connections.values() if not connection.is_draining]
         loads = [connection.load for connection in present if connection.load is not None]
         return wanted_replicas(loads, num_unplaced=len(self.queue), num_target=len(present), config=config)
+
+
+def _num_tasks() -> int:
+    """The tasks of the event loop that runs on this thread; 0 where none does, as before a router starts."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0

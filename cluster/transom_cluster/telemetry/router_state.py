@@ -17,10 +17,11 @@ from transom_worker.telemetry.metrics.own_labels import OwnLabels
 class RouterState:
     """The numbers of a router at one moment. `desired_workers` is None without autoscaling.
 
-    `num_waiting` counts the requests that no worker has.
+    `num_waiting` counts the requests that no worker has, `num_tasks` the asyncio tasks of the router's event loop.
     """
 
     num_waiting: int
+    num_tasks: int
     workers_by_state: Mapping[str, int]
     in_flight_by_worker: Mapping[str, int]
     desired_workers: int | None = None
@@ -47,6 +48,11 @@ class StateCollector(Collector):
 
     def _of_router(self, state: RouterState) -> Iterator[Metric]:
         yield self._own.gauge("transom_router_waiting_requests", "Requests that no worker has.", state.num_waiting)
+        yield self._own.gauge(
+            "transom_router_tasks",
+            "Tasks of the router's event loop: a few for each request and each worker. More while none runs are a leak.",
+            state.num_tasks,
+        )
         yield self._own.gauges(
             "transom_router_workers",
             "Workers by state: open, closed (starting or lost), draining.",

@@ -110,6 +110,18 @@ async def test_a_worker_that_leaves_as_it_should_has_drained() -> None:
         assert value(api.router, "drains_total", outcome="finished") == 1
 
 
+async def test_tasks_are_counted_and_fall_back_when_requests_have_ended() -> None:
+    async with running_api(StubWorker(worker="w0")) as api:
+        await api.complete()
+        before = value(api.router, "tasks")
+        other = asyncio.create_task(asyncio.Event().wait())
+        assert value(api.router, "tasks") == (before or 0) + 1
+        other.cancel()
+        for _ in range(5):
+            await api.complete()
+        await until(lambda: value(api.router, "tasks") == before)
+
+
 async def test_desired_workers_follow_the_loads_and_the_line() -> None:
     busy = StubWorker(load=WorkerLoad(max_num_seqs=10, num_running=27, num_waiting=0))
     router = Router(
