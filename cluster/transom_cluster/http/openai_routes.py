@@ -6,6 +6,7 @@ Engine request: a `contract.Request`; one HTTP request becomes one engine reques
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 from collections.abc import Sequence
@@ -18,23 +19,25 @@ from transom_cluster.http.generation_response import GenerationResponse
 from transom_cluster.http.request_id_middleware import set_response_id
 from transom_cluster.http.request_state import RequestState, request_state
 from transom_cluster.http.routed_path import routed_path
-from transom_cluster.openai.body import Model, parse_body
+from transom_cluster.openai.body import BodyParser, Model
+from transom_cluster.openai.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
-from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
+from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES
+from transom_cluster.openai.off_loop import run_off_loop
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.prompts import (
     MAX_INLINE_CHARS,
     Prompt,
     chat_prompt,
-    check_vocabulary,
     completion_prompts,
 )
 from transom_cluster.openai.response_types import Text, Tokens
 from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
+from transom_cluster.openai.token_id_lists import check_vocabulary
 from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.span_attributes import request_attributes
@@ -42,7 +45,14 @@ from transom_worker import contract
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError, RequestTimeout
 
+MAX_INLINE_TOKENS = 16_384
+
 logger = logging.getLogger("transom.router")
+
+_CHAT = BodyParser(ChatCompletionRequest, CHAT_RULES)
+_COMPLETION = BodyParser(CompletionRequest, COMPLETION_RULES)
+_TOKENIZE = BodyParser(TokenizeRequest, TOKENIZE_RULES)
+_DETOKENIZE = BodyParser(DetokenizeRequest, NO_RULES)
 
 
 class OpenAiRoutes:
@@ -61,16 +71,16 @@ class OpenAiRoutes:
         """Answer a chat."""
         state = request_state(request.scope)
         metadata = self._begin_response(state, "chatcmpl")
-        body = await self._parse(request, ChatCompletionRequest, CHAT_RULES)
+        body = await self._parse(request, _CHAT)
         await self._router.prepare(body.model)
         params = body.params()
         prompt = await chat_prompt(
             self._router.tokenizer,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
-            template_kwargs=body.chat_template_kwargs,
+            template_variables=body.chat_template_kwargs,
         )
-        requests = self._engine_requests(state, metadata, body, [prompt], params, prompt_param="messages")
+        requests = await self._engine_requests(state, metadata, body, [prompt], params, prompt_param="messages")
         writer = ChatWriter(
             metadata,
             requests,
@@ -84,12 +94,14 @@ class OpenAiRoutes:
         """Continue one or several prompts."""
         state = request_state(request.scope)
         metadata = self._begin_response(state, "cmpl")
-        body = await self._parse(request, CompletionRequest, COMPLETION_RULES)
+        body = await self._parse(request, _COMPLETION)
         await self._router.prepare(body.model)
         params = body.params()
-        given = body.prompts()
+        limits = self._router.limits.current
+        is_long = len(memoryview(body.prompt)) > SMALL_BODY_BYTES
+        given = await run_off_loop(lambda: body.prompts(limits), if_long=is_long)
         prompts = await completion_prompts(self._router.tokenizer, given, add_special_tokens=body.add_special_tokens)
-        requests = self._engine_requests(state, metadata, body, prompts, params, prompt_param="prompt")
+        requests = await self._engine_requests(state, metadata, body, prompts, params, prompt_param="prompt")
         writer = CompletionWriter(
             metadata,
             requests,
@@ -103,7 +115,7 @@ class OpenAiRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
-        body = await self._parse(request, TokenizeRequest, TOKENIZE_RULES)
+        body = await self._parse(request, _TOKENIZE)
         await self._router.prepare(body.model)
         tokenizer, limits = self._router.tokenizer, self._router.limits.current
         token_ids = (await self._tokenize_prompt(body)).token_ids
@@ -117,11 +129,16 @@ class OpenAiRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        body = await self._parse(request, DetokenizeRequest, NO_RULES)
+        body = await self._parse(request, _DETOKENIZE)
         await self._router.prepare(body.model)
-        check_vocabulary(body.tokens, self._router.limits.current.vocab_size, param="tokens")
-        text = await asyncio.to_thread(self._router.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JSONResponse(Text(prompt=text))
+        limits, decode = self._router.limits.current, self._router.tokenizer.decode
+
+        def answer() -> Response:
+            token_ids = body.token_ids(limits)
+            check_vocabulary(token_ids, limits.vocab_size, param="tokens")
+            return JSONResponse(Text(prompt=decode(token_ids, skip_special_tokens=False)))
+
+        return await run_off_loop(answer, if_long=len(memoryview(body.tokens)) > MAX_INLINE_CHARS)
 
     async def _tokenize_prompt(self, body: TokenizeRequest) -> Prompt:
         tokenizer = self._router.tokenizer
@@ -137,7 +154,7 @@ class OpenAiRoutes:
                 tokenizer,
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
-                template_kwargs=body.chat_template_kwargs,
+                template_variables=body.chat_template_kwargs,
             )
         text, add_special = body.prompt or "", body.add_special_tokens is not False
         if len(text) > MAX_INLINE_CHARS:
@@ -146,15 +163,15 @@ class OpenAiRoutes:
             ids = tokenizer.encode(text, add_special_tokens=add_special)
         return Prompt(token_ids=tuple(ids))
 
-    async def _parse(self, request: Request, model: type[Model], rules: FieldRules) -> Model:
+    async def _parse(self, request: Request, parser: BodyParser[Model]) -> Model:
         try:
             async with asyncio.timeout(self._router.config.limits.request_timeout_s):
                 raw = await request.body()
         except TimeoutError:
             raise RequestTimeout("The request's body did not arrive in time; send it faster, or send less.") from None
-        return parse_body(raw, model, rules)
+        return await run_off_loop(lambda: parser.parse(raw), if_long=len(raw) > SMALL_BODY_BYTES)
 
-    def _engine_requests(
+    async def _engine_requests(
         self,
         state: RequestState,
         metadata: ResponseMetadata,
@@ -171,7 +188,8 @@ class OpenAiRoutes:
                 text = router.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
                 logger.info("The prompt of %s: %r", metadata.id, text)
         timeout_s = config.limits.request_timeout_s
-        return build_requests(
+        build = functools.partial(
+            build_requests,
             metadata.id,
             prompts,
             params,
@@ -183,6 +201,8 @@ class OpenAiRoutes:
             cache_salt=client_cache_salt(body.cache_salt, state.client) if config.salt_by_key else body.cache_salt,
             prompt_param=prompt_param,
         )
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return await run_off_loop(build, if_long=num_tokens > MAX_INLINE_TOKENS)
 
     def _begin_response(self, state: RequestState, prefix: str) -> ResponseMetadata:
         """Choose the response's id, so that also an error of this request names it."""

@@ -1,82 +1,96 @@
-"""Parses a request's bytes into a checked pydantic model; every error names the field that is wrong."""
+"""Parses a request's bytes into a checked message; every error names the field that is wrong.
+
+msgspec checks types while it parses and stops at the first error. So a body costs what its valid beginning costs, and a wrong one
+builds no list of errors. Fields that may be long, or that take any JSON, are declared as `Raw`: their text is kept as it is, and
+`decode_field` reads it where it is needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import msgspec
+from msgspec import Raw
 from pydantic_core import from_json
 
+from transom_cluster.openai.body_shape import SMALL_BODY_BYTES, check_shape
+from transom_cluster.openai.field_errors import field_error
 from transom_cluster.openai.field_rules import FieldRules
 from transom_worker.errors import RequestError
 
+NULL = Raw(b"null")
+
 Model = TypeVar("Model", bound="WireModel")
+Value = TypeVar("Value")
 
 
-class WireModel(BaseModel):
+class WireModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Base class of request bodies. Values must have JSON's own types (no conversion from strings), and unknown fields are
     errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+def any_json() -> Any:
+    """The default of a `Raw` field that need not be given: null."""
+    return msgspec.field(default_factory=lambda: NULL)
 
 
-def parse_body(body: bytes, model: type[Model], rules: FieldRules) -> Model:
-    """Parse and check a JSON body.
+class BodyParser(Generic[Model]):
+    """Parses the bodies of one endpoint: a model, and rules for the fields that it does not have."""
+
+    def __init__(self, model: type[Model], rules: FieldRules) -> None:
+        self._rules = rules
+        others = sorted((rules.ignored | rules.refused.keys()) - set(model.__struct_fields__))
+        body_type = msgspec.defstruct(
+            model.__name__,
+            [(name, Raw, any_json()) for name in others],
+            bases=(model,),
+            frozen=True,
+            kw_only=True,
+            forbid_unknown_fields=True,
+            gc=False,
+        )
+        self._decoder: msgspec.json.Decoder[Model] = msgspec.json.Decoder(body_type)
+        names = [(name, Raw, any_json()) for name in body_type.__struct_fields__]
+        self._fields = msgspec.json.Decoder(msgspec.defstruct("Fields", names))
+
+    def parse(self, body: bytes) -> Model:
+        """Parse and check a JSON body.
+
+        Raises:
+            RequestError: the body is not a JSON object, it has too many parts, or a field is wrong, unknown or not supported;
+                `param` names the field.
+        """
+        check_shape(body)
+        try:
+            parsed = self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise field_error(error, body, fields=self._fields) from None
+        except (ValueError, RecursionError) as error:
+            raise _malformed(body, error) from None
+        self._rules.check({name: getattr(parsed, name) for name in self._rules.refused})
+        return parsed
+
+
+def decode_field(decoder: msgspec.json.Decoder[Value], text: Raw | bytes, name: str) -> Value:
+    """Read the JSON of a field that was kept as text.
 
     Raises:
-        RequestError: the body is not a JSON object, or a field is wrong, unknown or not supported; `param` names the field.
+        RequestError: the value is wrong; `param` names it.
     """
     try:
-        data = from_json(body)
-    except ValueError as error:
-        raise RequestError(f"The body is not valid JSON: {error}. Send a JSON object.") from None
-    if not isinstance(data, dict):
-        raise RequestError(f"The body is {_json_type(data)}; send a JSON object.")
-    rules.check(data)
-    known = {name: value for name, value in data.items() if name not in rules.ignored and name not in rules.refused}
-    try:
-        return model.model_validate(known)
-    except ValidationError as error:
-        raise _field_error(error) from None
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise field_error(error, text, name=name) from None
+    except (ValueError, RecursionError) as error:
+        raise _malformed(bytes(text), error) from None
 
 
-def _field_error(error: ValidationError) -> RequestError:
-    problem = _deepest(error.errors(include_url=False, include_context=False))
-    path = _dotted(problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return RequestError(f"{path} is not a known field; leave it out.", param=path)
-    if problem["type"] == "missing":
-        return RequestError(f"{path} is missing; it is required.", param=path)
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return RequestError(f"{path} is {_shown(problem['input'])}: {message[0].lower()}{message[1:]}.", param=path)
-
-
-def _deepest(problems: Sequence[Any]) -> Any:
-    """The most relevant of pydantic's problems.
-
-    For a union pydantic reports one problem per alternative. The client meant the alternative whose check got deepest into the
-    value.
-    """
-    return max(problems, key=lambda problem: len([p for p in problem["loc"] if isinstance(p, int)]))
-
-
-def _dotted(loc: Sequence[str | int]) -> str:
-    """The field's path such as `messages[0].content`, without the names of union alternatives that pydantic puts into it."""
-    path = str(loc[0])  # a client may have given a field any name
-    for part in loc[1:]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float"):
-            path += f".{part}"
-    return path
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+def _malformed(body: bytes, error: ValueError | RecursionError) -> RequestError:
+    """The error for text that is not JSON. For short text pydantic's parser explains it, by line and column."""
+    reason = "nested deeper than the recursion limit" if isinstance(error, RecursionError) else str(error)
+    if len(body) <= SMALL_BODY_BYTES:
+        try:
+            from_json(body, allow_inf_nan=False)
+        except ValueError as explained:
+            reason = str(explained)
+    return RequestError(f"The body is not valid JSON: {reason}. Send a JSON object.")

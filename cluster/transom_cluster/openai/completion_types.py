@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
-from pydantic import Field
+from msgspec import Meta, Raw
 
-from transom_cluster.openai.body import WireModel
+from transom_cluster.openai.body import WireModel, any_json
 from transom_cluster.openai.chat_types import MAX_MESSAGES, ChatMessage
+from transom_cluster.openai.prompt_field import PROMPT_SCHEMA, TOKENS_SCHEMA, read_prompts, read_tokens
+from transom_cluster.openai.prompt_limits import ModelLimits
 from transom_cluster.openai.sampling_fields import SamplingFields
+from transom_cluster.openai.template_variables import TEMPLATE_VARIABLES
 from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_CHOICES = 1024  # a worker could never admit more of them together (--max-waiting), so a retry would not help
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """The supported fields; docs/http_api.md lists those that are ignored or refused."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
-        examples=["Once upon a time", ["One", "Two"], [72, 105]]
-    )
+    prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
     best_of: int | None = None
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
     @property
@@ -32,24 +32,14 @@ class CompletionRequest(SamplingFields):
         """Whether the client wants only the prompt back, with its log-probabilities: `echo` with `max_tokens` 0."""
         return self.echo and self.max_tokens == 0
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self, limits: ModelLimits) -> list[str] | list[list[int]]:
         """The prompts of this batch: all texts, or all lists of token ids.
 
         Raises:
-            RequestError: there is no prompt, or there are too many choices.
+            RequestError: there is no prompt, it has another form, or there are too many choices or ids.
+            PromptTooLong: a prompt of ids exceeds the model's length.
         """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise RequestError("prompt is an empty list; send at least one prompt.", param="prompt")
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
-            raise RequestError(
-                f"prompt has {len(self.prompt)} prompts and n is {self.n or 1}; at most {MAX_CHOICES} choices a request.",
-                param="prompt",
-            )
-        return self.prompt
+        return read_prompts(self.prompt, num_choices=self.n or 1, limits=limits)
 
     def params(self) -> SamplingParams:
         """Build the worker contract's sampling parameters. With `echo_only` the engine computes one token, which the writer drops.
@@ -68,20 +58,24 @@ class CompletionRequest(SamplingFields):
         )
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(WireModel, frozen=True, kw_only=True):
     """A text, or messages for the chat template."""
 
     model: str | None = None
-    prompt: str | None = Field(None, examples=["Once upon a time"])
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    prompt: Annotated[str, Meta(examples=["Once upon a time"])] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt; for messages the chat template decides
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=TEMPLATE_VARIABLES.schema)] = any_json()
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(WireModel):
+class DetokenizeRequest(WireModel, frozen=True, kw_only=True):
     """Token ids to decode."""
 
     model: str | None = None
-    tokens: list[int] = Field(examples=[[72, 105]])
+    tokens: Annotated[Raw, Meta(extra_json_schema=TOKENS_SCHEMA)]
+
+    def token_ids(self, limits: ModelLimits) -> list[int]:
+        """The ids. Raises RequestError if they are not a list of whole numbers, or too many."""
+        return read_tokens(self.tokens, limits)

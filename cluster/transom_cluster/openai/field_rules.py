@@ -5,11 +5,16 @@ The server never silently ignores a field that would change the response. A fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+from msgspec import Raw
+
 from transom_worker.errors import RequestError
+
+MAX_NEUTRAL_BYTES = 64  # a longer text is no neutral value
 
 _HARMLESS = frozenset(
     {
@@ -90,18 +95,29 @@ class FieldRules:
     ignored: frozenset[str]
     refused: Mapping[str, tuple[Any, ...]]
 
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Check that no refused field has another than its neutral values.
+    def check(self, texts: Mapping[str, Raw]) -> None:
+        """Check that no refused field has another than its neutral values. `texts` are the JSON texts of the refused fields.
 
         Raises:
             RequestError: one has; `param` names it.
         """
-        for name in data.keys() & self.refused.keys():
-            value, neutral = data[name], self.refused[name]
-            if value is None or any(type(value) is type(n) and value == n for n in neutral):
+        for name, text in texts.items():
+            neutral = self.refused[name]
+            if is_one_of(text, (None, *neutral)):
                 continue
             allowed = f"leave it out, or send {neutral[0]!r}" if neutral else "leave it out"
             raise RequestError(f"{name} is not supported yet; {allowed}.", param=name)
+
+
+def is_one_of(text: Raw, values: Sequence[Any]) -> bool:
+    """Whether a JSON text stands for one of some short values. A boolean is no number."""
+    if len(memoryview(text)) > MAX_NEUTRAL_BYTES:
+        return False
+    try:
+        given = msgspec.json.decode(text)
+    except ValueError:  # strings of a text that was kept are not checked before
+        return False
+    return any(type(given) is type(value) and given == value for value in values)
 
 
 CHAT_RULES = FieldRules(ignored=_HARMLESS, refused=_REFUSED_EVERYWHERE | _REFUSED_IN_CHAT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from pydantic import TypeAdapter
 
 from transom_cluster.openai import response_types
@@ -110,7 +111,7 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a model's schema, and the schemas that it refers to; returns a reference to it."""
+    """Add the schema of a response body, and the schemas that it refers to; returns a reference to it."""
     schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schema.pop("$defs", {}))
     schemas.setdefault(model.__name__, schema)
@@ -120,7 +121,8 @@ def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """Add a request body's schema, with ignored fields, and with refused fields and the values that they may have."""
     model, rules, _ = POST_ENDPOINTS[path]
-    reference = _add(model, schemas)
+    (reference,), added = msgspec.json.schema_components([model], ref_template="#/components/schemas/{name}")
+    schemas.update(added)
     properties = schemas[model.__name__]["properties"]
     for name in sorted(rules.ignored):
         properties.setdefault(name, {"description": "Accepted without effect."})

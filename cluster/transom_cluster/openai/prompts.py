@@ -10,10 +10,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from msgspec import Raw
+
+from transom_cluster.openai.body import NULL
 from transom_cluster.openai.chat_types import ChatMessage, template_messages
+from transom_cluster.openai.template_variables import read_template_variables
 from transom_worker.errors import RequestError
+from transom_worker.text.chat_template import ChatPrompt
 from transom_worker.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
@@ -36,22 +41,27 @@ async def chat_prompt(
     messages: list[ChatMessage],
     *,
     add_generation_prompt: bool = True,
-    template_kwargs: dict[str, Any] | None = None,
+    template_variables: Raw = NULL,
 ) -> Prompt:
     """Render messages with the chat template and tokenise the result.
 
+    `template_variables` is the field `chat_template_kwargs`.
+
     Raises:
-        RequestError: the model has no template, or a message is not text.
+        RequestError: the model has no template, a message is not text, or a variable is refused.
     """
     if not tokenizer.has_chat_template:
         raise RequestError("This model has no chat template; use /v1/completions instead.", param="messages")
-    plain = template_messages(messages)
-    chat = await _run_off_loop_if_long(
-        lambda: tokenizer.apply_chat_template(
-            plain, add_generation_prompt=add_generation_prompt, extra=template_kwargs
-        ),
-        num_chars=sum(len(message["content"]) for message in plain),
-    )
+
+    def render() -> ChatPrompt:
+        return tokenizer.apply_chat_template(
+            template_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            extra=read_template_variables(template_variables) or None,
+        )
+
+    num_chars = sum(message.num_chars for message in messages) + len(memoryview(template_variables))
+    chat = await _run_off_loop_if_long(render, num_chars=num_chars)
     return Prompt(token_ids=tuple(chat.token_ids), turn_boundaries=tuple(chat.turn_boundaries))
 
 
@@ -76,13 +86,6 @@ async def completion_prompts(
         if not ids:
             raise RequestError(f"prompt {index} has no tokens; send at least one.", param="prompt")
     return [Prompt(token_ids=tuple(ids)) for ids in token_ids]
-
-
-def check_vocabulary(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
-    """Raise RequestError for a token id outside the vocabulary; `param` names the field."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise RequestError(f"{param} has token id {wrong}; ids are from 0 to {vocab_size - 1}.", param=param)
 
 
 async def _run_off_loop_if_long(function: Callable[[], Result], *, num_chars: int) -> Result:

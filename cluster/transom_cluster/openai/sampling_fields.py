@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from msgspec import Meta, Raw
 
-from transom_cluster.openai.body import WireModel
+from transom_cluster.openai.body import WireModel, any_json
+from transom_cluster.openai.late_field import LateField
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError
 
@@ -14,21 +15,27 @@ MAX_STOP_CHARS = 1024
 MAX_TOKEN_ENTRIES = 1024  # each entry costs time at every token
 MAX_NUMBER = 2**31 - 1
 
-StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+_STOP_TOKEN_IDS: LateField[list[int]] = LateField(
+    "stop_token_ids", Annotated[list[int], Meta(max_length=MAX_TOKEN_ENTRIES)]
+)
+_LOGIT_BIAS: LateField[dict[str, float]] = LateField(
+    "logit_bias", Annotated[dict[str, float], Meta(max_length=MAX_TOKEN_ENTRIES)]
+)
 
 
-class StreamOptions(WireModel):
+class StreamOptions(WireModel, frozen=True, kw_only=True):
     """`stream_options` of OpenAI; `include_obfuscation` is accepted and ignored."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class SamplingFields(WireModel):
+class SamplingFields(WireModel, frozen=True, kw_only=True):
     """OpenAI's sampling fields, then vLLM's additional ones. `None` means the default."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=128)
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -36,20 +43,20 @@ class SamplingFields(WireModel):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: StopString | list[StopString] | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_TOKEN_ENTRIES)
+    logit_bias: Annotated[Raw, Meta(extra_json_schema=_LOGIT_BIAS.schema)] = any_json()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    top_k: int | None = Field(None, le=MAX_NUMBER)
+    top_k: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_TOKEN_ENTRIES)
-    min_tokens: int | None = Field(None, le=MAX_NUMBER)
+    stop_token_ids: Annotated[Raw, Meta(extra_json_schema=_STOP_TOKEN_IDS.schema)] = any_json()
+    min_tokens: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = None  # the deployment sets the range: `to_contract`
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -78,7 +85,7 @@ class SamplingFields(WireModel):
             "frequency_penalty": self.frequency_penalty,
             "seed": self.seed,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
-            "stop_token_ids": self.stop_token_ids,
+            "stop_token_ids": _STOP_TOKEN_IDS.read(self.stop_token_ids),
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "include_stop_str_in_output": self.include_stop_str_in_output,
@@ -88,9 +95,8 @@ class SamplingFields(WireModel):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None}, **more)
 
     def _logit_bias(self) -> dict[int, float] | None:
-        if self.logit_bias is None:
-            return None
+        biases = _LOGIT_BIAS.read(self.logit_bias)
         try:
-            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+            return None if biases is None else {int(token_id): bias for token_id, bias in biases.items()}
         except ValueError:
             raise RequestError("logit_bias has a key that is not a token id.", param="logit_bias") from None

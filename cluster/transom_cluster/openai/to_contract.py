@@ -7,22 +7,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from transom_cluster.openai.prompts import Prompt, check_vocabulary
+from transom_cluster.openai.prompt_limits import ModelLimits, check_length, check_total
+from transom_cluster.openai.prompts import Prompt
+from transom_cluster.openai.token_id_lists import check_vocabulary
 from transom_worker.contract import Request, SamplingParams
-from transom_worker.errors import PromptTooLong, RequestError
-
-MAX_PROMPT_TOKENS = 2**21
-"""Most prompt tokens of all choices of one HTTP request together. One prompt may be longer if the model allows it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """The model's limits, against which the router checks a request before it goes to a worker."""
-
-    max_model_len: int
-    vocab_size: int
 
 
 def build_requests(
@@ -51,11 +40,12 @@ def build_requests(
     single = params.single()
     _check_priority(priority, max_priority)
     _check_params(params, limits)
-    _check_total(prompts, params.n, limits.max_model_len, param=prompt_param)
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    check_total(num_tokens, params.n, limits, param=prompt_param)
     requests = []
     for p, prompt in enumerate(prompts):
         check_vocabulary(prompt.token_ids, limits.vocab_size, param=prompt_param)
-        _check_length(len(prompt.token_ids), params.max_tokens, limits.max_model_len, param=prompt_param)
+        check_length(len(prompt.token_ids), params.max_tokens, limits, param=prompt_param)
         seed = _resolve_seed(params.seed, engine_seed)
         for choice in range(params.n):
             requests.append(
@@ -93,30 +83,3 @@ def _check_priority(priority: int, max_priority: int) -> None:
 def _check_params(params: SamplingParams, limits: ModelLimits) -> None:
     check_vocabulary(params.stop_token_ids, limits.vocab_size, param="stop_token_ids")
     check_vocabulary(tuple(params.logit_bias), limits.vocab_size, param="logit_bias")
-
-
-def _check_total(prompts: Sequence[Prompt], num_choices: int, max_model_len: int, *, param: str) -> None:
-    num_tokens = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
-    max_tokens = max(MAX_PROMPT_TOKENS, max_model_len)
-    if num_tokens > max_tokens:
-        raise RequestError(
-            f"The prompts have {num_tokens:,} tokens in all, counted once for each of {num_choices} choices; "
-            f"at most {max_tokens:,} are allowed in one request.",
-            param=param,
-        )
-
-
-def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, param: str) -> None:
-    if num_prompt_tokens >= max_model_len:
-        raise PromptTooLong(
-            f"The prompt has {num_prompt_tokens} tokens, the model's maximum context length is {max_model_len} tokens "
-            f"(prompt and output together); shorten the prompt.",
-            param=param,
-        )
-    if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
-        raise PromptTooLong(
-            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, the model's maximum context "
-            f"length is {max_model_len} tokens; shorten the prompt, or ask for at most "
-            f"{max_model_len - num_prompt_tokens} tokens.",
-            param=param,
-        )

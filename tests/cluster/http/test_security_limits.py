@@ -17,7 +17,7 @@ from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
-from transom_cluster.openai.completion_types import MAX_CHOICES
+from transom_cluster.openai.prompt_field import MAX_CHOICES
 from transom_worker.config import LimitsConfig, PriorityConfig
 from transom_worker.contract import ErrorInfo, OutputEvent
 from transom_worker.errors import RateLimited, RequestTimeout, StepFailed
@@ -234,7 +234,7 @@ async def test_a_field_that_asks_for_too_much(api, fields, param):
 
 
 async def test_the_tokens_of_all_prompts_together_are_bounded(api, monkeypatch):
-    monkeypatch.setattr("transom_cluster.openai.to_contract.MAX_PROMPT_TOKENS", 600)
+    monkeypatch.setattr("transom_cluster.openai.prompt_limits.MAX_PROMPT_TOKENS", 600)
     assert (await api.complete(prompt=["x" * 100] * 2, n=3)).status_code == 200
     error = problem(await api.complete(prompt=["x" * 101] * 2, n=3), 400)
     assert error["param"] == "prompt"
@@ -248,12 +248,26 @@ async def test_messages_are_bounded(api):
     assert problem(await api.client.post("/tokenize", json={"messages": messages}), 400)["param"] == "messages"
 
 
+FIELDS_OF_ANY_DEPTH = [
+    ("/v1/completions", "metadata"),
+    ("/v1/completions", "prompt"),
+    ("/v1/chat/completions", "metadata"),
+    ("/v1/chat/completions", "tools"),
+    ("/v1/chat/completions", "chat_template_kwargs"),
+    ("/tokenize", "chat_template_kwargs"),
+    ("/detokenize", "tokens"),
+]
+
+
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
-@pytest.mark.parametrize("depth", [250, 100_000])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-async def test_json_that_is_nested_too_deep(api, path, opening, depth):
-    body = b'{"metadata": ' + opening.encode() * depth
-    assert "recursion limit" in problem(await api.client.post(path, content=body), 400)["message"]
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize(("path", "field"), FIELDS_OF_ANY_DEPTH)
+async def test_json_that_is_nested_too_deep(api, path, field, opening, is_closed):
+    closing = {"[": "]", '{"a":': "}"}[opening]
+    for depth, reason in ((2000, "recursion limit"), (100_000, "arrays and objects")):
+        end = "1" + closing * depth + "}" if is_closed else ""
+        body = f'{{"{field}": {opening * depth}{end}'
+        assert reason in problem(await api.client.post(path, content=body), 400)["message"]
 
 
 async def test_error_messages_quote_little(api):

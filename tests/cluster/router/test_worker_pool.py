@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
-from transom_cluster.openai.completion_types import MAX_CHOICES
+from transom_cluster.openai.prompt_field import MAX_CHOICES
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.request_queue import MAX_WAITING

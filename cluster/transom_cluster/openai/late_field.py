@@ -1,0 +1,41 @@
+"""`LateField`: a field of request bodies whose JSON stays text while the body is parsed, and is read when it is needed.
+
+Lists of numbers and objects with any content are such fields: a limit of their text bounds what reading them can cost.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from transom_cluster.openai.body import decode_field
+from transom_worker.errors import RequestError
+
+MAX_FIELD_BYTES = 64 * 2**10
+
+Value = TypeVar("Value")
+
+
+class LateField(Generic[Value]):
+    """Reads the field `name`, whose text has at most MAX_FIELD_BYTES, as a value of type `kind`, or as None for null."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        self._name = name
+        self._decoder: msgspec.json.Decoder[Value | None] = msgspec.json.Decoder(kind | None)
+        self.schema: dict[str, Any] = msgspec.json.schema(kind | None)
+
+    def read(self, text: Raw) -> Value | None:
+        """The field's value.
+
+        Raises:
+            RequestError: the value is too long, or of another type.
+        """
+        num_bytes = len(memoryview(text))
+        if num_bytes > MAX_FIELD_BYTES:
+            raise RequestError(
+                f"{self._name} has {num_bytes:,} bytes of JSON; at most {MAX_FIELD_BYTES:,} are allowed.",
+                param=self._name,
+            )
+        return decode_field(self._decoder, text, self._name)

@@ -1,0 +1,39 @@
+"""Reads `chat_template_kwargs`, the client's own variables for the chat template, such as `{"enable_thinking": false}`.
+
+A variable must not do what a field of the request would be refused for, or would do: `tools` among them would render tools that the
+server then does not parse, and `messages` other messages than the ones that were checked. Names of this kind are refused here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from msgspec import Raw
+
+from transom_cluster.openai.late_field import LateField
+from transom_worker.errors import RequestError
+
+TEMPLATE_VARIABLES: LateField[dict[str, Any]] = LateField("chat_template_kwargs", dict[str, Any])
+
+_OWN_FIELDS = frozenset({"messages", "add_generation_prompt"})
+_NOT_SUPPORTED = re.compile(
+    r".*(tool|function|document).*|chat_template|continue_final_message", re.IGNORECASE | re.DOTALL
+)
+"""Templates know tools and documents by many names: `tools`, `xml_tools`, `builtin_tools`, `functions`, `documents`."""
+
+
+def read_template_variables(text: Raw) -> dict[str, Any]:
+    """The variables by name.
+
+    Raises:
+        RequestError: they are no object, too long, or have a name that is refused; `param` names it.
+    """
+    variables = TEMPLATE_VARIABLES.read(text) or {}
+    for name, value in variables.items():
+        path = f"chat_template_kwargs.{name}"
+        if name in _OWN_FIELDS:
+            raise RequestError(f"{path} would replace the request's field {name}; send that field instead.", param=path)
+        if _NOT_SUPPORTED.fullmatch(name) and value is not None and value != []:
+            raise RequestError(f"{path} is not supported yet; leave it out.", param=path)
+    return variables
