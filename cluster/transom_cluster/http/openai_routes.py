@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
@@ -25,8 +26,8 @@ from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
+from transom_cluster.openai.fair_threads import ClientThreads, RequestThreads
 from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES
-from transom_cluster.openai.off_loop import run_off_loop
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.prompts import (
     MAX_INLINE_CHARS,
@@ -60,6 +61,7 @@ class OpenAiRoutes:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._threads = RequestThreads()
 
     def add_routes(self, api: FastAPI) -> None:
         """Add the routes to the app."""
@@ -69,14 +71,15 @@ class OpenAiRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
-        state = request_state(request.scope)
+        state, threads = request_state(request.scope), self._client_threads(request)
         metadata = self._begin_response(state, "chatcmpl")
-        body = await self._parse(request, _CHAT)
+        body = await self._parse(request, _CHAT, threads)
         await self._router.prepare(body.model)
         params = body.params()
         prompt = await chat_prompt(
             self._router.tokenizer,
             body.messages,
+            threads=threads,
             add_generation_prompt=body.add_generation_prompt,
             template_variables=body.chat_template_kwargs,
         )
@@ -92,44 +95,56 @@ class OpenAiRoutes:
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        state = request_state(request.scope)
+        state, threads = request_state(request.scope), self._client_threads(request)
         metadata = self._begin_response(state, "cmpl")
-        body = await self._parse(request, _COMPLETION)
+        body = await self._parse(request, _COMPLETION, threads)
         await self._router.prepare(body.model)
         params = body.params()
         limits = self._router.limits.current
-        is_long = len(memoryview(body.prompt)) > SMALL_BODY_BYTES
-        given = await run_off_loop(lambda: body.prompts(limits), if_long=is_long)
-        prompts = await completion_prompts(self._router.tokenizer, given, add_special_tokens=body.add_special_tokens)
+        num_bytes = len(memoryview(body.prompt))
+        given = await threads.run(lambda: body.prompts(limits), num_chars=num_bytes, inline_chars=SMALL_BODY_BYTES)
+        prompts = await completion_prompts(
+            self._router.tokenizer, given, threads=threads, add_special_tokens=body.add_special_tokens
+        )
         requests = await self._engine_requests(state, metadata, body, prompts, params, prompt_param="prompt")
+        echo = functools.partial(self._echoed_prompts, given, prompts, params.n)
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        echoed = await threads.run(echo, num_chars=num_tokens, inline_chars=MAX_INLINE_CHARS) if body.echo else None
         writer = CompletionWriter(
             metadata,
             requests,
             self._router.tokenizer,
             include_usage=body.include_usage,
             num_top_logprobs=params.logprobs,
-            echoed=self._echoed_prompts(given, prompts, params.n) if body.echo else None,
+            echoed=echoed,
             echo_only=body.echo_only,
         )
         return self._response(state, request, requests, writer, params, stream=bool(body.stream))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
-        body = await self._parse(request, _TOKENIZE)
+        threads = self._client_threads(request)
+        body = await self._parse(request, _TOKENIZE, threads)
         await self._router.prepare(body.model)
         tokenizer, limits = self._router.tokenizer, self._router.limits.current
-        token_ids = (await self._tokenize_prompt(body)).token_ids
-        response: Tokens = {
-            "count": len(token_ids),
-            "max_model_len": limits.max_model_len,
-            "tokens": list(token_ids),
-            "token_strs": [tokenizer.token(i) for i in token_ids] if body.return_token_strs else None,
-        }
-        return JSONResponse(response)
+        token_ids = (await self._tokenize_prompt(body, threads)).token_ids
+
+        def answer() -> Response:
+            texts = {i: tokenizer.token(i) for i in set(token_ids)} if body.return_token_strs else {}
+            tokens: Tokens = {
+                "count": len(token_ids),
+                "max_model_len": limits.max_model_len,
+                "tokens": list(token_ids),
+                "token_strs": [texts[i] for i in token_ids] if body.return_token_strs else None,
+            }
+            return Response(msgspec.json.encode(tokens), media_type="application/json")
+
+        return await threads.run(answer, num_chars=len(token_ids), inline_chars=MAX_INLINE_CHARS)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        body = await self._parse(request, _DETOKENIZE)
+        threads = self._client_threads(request)
+        body = await self._parse(request, _DETOKENIZE, threads)
         await self._router.prepare(body.model)
         limits, decode = self._router.limits.current, self._router.tokenizer.decode
 
@@ -138,9 +153,9 @@ class OpenAiRoutes:
             check_vocabulary(token_ids, limits.vocab_size, param="tokens")
             return JSONResponse(Text(prompt=decode(token_ids, skip_special_tokens=False)))
 
-        return await run_off_loop(answer, if_long=len(memoryview(body.tokens)) > MAX_INLINE_CHARS)
+        return await threads.run(answer, num_chars=len(memoryview(body.tokens)), inline_chars=MAX_INLINE_CHARS)
 
-    async def _tokenize_prompt(self, body: TokenizeRequest) -> Prompt:
+    async def _tokenize_prompt(self, body: TokenizeRequest, threads: ClientThreads) -> Prompt:
         tokenizer = self._router.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
@@ -153,23 +168,25 @@ class OpenAiRoutes:
             return await chat_prompt(
                 tokenizer,
                 body.messages,
+                threads=threads,
                 add_generation_prompt=body.add_generation_prompt,
                 template_variables=body.chat_template_kwargs,
             )
         text, add_special = body.prompt or "", body.add_special_tokens is not False
-        if len(text) > MAX_INLINE_CHARS:
-            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special)
-        else:
-            ids = tokenizer.encode(text, add_special_tokens=add_special)
+        encode = functools.partial(tokenizer.encode, text, add_special_tokens=add_special)
+        ids = await threads.run(encode, num_chars=len(text), inline_chars=MAX_INLINE_CHARS)
         return Prompt(token_ids=tuple(ids))
 
-    async def _parse(self, request: Request, parser: BodyParser[Model]) -> Model:
+    def _client_threads(self, request: Request) -> ClientThreads:
+        return self._threads.of(request_state(request.scope).client)
+
+    async def _parse(self, request: Request, parser: BodyParser[Model], threads: ClientThreads) -> Model:
         try:
             async with asyncio.timeout(self._router.config.limits.request_timeout_s):
                 raw = await request.body()
         except TimeoutError:
             raise RequestTimeout("The request's body did not arrive in time; send it faster, or send less.") from None
-        return await run_off_loop(lambda: parser.parse(raw), if_long=len(raw) > SMALL_BODY_BYTES)
+        return await threads.run(lambda: parser.parse(raw), num_chars=len(raw), inline_chars=SMALL_BODY_BYTES)
 
     async def _engine_requests(
         self,
@@ -202,7 +219,8 @@ class OpenAiRoutes:
             prompt_param=prompt_param,
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        return await run_off_loop(build, if_long=num_tokens > MAX_INLINE_TOKENS)
+        threads = self._threads.of(state.client)
+        return await threads.run(build, num_chars=num_tokens, inline_chars=MAX_INLINE_TOKENS)
 
     def _begin_response(self, state: RequestState, prefix: str) -> ResponseMetadata:
         """Choose the response's id, so that also an error of this request names it."""

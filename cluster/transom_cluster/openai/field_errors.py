@@ -14,6 +14,7 @@ from msgspec import Raw
 from transom_worker.errors import RequestError
 
 MAX_SHOWN_CHARS = 80
+MAX_QUOTED_CHARS = 1000
 MAX_SEARCHED_BYTES = 64 * 2**10  # in a longer array or object the wrong value is not looked up
 
 _PATH = re.compile(r"(.*) - at `\$([^`]*)`", re.DOTALL)
@@ -39,7 +40,7 @@ def field_error(
     `name` is the field that has this text; for the whole body it is empty, and `fields` reads the body's known fields as texts.
     `first_index` is the position of the text's first element, if the text is a part of an array.
     """
-    whole = str(error)
+    whole = _cut(str(error))
     located = _PATH.fullmatch(whole)
     message, inside = (located[1], located[2]) if located else (whole, "")
     at = re.sub(r"^\[(\d+)\]", lambda index: f"[{int(index[1]) + first_index}]", inside.replace("[...]", ""))
@@ -56,6 +57,11 @@ def field_error(
     shown = _shown(text, inside, fields)
     given = f" is {shown}" if shown else ""
     return RequestError(f"{path}{given}: {message[0].lower()}{message[1:]}.", param=path)
+
+
+def _cut(message: str) -> str:
+    """A message whose middle is left out where it quotes a long name: the path is at its end."""
+    return message if len(message) <= 2 * MAX_QUOTED_CHARS else message[:MAX_QUOTED_CHARS] + message[-MAX_QUOTED_CHARS:]
 
 
 def _shown(text: Raw | bytes, path: str, fields: msgspec.json.Decoder[Any] | None) -> str:

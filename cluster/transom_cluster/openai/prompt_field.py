@@ -64,10 +64,14 @@ def read_tokens(field: Raw, limits: ModelLimits) -> list[int]:
     """The ids of the field `tokens`, of /detokenize.
 
     Raises:
-        RequestError: the field is no list of whole numbers, or has more of them than one request may have.
+        RequestError: the field is no list of whole numbers, or has more of them than the model's length.
     """
     text = bytes(field)
-    check_total(count_ids(text), 1, limits, param="tokens")
+    if (num_ids := count_ids(text)) > limits.max_model_len:
+        raise RequestError(
+            f"tokens has {num_ids:,} ids; at most {limits.max_model_len:,}, the model's length, are decoded at once.",
+            param="tokens",
+        )
     return read_ids(text, "tokens")
 
 

@@ -1,31 +1,25 @@
 """Turns prompts of request bodies into token ids: chat template, tokenizer, and the checks that need the vocabulary.
 
-Long texts are tokenised on threads, so that they do not stall the streams: the tokenizer releases Python's global lock. There are
-two for all prompts of a process: one may wait for a slow template. The event loop would wait for the lock behind each further one.
+Long texts are tokenised on threads, so that they do not stall the streams: the tokenizer releases Python's global lock. Chats are
+rendered on threads whatever their length, since a chat waits for the process that runs the template.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from msgspec import Raw
 
 from transom_cluster.openai.body import NULL
 from transom_cluster.openai.chat_types import ChatMessage, template_messages
+from transom_cluster.openai.fair_threads import ClientThreads
 from transom_cluster.openai.template_variables import read_template_variables
 from transom_worker.errors import RequestError
 from transom_worker.text.chat_template import ChatPrompt
 from transom_worker.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
-
-Result = TypeVar("Result")
-
-_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="transom-prompts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +34,7 @@ async def chat_prompt(
     tokenizer: Tokenizer,
     messages: list[ChatMessage],
     *,
+    threads: ClientThreads,
     add_generation_prompt: bool = True,
     template_variables: Raw = NULL,
 ) -> Prompt:
@@ -61,34 +56,34 @@ async def chat_prompt(
         )
 
     num_chars = sum(message.num_chars for message in messages) + len(memoryview(template_variables))
-    chat = await _run_off_loop_if_long(render, num_chars=num_chars)
+    chat = await threads.run(render, num_chars=num_chars)
     return Prompt(token_ids=tuple(chat.token_ids), turn_boundaries=tuple(chat.turn_boundaries))
 
 
 async def completion_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]], *, add_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    prompts: Sequence[str] | Sequence[list[int]],
+    *,
+    threads: ClientThreads,
+    add_special_tokens: bool = True,
 ) -> list[Prompt]:
     """Tokenise texts, or take token ids as they are.
 
     Raises:
         RequestError: a prompt has no token.
     """
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
 
-    def encode() -> list[Sequence[int]]:
+    def encode() -> list[tuple[int, ...]]:
         return [
-            tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+            tuple(
+                tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+            )
             for prompt in prompts
         ]
 
-    token_ids = await _run_off_loop_if_long(encode, num_chars=sum(len(text) for text in texts))
+    num_chars = sum(len(prompt) for prompt in prompts)
+    token_ids = await threads.run(encode, num_chars=num_chars, inline_chars=MAX_INLINE_CHARS)
     for index, ids in enumerate(token_ids):
         if not ids:
             raise RequestError(f"prompt {index} has no tokens; send at least one.", param="prompt")
-    return [Prompt(token_ids=tuple(ids)) for ids in token_ids]
-
-
-async def _run_off_loop_if_long(function: Callable[[], Result], *, num_chars: int) -> Result:
-    if num_chars <= MAX_INLINE_CHARS:
-        return function()
-    return await asyncio.get_running_loop().run_in_executor(_threads, function)
+    return [Prompt(token_ids=ids) for ids in token_ids]

@@ -12,6 +12,7 @@ from transom_cluster.openai.prompt_limits import ModelLimits, check_length, chec
 from transom_cluster.openai.prompts import Prompt
 from transom_cluster.openai.token_id_lists import check_vocabulary
 from transom_worker.contract import Request, SamplingParams
+from transom_worker.errors import RequestError
 
 
 def build_requests(

@@ -1,0 +1,105 @@
+"""Runs the long work of requests on a few threads, away from the event loop that carries every client's stream.
+
+Clients take turns: while a client's work waits, no other client gets two turns. So a client that sends many long bodies delays
+itself, and each other client by one piece of work at most. Short work has threads of its own, and never waits for long work.
+
+There are few threads, since Python code on threads takes turns with the event loop: with N threads at work the loop waits for N
+turns.
+
+Example: with one thread, client A sends work 1, 2 and 3, and then B sends 4. The order is 1, 2, 4, 3: when B came, 2 had A's turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+MAX_SHORT_CHARS = 100_000
+NUM_SHORT_THREADS, NUM_LONG_THREADS = (
+    2,
+    1,
+)  # fewer long ones than chat template processes, so that a short chat finds one free
+THREAD_NAME = "transom-bodies"
+
+Result = TypeVar("Result")
+
+
+class FairThreads:
+    """A few threads that take the work of clients in turns. All calls come from one event loop."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_free = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=THREAD_NAME)
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next client first
+
+    async def run(self, client: str, function: Callable[[], Result]) -> Result:
+        """Call `function` on a thread, when it is the client's turn, and return what it returns.
+
+        Work that is cancelled while it waits never runs. Work that has begun runs to its end.
+        """
+        loop = asyncio.get_running_loop()
+        await self._turn(loop, client)
+        work = self._threads.submit(function)
+
+        def give_back(_: Future[Result]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._give_back)
+
+        work.add_done_callback(give_back)
+        return await asyncio.wrap_future(work)
+
+    async def _turn(self, loop: asyncio.AbstractEventLoop, client: str) -> None:
+        """Take a free thread, or wait for one."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn = loop.create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it had the thread already
+                self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        """Give a thread that has become free to the next client that waits."""
+        while self._waiting:
+            client, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # behind all others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+
+class RequestThreads:
+    """The threads of one router for its requests: some for short and some for long work."""
+
+    def __init__(self) -> None:
+        self._short, self._long = FairThreads(NUM_SHORT_THREADS), FairThreads(NUM_LONG_THREADS)
+
+    def of(self, client: str) -> ClientThreads:
+        """The threads as one client's request uses them."""
+        return ClientThreads(self._short, self._long, client)
+
+
+class ClientThreads:
+    """The threads for work of one client."""
+
+    def __init__(self, short: FairThreads, long: FairThreads, client: str) -> None:
+        self._short, self._long, self._client = short, long, client
+
+    async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
+        """Call `function` on a thread. `num_chars` says how much work it is, as characters of text; up to `inline_chars` it is
+        called at once, on the event loop."""
+        if num_chars <= inline_chars:
+            return function()
+        threads = self._short if num_chars <= MAX_SHORT_CHARS else self._long
+        return await threads.run(self._client, function)

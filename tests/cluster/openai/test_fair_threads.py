@@ -1,0 +1,123 @@
+"""Long work runs on few threads, by turns of clients; the event loop does none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from transom_cluster.openai.body import BodyParser
+from transom_cluster.openai.body_shape import SMALL_BODY_BYTES
+from transom_cluster.openai.chat_types import MAX_MESSAGES
+from transom_cluster.openai.fair_threads import MAX_SHORT_CHARS, THREAD_NAME, FairThreads, RequestThreads
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Held:
+    """Work that begins at once and ends when the test says so."""
+
+    def __init__(self, order: list[str], name: str) -> None:
+        self.may_end = threading.Event()
+        self._order, self._name = order, name
+
+    def __call__(self) -> str:
+        self._order.append(self._name)
+        self.may_end.wait()
+        return self._name
+
+
+async def test_clients_take_turns_and_a_client_keeps_its_order():
+    threads, order = FairThreads(1), []
+    works = [Held(order, name) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
+    tasks = []
+    for work in works:
+        tasks.append(asyncio.create_task(threads.run(work._name[0], work)))
+        await settle()
+    for work in works:
+        work.may_end.set()
+    assert await asyncio.gather(*tasks) == ["a1", "a2", "a3", "b1", "c1", "b2"]
+    assert order == ["a1", "a2", "b1", "c1", "a3", "b2"]
+
+
+async def test_work_that_is_cancelled_before_its_turn_never_runs_and_no_thread_is_lost():
+    threads, order = FairThreads(1), []
+    first, second, third = (Held(order, name) for name in ("first", "second", "third"))
+    tasks = [asyncio.create_task(threads.run("a", work)) for work in (first, second)]
+    await settle()
+    for task in tasks:  # one that runs, and one that waits
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    last = asyncio.create_task(threads.run("a", third))
+    await settle()
+    assert order == ["first"]  # still at work: its thread is not free
+    for work in (first, third):
+        work.may_end.set()
+    assert await last == "third"
+    assert order == ["first", "third"]
+
+
+async def test_an_error_is_raised_and_frees_the_thread():
+    threads = FairThreads(1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await threads.run("a", lambda: 1 // 0)
+
+
+async def test_short_work_does_not_wait_for_long_work():
+    threads, order = RequestThreads().of("a"), []
+    long = [Held(order, f"long {i}") for i in range(5)]
+    tasks = [asyncio.create_task(threads.run(work, num_chars=MAX_SHORT_CHARS + 1)) for work in long]
+    await settle()
+    assert await threads.run(lambda: "short", num_chars=MAX_SHORT_CHARS) == "short"
+    assert await threads.run(threading.current_thread, num_chars=5, inline_chars=5) is threading.current_thread()
+    for work in long:
+        work.may_end.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.fixture
+def places(api, monkeypatch) -> dict[str, str]:
+    """The thread in which the API last parsed a body, and rendered a chat."""
+    found: dict[str, str] = {}
+    parse, render = BodyParser.parse, api.router.tokenizer.apply_chat_template
+
+    def noted_parse(self, body):
+        found["parse"] = threading.current_thread().name
+        return parse(self, body)
+
+    def noted_render(messages, **values):
+        found["render"] = threading.current_thread().name
+        return render(messages, **values)
+
+    monkeypatch.setattr(BodyParser, "parse", noted_parse)
+    monkeypatch.setattr(api.router.tokenizer, "apply_chat_template", noted_render)
+    return found
+
+
+EMPTY = {"role": "user", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_long"),
+    [
+        ({"messages": [EMPTY]}, False),
+        ({"messages": [EMPTY] * MAX_MESSAGES}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]}, True),
+        ({"messages": [{"role": "user", "content": "", "name": "x" * SMALL_BODY_BYTES}]}, True),
+        ({"messages": [EMPTY], "metadata": {"a": "x" * SMALL_BODY_BYTES}}, True),
+    ],
+    ids=["short", "empty messages", "empty parts", "name", "metadata"],
+)
+async def test_long_bodies_are_parsed_and_all_chats_rendered_off_the_event_loop(api, places, fields, is_long):
+    for path in ("/v1/chat/completions", "/tokenize") if "metadata" not in fields else ("/v1/chat/completions",):
+        places.clear()
+        response = await api.client.post(path, json=fields)
+        assert response.status_code in (200, 400)  # the longest do not fit the model
+        assert places["parse"].startswith(THREAD_NAME) == is_long
+        assert places["render"].startswith(THREAD_NAME)

@@ -1,0 +1,96 @@
+"""No body allocates more than ten times its size, or as much as is allowed to small ones; a wrong one ends at its first error."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+
+from hostile_bodies import BODIES, SMALL_BODIES
+from transom_cluster.openai.body import BodyParser
+from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest
+from transom_cluster.openai.openapi_document import POST_ENDPOINTS
+from transom_cluster.openai.prompt_limits import ModelLimits
+from transom_cluster.openai.token_id_lists import PIECE_BYTES
+from transom_worker.errors import RequestError
+
+BODY_BYTES = 2**20
+SMALL_ALLOWANCE_BYTES = (
+    8 * 2**20
+)  # for the parts that any body may have: 4,096 messages, 16,384 objects, 65,536 strings
+LIMITS = ModelLimits(max_model_len=2**22, vocab_size=1000)  # so that the model's length refuses nothing
+PARSERS: dict[str, Any] = {path: BodyParser(model, rules) for path, (model, rules, _) in POST_ENDPOINTS.items()}
+CASES = {name: (path, make(BODY_BYTES)) for name, (path, make) in BODIES.items()} | SMALL_BODIES
+GOOD = {
+    "prompt: one text",
+    "prompt: too many ids",  # for the benchmark's model
+    "prompt: lists of ids",
+    "prompt: escapes",
+    "prompt: wide characters",
+    "content: one text",
+    "content: braces and quotes",
+    "metadata: numbers",
+    "tool_calls",  # refused when messages are read
+    "tokens: ids",
+    "tokenize: one text",
+    "4,096 empty messages",
+    "12,000 empty parts",
+    "all variables of a template",
+}
+
+
+def read(path: str, body: bytes) -> object:
+    """What routes read of a body before they tokenise."""
+    parsed = PARSERS[path].parse(body)
+    if isinstance(parsed, CompletionRequest):
+        return parsed.params(), parsed.prompts(LIMITS)
+    return parsed.token_ids(LIMITS) if isinstance(parsed, DetokenizeRequest) else parsed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_body_allocates_ten_times_its_size_at_most(name):
+    path, body = CASES[name]
+    tracemalloc.start()
+    try:
+        if name in GOOD:
+            read(path, body)
+        else:
+            with pytest.raises(RequestError):
+                read(path, body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= max(10 * len(body), SMALL_ALLOWANCE_BYTES if name in SMALL_BODIES else 0)
+
+
+def test_a_long_list_is_read_in_pieces_and_names_the_wrong_element(monkeypatch):
+    ids = [i % 997 for i in range(PIECE_BYTES)]
+    good = msgspec.json.encode({"prompt": ids})
+    parser = PARSERS["/v1/completions"]
+    assert parser.parse(good).prompts(LIMITS) == [ids]
+    lists = [ids, ids[:3], ids[5:]]
+    assert parser.parse(msgspec.json.encode({"prompt": lists})).prompts(LIMITS) == lists
+    bad = msgspec.json.encode({"prompt": [*ids, "x"]})
+    with pytest.raises(RequestError, match='is "x": expected `int`') as caught:
+        parser.parse(bad).prompts(LIMITS)
+    assert caught.value.param == f"prompt[{len(ids)}]"
+    for wrong in (5, "]", [[1]], None):
+        with pytest.raises(RequestError) as caught:
+            parser.parse(msgspec.json.encode({"prompt": [ids, wrong, ids]})).prompts(LIMITS)
+        assert str(caught.value.param).startswith("prompt[1]")
+
+
+def test_equal_ids_of_a_long_list_are_one_object():
+    prompt = PARSERS["/v1/completions"].parse(b'{"prompt":[' + b"999," * 50_000 + b"999]}").prompts(LIMITS)[0]
+    assert len({id(token_id) for token_id in prompt}) == 1
+
+
+def test_lists_that_are_too_long_are_refused_before_any_id_is_read(monkeypatch):
+    short = ModelLimits(max_model_len=1000, vocab_size=1000)
+    monkeypatch.setattr("transom_cluster.openai.prompt_field.read_ids", lambda *_: pytest.fail("the ids were read"))
+    with pytest.raises(RequestError, match="2000 tokens"):
+        PARSERS["/v1/completions"].parse(msgspec.json.encode({"prompt": [1] * 2000})).prompts(short)
+    with pytest.raises(RequestError, match="2,000 ids"):
+        PARSERS["/detokenize"].parse(msgspec.json.encode({"tokens": [1] * 2000})).token_ids(short)

@@ -1,0 +1,42 @@
+"""`chat_template_kwargs` cannot carry what a field of the request would be refused for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.http.test_http_errors import problem
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tools", "xml_tools", "builtin_tools", "tool_choice", "functions", "documents", "Tools"),
+        *("messages", "add_generation_prompt", "chat_template", "continue_final_message"),
+    ],
+)
+async def test_a_name_that_would_pass_a_refusal_is_refused(api, path, name):
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"x": 1, name: [{"a": 1}]}}
+    assert problem(await api.client.post(path, json=body), 400)["param"] == f"chat_template_kwargs.{name}"
+    assert api.worker.submitted == []
+
+
+async def test_other_names_and_neutral_values_reach_the_template(api, monkeypatch):
+    given = []
+    render = api.router.tokenizer.apply_chat_template
+
+    def noted(messages, **values):
+        given.append(values["extra"])
+        return render(messages, **values)
+
+    monkeypatch.setattr(api.router.tokenizer, "apply_chat_template", noted)
+    for variables in ({"enable_thinking": False, "tools": None, "documents": []}, {}, None):
+        assert (await api.chat(chat_template_kwargs=variables)).status_code == 200
+    assert given == [{"enable_thinking": False, "tools": None, "documents": []}, None, None]
+
+
+@pytest.mark.parametrize("value", [[], "x", 5, {"a": "b" * 70_000}])
+async def test_what_is_no_object_or_too_long_is_refused(api, value):
+    assert problem(await api.chat(chat_template_kwargs=value), 400)["param"] == "chat_template_kwargs"
