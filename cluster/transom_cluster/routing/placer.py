@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from transom_cluster.routing.fleet_index import FleetPrefixIndex
+from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import Reason, TieBreak, choose
 from transom_cluster.routing.prompt_hashes import PromptHashes
+from transom_cluster.routing.worker_table import Selection, WorkerTable
 from transom_cluster.routing.worker_view import PlacedRequest, WorkerView
 from transom_worker.config import RoutingPolicy
 from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.kvcache.events import CacheShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +48,18 @@ class Placer:
         self._observer = observer or PlacementObserver()
         self._hashes = PromptHashes()
         self.index = FleetPrefixIndex()
-        self.workers: dict[str, WorkerView] = {}
+        self._table = WorkerTable()
         self._requests: dict[str, PlacedRequest] = {}  # at all workers, by request id
+
+    @property
+    def workers(self) -> Mapping[str, WorkerView]:
+        """The workers by id."""
+        return self._table.workers
 
     def add_worker(self, worker_id: str, info: WorkerInfo) -> None:
         """Begin with a worker whose stream was opened; forget what was known of it before."""
         self._drop(worker_id)
-        self.workers[worker_id] = WorkerView(worker_id, info, self.index)
+        self._table.add(WorkerView(worker_id, info, self.index))
         self._observer.joined(self.policy, worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
@@ -65,6 +75,7 @@ class Placer:
             return True
         if message.load is not None:
             worker.report(message.load, message.taken)
+            self._table.changed(worker)
         if message.kv is None:
             return True
         has_no_gap = worker.mirror.apply(message.kv)
@@ -77,25 +88,26 @@ class Placer:
         """Choose one of the workers `among` (not empty, all added) for a request, and note that the request is there."""
         begin_s = time.perf_counter()
         self.ended(request.request_id)
-        workers = [self.workers[worker_id] for worker_id in sorted(among)]
+        selection = self._table.select(among)
         num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
-        hits = self._hits(request, num_tokens, workers)
-        candidates = [w.candidate(num_tokens - hit) for w, hit in zip(workers, hits, strict=True)]
-        home = self._home(request, max(hits), workers[0])
+        hits = self._hits(request, num_tokens, selection)
+        candidates = self._table.candidates(selection, num_tokens - hits)
+        home = self._home(request, int(hits.max()), selection.workers[0])
         tie_break = TieBreak(turn=self._turn, draw=self._rng.random(), home=home)
         chosen, reason = choose(self.policy, candidates, tie_break)
         self._turn += 1
-        worker = self.workers[chosen.worker_id]
+        worker, hit_tokens = selection.workers[chosen], int(hits[chosen])
         placed = PlacedRequest(
-            worker_id=chosen.worker_id,
+            worker_id=worker.worker_id,
             num_tokens=num_tokens,
-            num_to_compute=chosen.num_to_compute,
-            predicted_tokens=min(num_tokens - chosen.num_to_compute, request.num_prompt_tokens),
+            num_to_compute=num_tokens - hit_tokens,
+            predicted_tokens=min(hit_tokens, request.num_prompt_tokens),
         )
         self._requests[request.request_id] = worker.requests[request.request_id] = placed
-        self._observer.placed(self.policy, chosen.worker_id, reason, cost_s=time.perf_counter() - begin_s)
+        self._table.changed(worker)
+        self._observer.placed(self.policy, worker.worker_id, reason, cost_s=time.perf_counter() - begin_s)
         return PlacementDecision(
-            worker_id=chosen.worker_id,
+            worker_id=worker.worker_id,
             reason=reason,
             predicted_tokens=placed.predicted_tokens,
             index_version=worker.mirror.version,
@@ -110,6 +122,7 @@ class Placer:
         if placed is None or placed.has_begun:
             return None
         placed.has_begun = True
+        self._table.changed(self.workers[placed.worker_id])
         self._observer.hit_measured(predicted=placed.predicted_tokens, actual=usage.num_cached_tokens)
         return placed.predicted_tokens - usage.num_cached_tokens
 
@@ -117,32 +130,29 @@ class Placer:
         """Note that a request has left its worker, for whatever reason; an unknown request is ignored."""
         placed = self._requests.pop(request_id, None)
         if placed is not None:
-            del self.workers[placed.worker_id].requests[request_id]
+            worker = self.workers[placed.worker_id]
+            del worker.requests[request_id]
+            self._table.changed(worker)
 
-    def _hits(self, request: Request, num_tokens: int, workers: list[WorkerView]) -> list[int]:
+    def _hits(self, request: Request, num_tokens: int, selection: Selection) -> Integers:
         """For each worker the tokens that it need not compute. Workers whose caches have one shape are searched together."""
-        hits = [0] * len(workers)
-        by_shape: dict[int, list[int]] = {}
-        for position, worker in enumerate(workers):
-            if _reads_cache(request, worker):
-                by_shape.setdefault(id(worker.mirror.rules), []).append(position)
-        for positions in by_shape.values():
-            mirrors = [workers[position].mirror for position in positions]
-            prompt = self._hashes.of(request, mirrors[0].shape.block_size)
-            found = self.index.find(mirrors, prompt, num_tokens).tolist()
-            for position, hit in zip(positions, found, strict=True):
-                hits[position] = hit
+        hits = np.zeros(len(selection.workers), np.int64)
+        for equal in selection.by_cache:
+            shape = equal.mirrors[0].shape
+            if _reads_cache(request, shape):
+                prompt = self._hashes.of(request, shape.block_size)
+                hits[equal.positions] = self.index.find(equal.mirrors, prompt, num_tokens)
         return hits
 
     def _home(self, request: Request, hit_tokens: int, worker: WorkerView) -> bytes:
         """The digest of the first hash block after the best hit, or of the last hash block; empty where the prompt has none."""
-        if not _reads_cache(request, worker):
+        if not _reads_cache(request, worker.mirror.shape):
             return b""
         prompt = self._hashes.of(request, worker.mirror.shape.block_size)
         return prompt.digest(min(hit_tokens // prompt.block_size, prompt.num_blocks - 1)) if prompt.num_blocks else b""
 
     def _drop(self, worker_id: str) -> bool:
-        worker = self.workers.pop(worker_id, None)
+        worker = self._table.remove(worker_id)
         if worker is not None:
             worker.mirror.leave()
             for request_id in worker.requests:
@@ -150,5 +160,5 @@ class Placer:
         return worker is not None
 
 
-def _reads_cache(request: Request, worker: WorkerView) -> bool:
-    return worker.mirror.shape.enable_prefix_caching and request.params.prompt_logprobs is None
+def _reads_cache(request: Request, shape: CacheShape) -> bool:
+    return shape.enable_prefix_caching and request.params.prompt_logprobs is None

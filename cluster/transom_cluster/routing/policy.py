@@ -1,7 +1,7 @@
 """The routing policies: which of several workers takes a request. Pure functions; the random numbers are passed in.
 
 - **candidate**: one worker with what matters for this request: tokens to compute, queue, running slots, KV pool, and measured
-  rates.
+  rates. The policies see all candidates together, a column (array) for each fact, since there may be hundreds.
 - **cost** (of the policy `kv`): expected seconds until the first token, plus the part of an answer's time that the request may
   have to wait for blocks or a running slot.
 - **home**: the worker that the prompt's first uncached tokens hash to (rendezvous hashing): equal prompts have equal homes at all
@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import blake2b
 from math import sqrt
-from statistics import median
 from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from transom_worker.config import RoutingPolicy
 
@@ -39,6 +41,8 @@ DEFAULT_DECODE_STEP_S = 0.02
 NEARLY = 0.1
 # The width of the bend in the pressure for running slots, as a share of `max_num_seqs`: from nothing to a straight line.
 BEND = 0.1
+# More tokens than any request has.
+MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,47 @@ class Candidate:
     used_share: float = 0.0  # of the KV pool, by running sequences
     prefill_tokens_per_s: float = 0.0  # 0: not measured
     decode_step_s: float = 0.0  # 0: not measured
+
+    @property
+    def facts(self) -> tuple[float, ...]:
+        """What the policies see of the worker, whatever the request: a value for each of `FACTS`."""
+        return (
+            self.queue_tokens,
+            self.num_requests,
+            pressure(self),
+            self.prefill_tokens_per_s,
+            self.decode_step_s,
+        )
+
+
+FACTS = ("queue_tokens", "num_requests", "pressure", "prefill_tokens_per_s", "decode_step_s")
+"""The rows of `Candidates.facts`, in order; the units are those of `Candidate`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """All workers that may take a request; every array has an item for each of them."""
+
+    num_to_compute: npt.NDArray[np.int64]
+    facts: npt.NDArray[np.float64]  # [facts, workers]
+    seeds: npt.NDArray[np.uint64]  # `worker_seed` of each
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Candidates:
+        """The columns of some candidates."""
+        return cls(
+            num_to_compute=np.array([one.num_to_compute for one in candidates], np.int64),
+            facts=np.array([one.facts for one in candidates], np.float64).T,
+            seeds=np.array([worker_seed(one.worker_id) for one in candidates], np.uint64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.num_to_compute)
+
+
+def worker_seed(worker_id: str) -> int:
+    """A number of 64 bits for a worker, from its id, by which prompts find their homes. Equal at all routers."""
+    return int.from_bytes(blake2b(worker_id.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,70 +117,71 @@ Reason = Literal["only_one", "longest_hit", "least_loaded", "home", "random", "t
 
 
 class Choice(NamedTuple):
-    """The chosen worker and the reason.
+    """The position of the chosen candidate and the reason.
 
     only_one: no other worker may take the request; longest_hit: it has the longest hit; least_loaded: it has the least to do;
     home: it is the prompt's home among workers that are nearly as good; random: drawn at random among equals; turn: its turn in
     `round_robin`.
     """
 
-    candidate: Candidate
+    position: int
     reason: Reason
 
 
-Choose = Callable[[Sequence[Candidate], TieBreak], Choice]
+Choose = Callable[[Candidates, TieBreak], Choice]
 
 
-def choose(policy: RoutingPolicy, candidates: Sequence[Candidate], tie_break: TieBreak) -> Choice:
+def choose(policy: RoutingPolicy, candidates: Candidates, tie_break: TieBreak) -> Choice:
     """The policy's choice; a single candidate is taken without asking the policy."""
-    return Choice(candidates[0], "only_one") if len(candidates) == 1 else POLICIES[policy](candidates, tie_break)
+    return Choice(0, "only_one") if len(candidates) == 1 else POLICIES[policy](candidates, tie_break)
 
 
-def kv(candidates: Sequence[Candidate], tie_break: TieBreak) -> Choice:
+def kv(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """The worker with the least cost; among those that are nearly as good, the prompt's home.
 
     The home brings a prefix that was evicted everywhere back to one worker, whatever router places it, instead of spreading it
     over all.
     """
-    rates = _prefill_rates(candidates)
-    step_s = _typical([c.decode_step_s for c in candidates], DEFAULT_DECODE_STEP_S)
-    costs = [expected_cost_s(c, rate, step_s) for c, rate in zip(candidates, rates, strict=True)]
-    good = _up_to(min(costs) * (1 + NEARLY), candidates, costs)
+    costs = expected_costs_s(candidates)
+    good = np.flatnonzero(costs <= costs.min() * (1 + NEARLY))
     if len(good) == 1:
-        least = min((other.num_to_compute for other in candidates if other is not good[0]), default=0)
-        return Choice(good[0], "longest_hit" if good[0].num_to_compute < least else "least_loaded")
+        best = int(good[0])
+        to_compute = candidates.num_to_compute
+        is_least = to_compute[best] < min(to_compute[:best].min(initial=MOST), to_compute[best + 1 :].min(initial=MOST))
+        return Choice(best, "longest_hit" if is_least else "least_loaded")
     if not tie_break.home:
-        return Choice(good[int(tie_break.draw * len(good))], "random")
-    home = max(good, key=lambda candidate: sha256(tie_break.home + candidate.worker_id.encode()).digest())
-    return Choice(home, "home")
+        return Choice(int(good[int(tie_break.draw * len(good))]), "random")
+    home = int.from_bytes(tie_break.home[:8], "little")
+    return Choice(int(good[np.argmax(_mixed(candidates.seeds[good] ^ np.uint64(home)))]), "home")
 
 
-def least_tokens(candidates: Sequence[Candidate], tie_break: TieBreak) -> Choice:
+def least_tokens(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """The worker with the fewest tokens to compute, where each of its requests counts `REQUEST_TOKENS`; at random among equals."""
-    queues = [candidate.queue_tokens + REQUEST_TOKENS * candidate.num_requests for candidate in candidates]
-    shortest = _up_to(min(queues), candidates, queues)
+    queue_tokens, num_requests, *_ = candidates.facts
+    queues = queue_tokens + REQUEST_TOKENS * num_requests
+    shortest = np.flatnonzero(queues == queues.min())
     reason: Reason = "random" if len(shortest) > 1 else "least_loaded"
-    return Choice(shortest[int(tie_break.draw * len(shortest))], reason)
+    return Choice(int(shortest[int(tie_break.draw * len(shortest))]), reason)
 
 
-def round_robin(candidates: Sequence[Candidate], tie_break: TieBreak) -> Choice:
+def round_robin(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """Each worker in turn."""
-    return Choice(candidates[tie_break.turn % len(candidates)], "turn")
+    return Choice(tie_break.turn % len(candidates), "turn")
 
 
-def power_of_two(candidates: Sequence[Candidate], tie_break: TieBreak) -> Choice:
+def power_of_two(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """Of two workers drawn at random the one with fewer requests."""
     num_others = len(candidates) - 1
     if not num_others:
-        return Choice(candidates[0], "only_one")
+        return Choice(0, "only_one")
     # One draw selects an ordered pair: `first` among all, `second` among the others.
     first, second = divmod(int(tie_break.draw * len(candidates) * num_others), num_others)
     if second >= first:
         second += 1
-    one, other = candidates[first], candidates[second]
-    if one.num_requests == other.num_requests:
-        return Choice(one, "random")
-    return Choice(one if one.num_requests < other.num_requests else other, "least_loaded")
+    _, num_requests, *_ = candidates.facts
+    if num_requests[first] == num_requests[second]:
+        return Choice(first, "random")
+    return Choice(first if num_requests[first] < num_requests[second] else second, "least_loaded")
 
 
 POLICIES: dict[RoutingPolicy, Choose] = {
@@ -153,10 +199,13 @@ REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
 """The reasons that each policy may give."""
 
 
-def expected_cost_s(candidate: Candidate, prefill_tokens_per_s: float, decode_step_s: float) -> float:
-    """Expected seconds until the first token, plus the expected wait for blocks and a running slot."""
-    num_tokens = candidate.num_to_compute + candidate.queue_tokens + REQUEST_TOKENS * candidate.num_requests
-    return num_tokens / prefill_tokens_per_s + ANSWER_STEPS * decode_step_s * pressure(candidate)
+def expected_costs_s(candidates: Candidates) -> npt.NDArray[np.float64]:
+    """For each worker the expected seconds until the first token, plus the expected wait for blocks and a running slot."""
+    queue_tokens, num_requests, pressures, rates, steps_s = candidates.facts
+    num_tokens = candidates.num_to_compute + queue_tokens + REQUEST_TOKENS * num_requests
+    step_s = _typical(steps_s, DEFAULT_DECODE_STEP_S)
+    costs_s: npt.NDArray[np.float64] = num_tokens / _prefill_rates(rates) + ANSWER_STEPS * step_s * pressures
+    return costs_s
 
 
 def pressure(candidate: Candidate) -> float:
@@ -167,16 +216,22 @@ def pressure(candidate: Candidate) -> float:
     return candidate.used_share**8 + slots
 
 
-def _prefill_rates(candidates: Sequence[Candidate]) -> list[float]:
+def _prefill_rates(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Each candidate's rate; the median rate where it is not measured, or differs from the median by less than `EQUAL_RATES`."""
-    typical = _typical([c.prefill_tokens_per_s for c in candidates], DEFAULT_PREFILL_TOKENS_PER_S)
-    rates = [c.prefill_tokens_per_s or typical for c in candidates]
-    return [typical if 1 / EQUAL_RATES <= rate / typical <= EQUAL_RATES else rate for rate in rates]
+    typical = _typical(rates, DEFAULT_PREFILL_TOKENS_PER_S)
+    is_typical = (rates >= typical / EQUAL_RATES) & (rates <= typical * EQUAL_RATES) | (rates == 0)
+    return np.where(is_typical, typical, rates)
 
 
-def _typical(values: Sequence[float], default: float) -> float:
-    return median([value for value in values if value] or [default])
+def _typical(values: npt.NDArray[np.float64], default: float) -> float:
+    """The median of the values that are measured."""
+    measured = np.sort(values[values > 0])
+    middle = len(measured) // 2
+    return float(measured[middle] + measured[-1 - middle]) / 2 if len(measured) else default
 
 
-def _up_to(limit: float, candidates: Sequence[Candidate], costs: Sequence[float]) -> list[Candidate]:
-    return [candidate for candidate, cost in zip(candidates, costs, strict=True) if cost <= limit]
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Other numbers for numbers of 64 bits, in which every bit depends on every bit (the end of SplitMix64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -6,6 +6,7 @@ each entry. The sets of holders double.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,10 +59,13 @@ class PrefixTable:
     def apply(self, holder: int, runs: Sequence[KvRun]) -> int:
         """Apply changes of a holder's blocks in their order; return how many more blocks it has (fewer: negative)."""
         digests = np.frombuffer(b"".join([b"".join(run.digests) for run in runs]), dtype=np.uint64)
-        lengths = np.array([(run.group, run.action == "added", len(run.digests)) for run in runs], dtype=np.int64)
+        lengths = array("q")
+        for action, group, of_run in runs:
+            lengths.extend((group, action == "added", len(of_run)))
+        changes = np.frombuffer(lengths, np.int64).reshape(-1, 3)
         cursor = np.zeros(4, np.int64)
         if len(digests):
-            while (full := code.apply_runs(self.parts, *self._of_sets, holder, digests, lengths, cursor)) != code.DONE:
+            while (full := code.apply_runs(self.parts, *self._of_sets, holder, digests, changes, cursor)) != code.DONE:
                 if full == code.SETS_FULL:
                     self._make_sets(2 * len(self.sets), self.num_words)
                 else:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
 from transom_cluster.routing import chain_code
 from transom_cluster.routing.chain_code import Tokens, Words
 from transom_cluster.routing.placer import PlacementDecision, Placer
+from transom_cluster.routing.policy import Candidates
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
@@ -283,3 +286,35 @@ def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -
     assert value("transom_router_mirror_version", worker="a") == 3
     made.remove_worker("a")
     assert 'worker="a"' not in generate_latest(families.registry).decode()
+
+
+def test_what_the_policies_see_is_what_each_worker_is_now() -> None:
+    rng = random.Random(0)
+    made, names = placer(), list(WORKERS)
+    placed: list[str] = []
+    for i in range(400):
+        match rng.randrange(7):
+            case 0:
+                name = rng.choice(names)
+                taken = tuple(rng.sample(placed, min(2, len(placed))))
+                made.update(name, WorkerMessage(load=load(num_running=i, waiting_tokens=10 * i), taken=taken))
+            case 1 if len(names) < 40:
+                names.append(f"w{i}")
+                made.add_worker(names[-1], info(names[-1], block_size=rng.choice([16, 32])))
+            case 2 if len(names) > 1:
+                made.remove_worker(names.pop(rng.randrange(len(names))))
+            case 3 if placed:
+                made.first_event(rng.choice(placed), usage(0))
+            case 4 if placed:
+                made.ended(placed.pop(rng.randrange(len(placed))))
+            case _:
+                placed.append(f"r{i}")
+                among = rng.sample(names, rng.randrange(1, len(names) + 1))
+                assert made.place(request(placed[-1], (i, *PROMPT)), among).worker_id in among
+        table, shown = made._table, rng.sample(names, rng.randrange(1, len(names) + 1))
+        selection = table.select(shown)
+        seen = table.candidates(selection, np.arange(len(shown)))
+        expected = Candidates.of([made.workers[name].candidate(at) for at, name in enumerate(sorted(shown))])
+        assert [worker.worker_id for worker in selection.workers] == sorted(shown)
+        for field in ("num_to_compute", "facts", "seeds"):
+            assert np.array_equal(getattr(seen, field), getattr(expected, field))
