@@ -12,12 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.cluster.conftest import make_router
 from tests.cluster.engine_server import EngineServer, engine_server
 from tests.cluster.http.test_any_body import bodies
+from tests.cluster.stub_worker import StubWorker
 from tests.how_many import num_examples
+from transom_cluster.http.api import build_api
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 160,
@@ -90,6 +94,25 @@ def test_any_body(client: httpx.Client, request_of: tuple[str, bytes], content_t
     headers = {b"content-type": content_type.encode()}
     response = client.post(path, content=content, headers=headers)
     assert response.status_code in (200, 400, 404), response.text
+    assert not re.search(r'"type": ?"server_error"', response.text)
+
+
+DOCUMENT = schemathesis.openapi.from_dict(build_api(make_router(StubWorker())).openapi())
+NUM_CASES = 10_000  # of all operations together, in `make test-all`
+NUM_OPERATIONS = len(list(DOCUMENT.get_all_operations()))
+
+
+@pytest.mark.exhaustive
+@DOCUMENT.parametrize()
+@settings(FUZZ, max_examples=num_examples(5, -(-NUM_CASES // NUM_OPERATIONS)))
+def test_any_request_to_any_route(case: schemathesis.Case, server: EngineServer) -> None:
+    """What the OpenAPI document allows and forbids, as `test_fuzz_document` sends it to a stub, with a running engine."""
+    if isinstance(case.body, dict):
+        if case.body.get("model") is not None:
+            case.body["model"] = "tiny"
+        case.body["max_tokens"] = min(8, case.body.get("max_tokens") or 8) if case.path.startswith("/v1/") else 8
+    response = case.call(base_url=server.url, timeout=CLIENT_S)
+    assert response.status_code < 500 or response.status_code == 503, response.text
     assert not re.search(r'"type": ?"server_error"', response.text)
 
 
