@@ -74,7 +74,8 @@ def serving(model: str, flags: Sequence[str] = (), *, environment: Mapping[str, 
         try:
             yield Served(f"http://127.0.0.1:{port}", process, begin_s, log)
         finally:
-            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, which the caller has seen or will see
+                process.send_signal(signal.SIGINT)
             process.wait(PATIENCE_S)
 
 

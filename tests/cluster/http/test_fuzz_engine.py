@@ -99,7 +99,7 @@ def test_any_body(client: httpx.Client, request_of: tuple[str, bytes], content_t
 
 DOCUMENT = schemathesis.openapi.from_dict(build_api(make_router(StubWorker())).openapi())
 NUM_CASES = 10_000  # of all operations together, in `make test-all`
-NUM_OPERATIONS = len(list(DOCUMENT.get_all_operations()))
+NUM_OPERATIONS = 8  # those with a body; the others have few requests that differ
 
 
 @pytest.mark.exhaustive
@@ -110,7 +110,8 @@ def test_any_request_to_any_route(case: schemathesis.Case, server: EngineServer)
     if isinstance(case.body, dict):
         if case.body.get("model") is not None:
             case.body["model"] = "tiny"
-        case.body["max_tokens"] = min(8, case.body.get("max_tokens") or 8) if case.path.startswith("/v1/") else 8
+        if isinstance(case.body.get("n"), int):
+            case.body["n"] = min(2, case.body["n"])  # legal up to 128, which would take most of the test's time
     response = case.call(base_url=server.url, timeout=CLIENT_S)
     assert response.status_code < 500 or response.status_code == 503, response.text
     assert not re.search(r'"type": ?"server_error"', response.text)
