@@ -122,7 +122,11 @@ def run_server(tree: Path, options: argparse.Namespace) -> list[dict[str, float]
     if options.kill != "worker":
         flags += ["--tensor-parallel-size", "2"]
     with serving(options.model, flags, environment={**os.environ, "PYTHONPATH": paths}) as server:
-        wait_until_ready(server)
+        try:
+            wait_until_ready(server)
+        except RuntimeError as error:  # on a busy machine Ray gives up
+            print("no server:", str(error).splitlines()[-1])
+            return []
         return asyncio.run(one_round(server, options))
 
 

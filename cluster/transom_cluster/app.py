@@ -98,7 +98,9 @@ class WorkerDeployment:
 
         class ServeWorkerReplica(WorkerReplica):
             def __init__(self, config: EngineConfig, model_name: str) -> None:
-                super().__init__(replace(config, core_share=core_share(config)), model_name, worker_id)
+                super().__init__(
+                    replace(config, core_share=core_share(config)), model_name, worker_id, ends_process=True
+                )
 
         return ServeWorkerReplica.__new__(ServeWorkerReplica)
 

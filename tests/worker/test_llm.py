@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from transom_worker import LLM, SamplingParams
-from transom_worker.errors import ConfigError, RequestError
+from tests.hooked_executor import HookedExecutor
+from transom_worker import LLM, SamplingParams, startup
+from transom_worker.errors import ConfigError, EngineDead, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,39 @@ def test_a_small_queue_keeps_the_batch_full(tiny_model: Path) -> None:
             if sample.name == "transom_step_sequences_bucket"
         }
         assert steps["2.0"] < steps["4.0"] == steps["+Inf"]  # 4 sequences in a step at most
+
+
+def test_a_step_that_hangs_becomes_an_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it hangs in native code, which no exception reaches."""
+    monkeypatch.setattr(startup, "create_executor", HookedExecutor)
+    release = threading.Event()
+    with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1, step_timeout_s=1.0) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, HookedExecutor)
+        assert llm.generate("before", SamplingParams(max_tokens=1), use_tqdm=False)
+        executor.before_step = lambda: release.wait(120)
+        for _ in range(2):
+            with pytest.raises(EngineDead, match=r"hangs: a step has taken longer than 1 s \(--step-timeout-s\)"):
+                llm.generate("hangs", use_tqdm=False)
+    release.set()
+
+
+def test_an_interrupt_waits_for_the_step_and_leaves_the_engine_usable(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "create_executor", HookedExecutor)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(str(tiny_model), kv_cache_memory_bytes="8MiB", num_threads=1) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, HookedExecutor)
+        (expected,) = llm.generate("again", params, use_tqdm=False)
+        executor.before_step = _thread.interrupt_main
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["one", "two"], SamplingParams(max_tokens=1000, ignore_eos=True), use_tqdm=False)
+        executor.before_step = lambda: None
+        assert not llm.engine.requests
+        (found,) = llm.generate("again", params, use_tqdm=False)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_neither_ray_nor_fastapi_is_imported(tiny_model: Path) -> None:

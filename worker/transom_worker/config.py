@@ -62,8 +62,8 @@ class SchedulerConfig:
 class RanksConfig:
     """The ranks of one worker: the processes that split every layer of its model.
 
-    Where there are several, `launcher` starts them as local processes or as Ray actors. A rank whose step takes longer than
-    `step_timeout_s` counts as hung.
+    Where there are several, `launcher` starts them as local processes or as Ray actors. A step that takes longer than
+    `step_timeout_s` counts as hung, also that of a single rank.
     """
 
     size: int = 1

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from transom_worker.contract import FinishReason, OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_worker.engine.engine import Engine
+from transom_worker.engine.step_thread import StepThread
 from transom_worker.errors import RequestError, TransomError, WorkerLost
 from transom_worker.logs import show_logs
 from transom_worker.settings import Settings
@@ -74,10 +75,10 @@ class LLM:
     def __init__(self, model: str, *, dtype: str = "auto", **settings: Any) -> None:
         parsed = Settings.parse(model=model, dtype=dtype, **settings)
         show_logs(parsed.log_format)
-        self.engine: Engine = build_engine(parsed.engine_config())
-        self._end = weakref.finalize(
-            self, self.engine.shutdown
-        )  # a program that forgets `shutdown` must leave no ranks behind
+        self._steps = StepThread()
+        self.engine: Engine = self._steps.make(lambda: build_engine(parsed.engine_config()))
+        # a program that forgets `shutdown` must leave no ranks behind
+        self._end = weakref.finalize(self, _shut_down, self.engine, self._steps)
         self._seed = parsed.seed
         self._ids = itertools.count()
 
@@ -104,6 +105,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt or parameter is wrong; then no output is returned for any prompt.
+            EngineDead: a step failed, or took longer than `step_timeout_s`; this object is of no use any more.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         params = self._params_per_prompt(sampling_params, len(batch))
@@ -194,7 +196,7 @@ class LLM:
                         request = waiting.popleft()
                         self.engine.add(request)
                         running[request.request_id] = request
-                    for event in self.engine.step():
+                    for event in self._steps.step(self.engine):
                         out, choice = targets[event.request_id]
                         if event.finish_reason is not None:
                             request = running.pop(event.request_id)
@@ -205,6 +207,7 @@ class LLM:
                             bar.update()
                         self._collect(event, out, choice)
         except BaseException:
+            self._steps.settle(self.engine)
             for request_id in running:
                 self.engine.abort(request_id)
             raise
@@ -226,6 +229,12 @@ class LLM:
     def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         token = self.engine.tokenizer.token
         return {e.token_id: Logprob(e.logprob, e.rank, token(e.token_id)) for e in (*entry.top, entry.chosen)}
+
+
+def _shut_down(engine: Engine, steps: StepThread) -> None:
+    steps.close()
+    if not steps.is_hung:  # a step that hangs keeps what it uses until the program ends
+        engine.shutdown()
 
 
 def _can_resume(event: OutputEvent) -> bool:

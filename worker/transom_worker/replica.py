@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -32,6 +34,9 @@ from transom_worker.startup import build_engine
 
 logger = logging.getLogger("transom.worker")
 
+LAST_EVENTS_S = 1.0
+HUNG_EXIT_CODE = 70
+
 
 class WorkerReplica:
     """One worker.
@@ -41,9 +46,18 @@ class WorkerReplica:
     """
 
     def __init__(
-        self, config: EngineConfig, model_name: str = "", worker: str = "0", *, engine: Engine | None = None
+        self,
+        config: EngineConfig,
+        model_name: str = "",
+        worker: str = "0",
+        *,
+        engine: Engine | None = None,
+        ends_process: bool = False,
     ) -> None:
-        """Build the engine that `config` describes, unless it is there already, and start its thread."""
+        """Build the engine that `config` describes, unless it is there already, and start its thread.
+
+        `ends_process`: where the engine hangs this process ends, since nothing else ends a thread that hangs.
+        """
         show_logs(config.log_format, f"worker/{worker}")
         begin_s = time.perf_counter()
         if config.ranks.size == 1:  # several ranks divide the cores themselves
@@ -57,7 +71,8 @@ class WorkerReplica:
         self._load = WorkerLoad(max_num_seqs=config.scheduler.max_num_seqs)
         self._outboxes: dict[str, RouterOutbox] = {}  # of the routers whose streams are open
         self._routers: dict[str, str] = {}  # router id by request id
-        self._thread = EngineThread(self.engine, self._deliver)
+        on_hang = _end_process if ends_process else lambda: None
+        self._thread = EngineThread(self.engine, self._deliver, on_hang=on_hang, ends_process=ends_process)
         self.block_map = BlockMap(
             WorkerIdentity(worker, model_name or config.model.model),
             self.engine.scheduler,
@@ -217,6 +232,12 @@ def _call_on(
     """Call a function on the event loop, in order with earlier calls; does nothing where the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, message)
+
+
+def _end_process() -> None:
+    """End this process, once its event loop has had time to send the error events of its requests."""
+    threading.Event().wait(LAST_EVENTS_S)
+    os._exit(HUNG_EXIT_CODE)
 
 
 def _in_use(request_id: str) -> ErrorInfo:

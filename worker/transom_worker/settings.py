@@ -156,7 +156,10 @@ class Settings(BaseModel):
         "heads need not divide evenly.",
     )
     step_timeout_s: float = Field(
-        300.0, gt=0, description="A rank whose step takes longer counts as hung: the worker starts all its ranks again."
+        300.0,
+        gt=0,
+        description="A step that takes longer, in seconds, counts as hung: its requests migrate, and the worker's process or its "
+        "ranks start again.",
     )
     replicas: int = Field(1, ge=1, description="Number of workers; with --max-replicas the number at start.")
     min_replicas: int | None = Field(

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
 from transom_worker.engine.engine import RESTARTING, Engine
+from transom_worker.engine.step_watchdog import Watchdog, new_turns
 from transom_worker.errors import EngineDead, TransomError, WorkerLost
 
 logger = logging.getLogger("transom.worker")
@@ -33,7 +34,18 @@ class EngineThread:
     most.
     """
 
-    def __init__(self, engine: Engine, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Deliver,
+        *,
+        on_hang: Callable[[], None] = lambda: None,
+        ends_process: bool = False,
+    ) -> None:
+        """Start the thread. `on_hang` is called on another thread after the requests of a thread that hangs have ended.
+
+        `ends_process`: a hang that lets no Python code run ends the process (`step_watchdog`).
+        """
         self._engine = engine
         self._deliver = deliver
         self._inbox: deque[Callable[[], None]] = deque()
@@ -42,9 +54,14 @@ class EngineThread:
         self._load_at_s = 0.0
         self._taken: list[str] = []  # ids of admitted requests that no delivered load counts yet
         self._ended = False  # from here on the thread runs no command: `_post` runs it itself
+        self._is_hung = False
+        self._on_hang = on_hang
+        self._turns = new_turns(engine.config.ranks, lambda: engine.is_restarting)
+        self._watchdog = Watchdog(self._turns, self._give_up, ends_process=ends_process)
         engine.executor.on_lost(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
         self._thread.start()
+        self._watchdog.start()
 
     def submit(self, requests: list[Request]) -> Future[list[ErrorInfo | None]]:
         """Admit all of `requests` or none: the future has one entry each, None where admission found nothing wrong.
@@ -101,13 +118,19 @@ class EngineThread:
         return self._engine.dead or (None if self._thread.is_alive() else EngineDead("The engine's thread has ended."))
 
     def shutdown(self) -> None:
-        """End the thread after the present step, then the engine; an unfinished restart of the ranks is interrupted. Idempotent."""
+        """End the thread after the present step, then the engine; an unfinished restart of the ranks is interrupted. Idempotent.
+
+        A thread that hangs goes on hanging, with the model's memory: only the end of the process ends it.
+        """
         self._stopping = True
         self._wake.set()
         if self._engine.is_restarting:
             self._engine.executor.interrupt()
-        self._thread.join()
-        self._engine.shutdown()
+        while self._thread.is_alive() and not self._is_hung:
+            self._thread.join(self._turns.period_s)
+        self._watchdog.stop()
+        if not self._is_hung:
+            self._engine.shutdown()
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
@@ -122,6 +145,7 @@ class EngineThread:
         except Exception as error:  # a bug, but no request may wait for ever because of it
             logger.exception("The engine's thread failed.")
             reason = EngineDead(f"The engine's thread failed: {type(error).__name__}: {error}", loss_cause="exception")
+        self._turns.end()
         events = self._engine.fail(reason)
         self._ended = True
         self._run_commands()
@@ -129,14 +153,27 @@ class EngineThread:
             self._deliver(WorkerMessage(events=tuple(events)))
 
     def _loop(self) -> None:
-        while not self._stopping:
+        while not self._stopping and not self._is_hung:
+            self._turns.begin()
             self._run_commands()
             if self._engine.has_work:
                 self._deliver_news(self._engine.step())
             else:
                 self._deliver_news([], with_load=True)
+                self._turns.end()
                 self._wake.wait()
                 self._wake.clear()
+
+    def _give_up(self, error: EngineDead) -> None:
+        """Called by the watchdog: end the requests of a thread that hangs. Whatever that thread does later has no effect."""
+        self._is_hung = True
+        self._engine.executor.interrupt()
+        events = self._engine.fail(error)
+        self._ended = True
+        self._run_commands()
+        if events:
+            self._deliver(WorkerMessage(events=tuple(events)))
+        self._on_hang()
 
     def _deliver_news(self, events: list[OutputEvent], *, with_load: bool = False) -> None:
         """Deliver a step's events, the changes of the prefix index, and the load where that is due or `with_load` is set.

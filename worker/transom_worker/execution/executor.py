@@ -136,7 +136,7 @@ class Executor(ABC):
         raise RankLost("This executor has no ranks that could be started again.")
 
     def interrupt(self) -> None:  # noqa: B027  an executor whose start never waits for a process has nothing to interrupt
-        """Make a running start, and every later one, raise RankLost soon. Any thread may call this; `shutdown` is called next."""
+        """Make a running step or start, and every later one, raise RankLost soon. Any thread may call this; none follows."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -38,7 +38,7 @@ FAILURE_TIMEOUT_S = (
 )
 # Added to the step timeout: ranks that wait for a hanging rank report which one it is, and need time to run for that.
 HANG_GRACE_S = 5.0
-INTERRUPTED = "The start of the ranks was interrupted: their worker shuts down."
+INTERRUPTED = "The ranks were interrupted: their worker ends."
 
 
 class RanksExecutor(Executor):
@@ -127,9 +127,9 @@ class RanksExecutor(Executor):
         return self._start()
 
     def interrupt(self) -> None:
-        """Kill the ranks that are being started, and make every later start fail too."""
+        """Kill the ranks, also those that are being started, and make every later start fail too."""
         self._interrupted = True
-        group = self._starting
+        group = self._starting or self._group
         if group is not None:
             group.interrupt(INTERRUPTED)
 

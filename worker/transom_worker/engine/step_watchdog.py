@@ -1,0 +1,144 @@
+"""Notices that the thread which runs an engine's steps hangs, in a step or between two.
+
+- **turn**: one pass of the step loop: commands, a step, and the delivery of its events. A turn begins and ends on the thread that
+  runs the steps; while that thread waits for work there is no turn.
+- **overdue**: a turn that has taken longer than `--step-timeout-s`. Ranks in processes of their own are watched by their executor
+  first, which ends a rank that hangs; a turn is overdue only `RANKS_GRACE_S` later.
+
+Three things take long without being a hang. The ranks start again: their executor has limits of its own for that, and the time
+does not count. A kernel is compiled, which a first step of a new shape may do: a turn that is overdue while the Python stack of its
+thread is inside a compiler goes on, for `COMPILE_LIMIT_S` at most. The process was stopped as a whole, as by SIGSTOP or on a
+suspended machine: a look that comes much too late counts as one look's period.
+
+A thread can only notice a hang that lets other Python threads run. Against one that holds the interpreter's lock, `Watchdog` keeps
+a timer outside of Python (`faulthandler`): it is set anew at every look, and where no look comes in time it writes the stacks of
+all threads and ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from transom_worker.config import RanksConfig
+from transom_worker.errors import EngineDead
+
+logger = logging.getLogger("transom.worker")
+
+RANKS_GRACE_S = 30.0
+COMPILE_LIMIT_S = 600.0
+LONGEST_PERIOD_S = 10.0  # between two looks
+LOOKS_PER_TIMEOUT = 8
+STANDARD_ERROR = 2
+COMPILERS = ("/numba/core/", "/llvmlite/", "/triton/compiler/")  # in the path of a function that compiles kernels
+HUNG = "The worker hangs: a step has taken longer than {timeout_s:g} s (--step-timeout-s)."
+
+
+def turn_limit_s(config: RanksConfig) -> float:
+    """Return how long a turn may take."""
+    return config.step_timeout_s + (RANKS_GRACE_S if config.size > 1 else 0.0)
+
+
+class Turns:
+    """When the turns of one thread began. That thread calls `begin` and `end`; any thread may ask whether one is overdue."""
+
+    def __init__(self, config: RanksConfig, *, is_starting: Callable[[], bool], clock: Callable[[], float]) -> None:
+        """`is_starting` says whether the present turn starts ranks, so that its time does not count; `clock` is monotonic."""
+        self.limit_s = turn_limit_s(config)
+        self.period_s = min(LONGEST_PERIOD_S, self.limit_s / LOOKS_PER_TIMEOUT)
+        self._step_timeout_s = config.step_timeout_s
+        self._is_starting = is_starting
+        self._clock = clock
+        self._thread: int | None = None  # the thread of the present turn; None between two
+        self._number = 0
+        self._looked_at: int | None = None  # the turn that the last look found
+        self._last_look_s = 0.0
+        self._spent_s = self._compiled_s = 0.0  # by the looks at this turn
+
+    def begin(self) -> None:
+        """A turn begins on the calling thread."""
+        self._number += 1
+        self._thread = threading.get_ident()
+
+    def end(self) -> None:
+        """The turn has ended."""
+        self._thread = None
+
+    def overdue(self) -> EngineDead | None:
+        """Look at the present turn, and return the error of a thread that hangs. One thread calls this every `period_s`."""
+        thread, number, now_s = self._thread, self._number, self._clock()
+        elapsed_s = min(now_s - self._last_look_s, 2 * self.period_s)
+        self._last_look_s = now_s
+        if thread is None or number != self._looked_at:
+            self._looked_at, self._spent_s, self._compiled_s = (None if thread is None else number), 0.0, 0.0
+            return None
+        if self._is_starting():
+            return None
+        if self._spent_s + elapsed_s >= self.limit_s and self._compiled_s < COMPILE_LIMIT_S and _compiles(thread):
+            self._compiled_s += elapsed_s
+            return None
+        self._spent_s += elapsed_s
+        if self._spent_s < self.limit_s:
+            return None
+        return EngineDead(HUNG.format(timeout_s=self._step_timeout_s), loss_cause="hung")
+
+
+class Watchdog:
+    """A thread that looks at turns, and calls `on_hang` once, on that thread, when one is overdue.
+
+    With `ends_process` it also ends the process where the interpreter's lock is held for longer than a turn may take. The timer for
+    that belongs to the whole process, so only the process of one worker may use it.
+    """
+
+    def __init__(self, turns: Turns, on_hang: Callable[[EngineDead], None], *, ends_process: bool) -> None:
+        self._turns, self._on_hang, self._ends_process = turns, on_hang, ends_process
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="transom-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._set_timer()  # the first step may hang before the first look
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; idempotent."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._turns.period_s):
+                self._set_timer()
+                if (error := self._turns.overdue()) is not None:
+                    logger.error("%s The stacks of all threads follow.", error)
+                    faulthandler.dump_traceback(STANDARD_ERROR)
+                    self._on_hang(error)
+                    return
+        finally:
+            if self._ends_process:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _set_timer(self) -> None:
+        if self._ends_process:
+            timeout_s = self._turns.limit_s + 2 * self._turns.period_s
+            faulthandler.dump_traceback_later(timeout_s, exit=True, file=STANDARD_ERROR)  # in place of the last one
+
+
+def _compiles(thread: int) -> bool:
+    """Whether the Python stack of a thread is inside a compiler of kernels."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if any(compiler in frame.f_code.co_filename for compiler in COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def new_turns(config: RanksConfig, is_starting: Callable[[], bool]) -> Turns:
+    """The turns of one thread, on the monotonic clock."""
+    return Turns(config, is_starting=is_starting, clock=time.monotonic)
