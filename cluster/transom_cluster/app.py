@@ -56,7 +56,7 @@ class RouterDeployment:
         from transom_cluster.http.api import build_api
         from transom_cluster.router.router import Router
         from transom_worker.logs import show_logs
-        from transom_worker.model_files.resolve import resolve_model
+        from transom_worker.model_files.resolve import resolve_text_files
         from transom_worker.text.tokenizer import Tokenizer
 
         replica = serve.get_replica_context()
@@ -65,7 +65,7 @@ class RouterDeployment:
         show_logs(self._settings.log_format, f"router/{router_id}")
         self._router = Router(
             workers=ServeWorkerDirectory(self._worker),
-            tokenizer=Tokenizer.load(resolve_model(self._settings.model)),
+            tokenizer=Tokenizer.load(resolve_text_files(self._settings.model)),
             config=self._settings.server_config(),
             router_id=router_id,
             engine_seed=self._settings.seed,

@@ -19,7 +19,8 @@ from tests.worker.weights.test_gguf_file import write_gguf
 from transom_worker.errors import ModelError
 from transom_worker.model_config.architecture import read_architecture
 from transom_worker.model_files.gguf_header import read_gguf_header
-from transom_worker.model_files.resolve import eos_token_ids, read_json, resolve_model
+from transom_worker.model_files.json_files import read_json
+from transom_worker.model_files.resolve import eos_token_ids, resolve_model
 
 
 @pytest.fixture(scope="module")

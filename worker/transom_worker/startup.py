@@ -10,7 +10,7 @@ from transom_worker.config import EngineConfig
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import Executor
 from transom_worker.execution.executor_factory import create_executor
-from transom_worker.model_files.resolve import resolve_model
+from transom_worker.model_files.resolve import resolve_text_files
 from transom_worker.startup_report import startup_report
 from transom_worker.telemetry.engine_timelines import Clock
 from transom_worker.telemetry.metrics import EngineMetrics
@@ -38,7 +38,7 @@ def build_engine(
     """
     tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
     begin_s = time.perf_counter()
-    files = resolve_model(config.model.model)
+    files = resolve_text_files(config.model.model)  # the ranks load the weights
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
     tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
     try:

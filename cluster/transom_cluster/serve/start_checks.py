@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from transom_cluster.http.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
 from transom_cluster.serve.worker_resources import check_gpus, count_visible_gpus
@@ -20,7 +21,7 @@ def check_start(settings: Settings) -> None:
     """
     from transom_worker.model_config.architecture import choose_max_model_len, read_architecture, runnable
     from transom_worker.model_config.sharding import check_size
-    from transom_worker.model_files.resolve import resolve_model
+    from transom_worker.model_files.resolve import check_weights, resolve_text_files
     from transom_worker.telemetry.tracing import check_tracing
     from transom_worker.text.tokenizer import Tokenizer
 
@@ -36,7 +37,9 @@ def check_start(settings: Settings) -> None:
         )
     if problem := check_gpus(settings, count_visible_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))):
         raise ConfigError(problem)
-    files = resolve_model(settings.model)
+    files = resolve_text_files(settings.model)
+    if Path(settings.model).expanduser().is_dir():
+        check_weights(files.path)
     architecture = runnable(read_architecture(files.config))
     check_size(architecture, settings.tensor_parallel_size)
     choose_max_model_len(settings.max_model_len, architecture)

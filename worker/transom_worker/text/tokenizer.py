@@ -30,7 +30,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from transom_worker.errors import ModelError, RequestError
-from transom_worker.model_files.resolve import ModelFiles, eos_token_ids, read_json
+from transom_worker.model_files.json_files import read_json
+from transom_worker.model_files.resolve import ModelFiles, eos_token_ids
 from transom_worker.text.chat_template import ChatPrompt, ChatTemplate, read_messages
 from transom_worker.text.gguf_tokenizer import read_gguf_vocabulary
 from transom_worker.text.template_renderer import TemplateTooExpensive, shared_renderer

@@ -9,11 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from transom_worker.errors import ModelError
-from transom_worker.model_files.resolve import read_json
+from transom_worker.model_files.weight_index import INDEX_FILE, SINGLE_FILE, read_weight_index
 from transom_worker.weights.checkpoint import WHOLE, Part, check_shape
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 
 class SafetensorsWeights:
@@ -91,10 +88,10 @@ class SafetensorsWeights:
 
 def _files_by_tensor(folder: Path, reader: Any) -> dict[str, Path]:
     """Return the file of every tensor: from the index if there is one, else from the files' own headers."""
-    index = folder / _INDEX
+    index = folder / INDEX_FILE
     if index.exists():
         return _read_index(index)
-    single = folder / _SINGLE
+    single = folder / SINGLE_FILE
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no .safetensors file; pickled weights are never loaded, convert them.")
@@ -102,15 +99,7 @@ def _files_by_tensor(folder: Path, reader: Any) -> dict[str, Path]:
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    entries = read_json(index).get("weight_map")
-    if not isinstance(entries, dict) or not entries:
-        raise ModelError(f"{index} has no 'weight_map'; download it again.")
-    wrong = [file for file in entries.values() if not isinstance(file, str) or Path(file).suffix != ".safetensors"]
-    if wrong:
-        raise ModelError(f"{index} names {wrong[0]!r}; only .safetensors files are loaded.")
-    outside = [file for file in entries.values() if Path(file).name != file]
-    if outside:
-        raise ModelError(f"{index} names {outside[0]!r}; files must lie in the folder itself.")
+    entries = read_weight_index(index)
     missing = sorted({file for file in entries.values() if not (index.parent / file).exists()})
     if missing:
         raise ModelError(f"{index.parent} lacks {', '.join(missing[:3])}, which {index.name} names; download it again.")
