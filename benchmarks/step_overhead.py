@@ -60,6 +60,14 @@ class StubModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    def hidden(self, batch: Any) -> torch.Tensor:
+        """The logits, in place of hidden states."""
+        return self.forward(batch)
+
+    def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """The same logits."""
+        return hidden_RN
+
     def forward(self, batch: Any) -> torch.Tensor:
         """Other rows of random logits in each step."""
         num_rows = len(batch.logit_rows)

@@ -18,6 +18,7 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.step_logits import StepLogits
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.parallel import SINGLE_RANK, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -146,12 +147,13 @@ class KeptLogits:
         self._forward = forward
         self.logits: list[torch.Tensor] = []
 
-    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
+    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], StepLogits]:
         run = self._forward.prepare(plan, store)
 
-        def kept() -> torch.Tensor:
-            self.logits.append(run().clone())  # sampling may write into it
-            return self.logits[-1].clone()
+        def kept() -> StepLogits:
+            logits = run()
+            self.logits.append(logits.sampled_SV.clone())  # sampling may write into it
+            return logits
 
         return kept
 

@@ -11,6 +11,7 @@ from typing import Any
 from transom_worker.contract import (
     ErrorInfo,
     Logprob,
+    LogprobTable,
     OutputEvent,
     Request,
     TokenLogprobs,
@@ -288,7 +289,7 @@ class StubWorker:
         prompt_logprobs = None
         if position == begin and params.prompt_logprobs is not None:
             ids = request.prompt_token_ids[1:]
-            prompt_logprobs = (None, *(logprobs_of(i, params.prompt_logprobs) for i in ids))
+            prompt_logprobs = LogprobTable.of(logprobs_of(i, params.prompt_logprobs) for i in ids)
         return OutputEvent(
             request_id=request.request_id,
             position=position,

@@ -220,7 +220,7 @@ class LLM:
         if event.logprobs is not None and choice.logprobs is not None:
             choice.logprobs.extend(self._by_id(entry) for entry in event.logprobs)
         if event.prompt_logprobs is not None:
-            out.prompt_logprobs = [None if entry is None else self._by_id(entry) for entry in event.prompt_logprobs]
+            out.prompt_logprobs = [None, *(self._by_id(entry) for entry in event.prompt_logprobs)]
         if event.usage is not None and choice.index == 0:
             out.num_cached_tokens = event.usage.num_cached_tokens
         choice.finish_reason = event.finish_reason

@@ -5,17 +5,18 @@ The response runs its engine requests while it is sent, and aborts them as soon 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from transom_cluster.http.client_disconnect import run_until_disconnect
 from transom_cluster.http.request_state import request_state
 from transom_cluster.http.response_metrics import ResponseMetrics
 from transom_cluster.openai.errors import STREAM_CODES, WireError, wire_error, wire_error_from_info
-from transom_cluster.openai.response_types import ChatCompletion, Completion
+from transom_cluster.openai.json_pieces import PIECE_CHARS, joined_pieces, json_pieces
 from transom_cluster.openai.writers import ResponseWriter, data_line
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
@@ -67,19 +68,30 @@ class GenerationResponse(Response):
             if self._stream:
                 await self._send_stream(output, scope, send)
             else:
-                body = await self._collect(output)
-                await JSONResponse(body)(scope, receive, send)
+                await self._collect(output)
+                await self._send_body(send)
 
-    async def _collect(self, output: OutputStream) -> ChatCompletion | Completion:
-        """Wait for all events and return the whole body. Raises the error of a choice that fails."""
-        events: list[list[OutputEvent]] = [[] for _ in self._requests]
-        while True:
+    async def _collect(self, output: OutputStream) -> None:
+        """Wait for all events and give them to the writer. Raises the error of a choice that fails."""
+        while output.num_unfinished:
             for index, event in await output.next():
                 if event.error is not None:
                     raise event.error.error()
-                events[index].append(self._shown_event(index, event))
-            if output.num_unfinished == 0:
-                return self._writer.body(events)
+                self._writer.add(index, self._shown_event(index, event))
+
+    async def _send_body(self, send: Send) -> None:
+        """Send the whole response, a large one in pieces, between which other requests have their turns."""
+        pieces = (piece.encode() for piece in joined_pieces(json_pieces(self._writer.body())))
+        piece, following = next(pieces), next(pieces, None)
+        headers = [(b"content-type", b"application/json")]
+        if following is None:
+            headers.append((b"content-length", b"%d" % len(piece)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while following is not None:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+            piece, following = following, next(pieces, None)
+        await send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def _send_stream(self, output: OutputStream, scope: Scope, send: Send) -> None:
         first = await output.next()
@@ -96,9 +108,19 @@ class GenerationResponse(Response):
     async def _send_chunks(
         self, output: OutputStream, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
     ) -> None:
-        """Send chunks to the end. Events that arrived during the last send go out together as one message."""
+        """Send chunks to the end. Events that arrived during the last send go out together as one message, unless it is large."""
         while True:
-            text, error = self._chunks(events)
+            error: WireError | None = None
+            text = ""
+            for piece in self._chunks(events):
+                if isinstance(piece, WireError):
+                    error = piece
+                    break
+                text += piece
+                if len(text) >= PIECE_CHARS:
+                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                    await asyncio.sleep(0)
+                    text = ""
             ended = error is not None or output.num_unfinished == 0
             if error is not None:  # status 200 was sent already, so the stream itself carries the error
                 text += data_line(error.body)
@@ -111,22 +133,22 @@ class GenerationResponse(Response):
                 return
             events = await output.next()
 
-    def _chunks(self, events: list[tuple[int, OutputEvent]]) -> tuple[str, WireError | None]:
-        """The server-sent events for these output events, and the error that ends the stream, if there is one."""
-        parts: list[str] = []
+    def _chunks(self, events: list[tuple[int, OutputEvent]]) -> Iterator[str | WireError]:
+        """The server-sent events for these output events, or at last the error that ends the stream, if there is one."""
         for index, event in events:
             if event.error is not None:
                 error = wire_error_from_info(event.error)
                 if error.code in STREAM_CODES:
                     self._log_break(f"{event.error.kind}, {error.code}")
-                return "".join(parts), error
+                yield error
+                return
             try:
-                parts.append(self._writer.chunk(index, self._shown_event(index, event)))
+                yield from self._writer.chunks(index, self._shown_event(index, event))
             except Exception as bug:
                 details = traceback_lines(bug, with_messages=self._router.config.log_prompts)
                 self._log_break("".join(details))
-                return "".join(parts), wire_error(bug)
-        return "".join(parts), None
+                yield wire_error(bug)
+                return
 
     def _log_break(self, reason: str) -> None:
         """Log an error that is not the request's own fault. The access log does not show it, since the status was 200."""

@@ -217,6 +217,7 @@ class OpenAiRoutes:
             max_priority=config.priorities.max_priority,
             cache_salt=client_cache_salt(body.cache_salt, state.client) if config.salt_by_key else body.cache_salt,
             prompt_param=prompt_param,
+            logprobs_param="top_logprobs" if prompt_param == "messages" else "logprobs",
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         threads = self._threads.of(state.client)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from transom_cluster.openai.choice_output import ChoiceOutput
+from transom_cluster.openai.json_pieces import LazyList, batches
 from transom_cluster.openai.logprobs import TokenBytes, chat_logprobs
-from transom_cluster.openai.response_types import ChatChoice, ChatCompletion, ChatLogprobs
+from transom_cluster.openai.response_types import ChatChoice, ChatCompletion, ChatLogprobs, ChosenToken
 from transom_cluster.openai.writers import FINGERPRINT, ResponseMetadata, ResponseWriter, final_finish_reason
 from transom_worker.contract import OutputEvent, Request, TokenLogprobs
 
@@ -32,19 +34,19 @@ class ChatWriter(ResponseWriter):
         self._text_openings = [f'{self._opening}{i},"delta":{{"content":' for i in range(len(requests))]
         self._text_closing = f'}},"logprobs":null,"finish_reason":null{self._closing}'
 
-    def chunk(self, index: int, event: OutputEvent) -> str:
+    def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
         """The role comes first, then text, then the finish reason in a chunk of its own, as in OpenAI's streams."""
-        out = "" if self._has_started[index] else self._role_chunk(index)
+        if not self._has_started[index]:
+            yield self._role_chunk(index)
         if self._num_top_logprobs is not None and event.logprobs:
-            out += self._logprobs_chunk(index, event)
+            yield from self._logprobs_chunks(index, event.text, event.logprobs)
         elif event.text:
-            out += self._text_openings[index] + json.dumps(event.text) + self._text_closing
+            yield self._text_openings[index] + json.dumps(event.text) + self._text_closing
         if event.finish_reason is not None:
             reason = json.dumps(event.finish_reason)
-            out += f'{self._opening}{index},"delta":{{}},"logprobs":null,"finish_reason":{reason}{self._closing}'
-        return out
+            yield f'{self._opening}{index},"delta":{{}},"logprobs":null,"finish_reason":{reason}{self._closing}'
 
-    def body(self, events: Sequence[Sequence[OutputEvent]]) -> ChatCompletion:
+    def body(self) -> ChatCompletion:
         """A `chat.completion` object."""
         return {
             "id": self.metadata.id,
@@ -52,7 +54,7 @@ class ChatWriter(ResponseWriter):
             "created": self.metadata.created_s,
             "model": self.metadata.model,
             "system_fingerprint": FINGERPRINT,
-            "choices": [self._choice(index, choice_events) for index, choice_events in enumerate(events)],
+            "choices": [self._choice(index, output) for index, output in enumerate(self._outputs)],
             "usage": self.usage.body,
         }
 
@@ -61,20 +63,24 @@ class ChatWriter(ResponseWriter):
         delta = '{"role":"assistant","content":"","refusal":null}'
         return f'{self._opening}{index},"delta":{delta},"logprobs":null,"finish_reason":null{self._closing}'
 
-    def _logprobs_chunk(self, index: int, event: OutputEvent) -> str:
-        logprobs = json.dumps(self._logprobs(event.logprobs or ()))
-        text = json.dumps(event.text)
-        return f'{self._text_openings[index]}{text}}},"logprobs":{logprobs},"finish_reason":null{self._closing}'
+    def _logprobs_chunks(self, index: int, text: str, positions: Sequence[TokenLogprobs]) -> Iterator[str]:
+        """One chunk for a step's token; several where a slow client gets many tokens at once. The first one has the text."""
+        for batch in batches(self._entries(positions)):
+            logprobs: ChatLogprobs = {"content": batch, "refusal": None}
+            opening = self._text_openings[index] + json.dumps(text)
+            yield f'{opening}}},"logprobs":{json.dumps(logprobs)},"finish_reason":null{self._closing}'
+            text = ""
 
-    def _choice(self, index: int, events: Sequence[OutputEvent]) -> ChatChoice:
-        text = "".join(event.text for event in events)
-        positions = [position for event in events for position in event.logprobs or ()]
+    def _choice(self, index: int, output: ChoiceOutput) -> ChatChoice:
+        logprobs: ChatLogprobs | None = None
+        if self._num_top_logprobs is not None:
+            logprobs = {"content": LazyList(lambda: self._entries(output.logprobs)), "refusal": None}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None if self._num_top_logprobs is None else self._logprobs(positions),
-            "finish_reason": final_finish_reason(events),
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": final_finish_reason(output),
         }
 
-    def _logprobs(self, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        return {"content": chat_logprobs(positions, self._num_top_logprobs or 0, self._tokenizer), "refusal": None}
+    def _entries(self, positions: Iterable[TokenLogprobs]) -> Iterator[ChosenToken]:
+        return chat_logprobs(positions, self._num_top_logprobs or 0, self._tokenizer)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
-from transom_cluster.openai.logprobs import CompletionLogprobs, TokenBytes
+from transom_cluster.openai.choice_output import ChoiceOutput
+from transom_cluster.openai.json_pieces import batches
+from transom_cluster.openai.logprobs import CompletionLogprobs, Position, TokenBytes, output_positions
 from transom_cluster.openai.response_types import Completion, TextChoice, TextLogprobs
 from transom_cluster.openai.writers import FINGERPRINT, ResponseMetadata, ResponseWriter, final_finish_reason
 from transom_worker import contract
-from transom_worker.contract import OutputEvent, Request, TokenLogprobs
+from transom_worker.contract import LogprobTable, OutputEvent, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,9 @@ class CompletionWriter(ResponseWriter):
         self._logprobs = None
         if num_top_logprobs is not None:
             self._logprobs = [CompletionLogprobs(num_top_logprobs, tokenizer) for _ in requests]
+        self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))  # by choice
+        self._prompt_logprobs: dict[int, LogprobTable] = {}  # by prompt
+        self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # events of further choices, by prompt
         self._text_openings = [f'{self._opening}{i},"text":' for i in range(len(requests))]
         self._text_closing = f',"logprobs":null,"finish_reason":null{self._closing}'
 
@@ -58,17 +64,26 @@ class CompletionWriter(ResponseWriter):
         reason: contract.FinishReason | None = event.finish_reason and "length"
         return replace(event, token_ids=(), text="", logprobs=None, finish_reason=reason)
 
-    def chunk(self, index: int, event: OutputEvent) -> str:
-        """Text and finish reason. The first chunk of a choice begins with the echoed prompt."""
-        text, logprobs = self._text_and_logprobs(index, event)
-        if logprobs is None and event.finish_reason is None:
-            return self._text_openings[index] + json.dumps(text) + self._text_closing if text else ""
-        return (
-            f'{self._text_openings[index]}{json.dumps(text)},"logprobs":{json.dumps(logprobs)},'
-            f'"finish_reason":{json.dumps(event.finish_reason)}{self._closing}'
-        )
+    def add(self, index: int, event: OutputEvent) -> None:
+        """Keep one event of choice `index` for `body`."""
+        self._take_prompt_logprobs(index, event)
+        super().add(index, event)
 
-    def body(self, events: Sequence[Sequence[OutputEvent]]) -> Completion:
+    def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
+        """Text and finish reason. The first chunk of a choice begins with the echoed prompt.
+
+        Only the first choice of a prompt brings the prompt's log-probabilities. Events of other choices wait for it.
+        """
+        prompt = self._prompt_of[index]
+        self._take_prompt_logprobs(index, event)
+        if self._shows_prompt_logprobs and prompt not in self._prompt_logprobs:
+            self._waiting.setdefault(prompt, []).append((index, event))
+            return
+        yield from self._chunks(index, event)
+        for waiting_index, waiting_event in self._waiting.pop(prompt, ()):
+            yield from self._chunks(waiting_index, waiting_event)
+
+    def body(self) -> Completion:
         """A `text_completion` object."""
         return {
             "id": self.metadata.id,
@@ -76,39 +91,62 @@ class CompletionWriter(ResponseWriter):
             "created": self.metadata.created_s,
             "model": self.metadata.model,
             "system_fingerprint": FINGERPRINT,
-            "choices": [self._choice(index, choice_events) for index, choice_events in enumerate(events)],
+            "choices": [self._choice(index, output) for index, output in enumerate(self._outputs)],
             "usage": self.usage.body,
         }
 
-    def _choice(self, index: int, events: Sequence[OutputEvent]) -> TextChoice:
-        text = ""
+    def _choice(self, index: int, output: ChoiceOutput) -> TextChoice:
         logprobs: TextLogprobs | None = None
-        for event in events:
-            event_text, event_logprobs = self._text_and_logprobs(index, event)
-            text += event_text
-            if event_logprobs is not None:
-                logprobs = event_logprobs if logprobs is None else _concatenated(logprobs, event_logprobs)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": final_finish_reason(events)}
+        if self._logprobs is not None and next(self._positions(index, output), None) is not None:
+            logprobs = self._logprobs[index].all_tokens(lambda: self._positions(index, output))
+        text = output.text if self._echoed is None else self._echoed[index].text + output.text
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": final_finish_reason(output)}
 
-    def _text_and_logprobs(self, index: int, event: OutputEvent) -> tuple[str, TextLogprobs | None]:
-        """Text and log-probabilities of one event; the choice's first event begins with the echoed prompt."""
-        text = event.text
-        positions: list[tuple[int, TokenLogprobs | None]] = []
+    def _chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
+        """The chunks of one event. Where it has many tokens with log-probabilities there are several; the first one has the text,
+        the last one the finish reason."""
+        text, positions = event.text, output_positions(event.logprobs or ())
         if not self._has_started[index]:
             self._has_started[index] = True
             if self._echoed is not None:
                 text = self._echoed[index].text + text
-                positions += zip(self._echoed[index].token_ids, event.prompt_logprobs or (), strict=False)
-        positions += zip(event.token_ids, event.logprobs or (), strict=False)
-        if self._logprobs is None or not positions:
-            return text, None
-        return text, self._logprobs[index].next_tokens(positions)
+                positions = chain(self._prompt_positions(index), positions)
+        later = batches(positions) if self._logprobs is not None else iter(())
+        batch = next(later, None)
+        if self._logprobs is None or batch is None:
+            if text or event.finish_reason is not None:
+                yield self._chunk(index, text, None, event.finish_reason)
+            return
+        while batch is not None:
+            logprobs, batch = self._logprobs[index].next_tokens(batch), next(later, None)
+            yield self._chunk(index, text, logprobs, event.finish_reason if batch is None else None)
+            text = ""
 
+    def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None, reason: contract.FinishReason | None) -> str:
+        if logprobs is None and reason is None:
+            return self._text_openings[index] + json.dumps(text) + self._text_closing
+        return (
+            f'{self._text_openings[index]}{json.dumps(text)},"logprobs":{json.dumps(logprobs)},'
+            f'"finish_reason":{json.dumps(reason)}{self._closing}'
+        )
 
-def _concatenated(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
-    return {
-        "tokens": first["tokens"] + second["tokens"],
-        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
-        "text_offset": first["text_offset"] + second["text_offset"],
-    }
+    @property
+    def _shows_prompt_logprobs(self) -> bool:
+        return self._echoed is not None and self._logprobs is not None
+
+    def _take_prompt_logprobs(self, index: int, event: OutputEvent) -> None:
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs[self._prompt_of[index]] = event.prompt_logprobs
+
+    def _positions(self, index: int, output: ChoiceOutput) -> Iterator[Position]:
+        """The tokens of a whole choice: the echoed prompt's, then the output's."""
+        prompt = self._prompt_positions(index) if self._echoed is not None else ()
+        return chain(prompt, output_positions(output.logprobs))
+
+    def _prompt_positions(self, index: int) -> Iterator[Position]:
+        """The tokens of the choice's echoed prompt; nothing comes before the first one, so it has no log-probabilities."""
+        assert self._echoed is not None
+        table = self._prompt_logprobs.get(self._prompt_of[index])
+        if table is not None:
+            yield self._echoed[index].token_ids[0], None
+            yield from output_positions(table)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+from transom_cluster.openai.json_pieces import LazyList
 from transom_cluster.openai.response_types import ChosenToken, TextLogprobs, TokenEntry
 from transom_worker.contract import Logprob, TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # OpenAI sends this for tokens with probability 0, since JSON has no infinity
+
+Position = tuple[int, TokenLogprobs | None]
+"""A token id and its log-probabilities; None for the first token of a prompt."""
 
 
 class TokenBytes(Protocol):
@@ -18,15 +22,19 @@ class TokenBytes(Protocol):
         """The bytes that a token adds to the text."""
 
 
-def chat_logprobs(positions: Sequence[TokenLogprobs], num_top: int, tokenizer: TokenBytes) -> list[ChosenToken]:
-    """Build the entries of `logprobs.content` in a chat completion."""
-    return [
-        {
+def chat_logprobs(positions: Iterable[TokenLogprobs], num_top: int, tokenizer: TokenBytes) -> Iterator[ChosenToken]:
+    """Make the entries of `logprobs.content` in a chat completion."""
+    for position in positions:
+        yield {
             **_entry(position.chosen, tokenizer),
             "top_logprobs": [_entry(top, tokenizer) for top in position.top[:num_top]],
         }
-        for position in positions
-    ]
+
+
+def output_positions(logprobs: Iterable[TokenLogprobs]) -> Iterator[Position]:
+    """Yield the positions of output tokens."""
+    for position in logprobs:
+        yield position.chosen.token_id, position
 
 
 class CompletionLogprobs:
@@ -38,9 +46,8 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def next_tokens(self, positions: Sequence[tuple[int, TokenLogprobs | None]]) -> TextLogprobs:
-        """The lists for the choice's next tokens, each given as its id and its log-probabilities; the first prompt token has
-        None."""
+    def next_tokens(self, positions: Iterable[Position]) -> TextLogprobs:
+        """The lists for the choice's next tokens."""
         tokens, offsets, logprobs, tops = [], [], [], []
         for token_id, position in positions:
             token = _completion_token(token_id, self._tokenizer)
@@ -50,6 +57,27 @@ class CompletionLogprobs:
             tops.append(None if position is None else self._top(position))
             self._offset += len(token)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def all_tokens(self, positions: Callable[[], Iterable[Position]]) -> TextLogprobs:
+        """The lists for all tokens of the choice, made while they are written; `positions` returns the tokens each time anew."""
+
+        def tokens() -> Iterator[str]:
+            return (_completion_token(token_id, self._tokenizer) for token_id, _ in positions())
+
+        def offsets() -> Iterator[int]:
+            offset = 0
+            for token in tokens():
+                yield offset
+                offset += len(token)
+
+        return {
+            "tokens": LazyList(tokens),
+            "token_logprobs": LazyList(
+                lambda: (None if one is None else _finite(one.chosen.logprob) for _, one in positions())
+            ),
+            "top_logprobs": LazyList(lambda: (None if one is None else self._top(one) for _, one in positions())),
+            "text_offset": LazyList(offsets),
+        }
 
     def _top(self, position: TokenLogprobs) -> dict[str, float]:
         top: dict[str, float] = {}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
+from transom_cluster.openai.logprob_budget import check_logprob_budget
 from transom_cluster.openai.prompt_limits import ModelLimits, check_length, check_total
 from transom_cluster.openai.prompts import Prompt
 from transom_cluster.openai.token_id_lists import check_vocabulary
@@ -27,22 +29,26 @@ def build_requests(
     max_priority: int = 0,
     cache_salt: str | None = None,
     prompt_param: str = "prompt",
+    logprobs_param: str = "logprobs",
 ) -> list[Request]:
     """Build one request per prompt and choice, in the order of OpenAI's choice indices: all choices of a prompt, then the next
     prompt.
 
-    A request without a seed gets the engine's configured seed, or else a random seed per prompt.
+    A request without a seed gets the engine's configured seed, or else a random seed per prompt. Only the first choice of a prompt
+    asks for the prompt's log-probabilities, which all choices share.
 
     Raises:
-        RequestError: a token id is outside the vocabulary, the prompts have too many tokens together, or the priority is outside
-            `-max_priority ... max_priority`.
+        RequestError: a token id is outside the vocabulary, the prompts have too many tokens together, the response could have too
+            many log-probabilities, or the priority is outside `-max_priority ... max_priority`.
         PromptTooLong: a prompt, or prompt and output together, exceeds the model's length.
     """
-    single = params.single()
+    first = params.single()
+    further = first if first.prompt_logprobs is None else replace(first, prompt_logprobs=None)
     _check_priority(priority, max_priority)
     _check_params(params, limits)
-    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    check_total(num_tokens, params.n, limits, param=prompt_param)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    check_total(sum(lengths), params.n, limits, param=prompt_param)
+    check_logprob_budget(lengths, params, limits.max_model_len, param=logprobs_param)
     requests = []
     for p, prompt in enumerate(prompts):
         check_vocabulary(prompt.token_ids, limits.vocab_size, param=prompt_param)
@@ -53,7 +59,7 @@ def build_requests(
                 Request(
                     request_id=f"{response_id}-{p}-{choice}",
                     prompt_token_ids=prompt.token_ids,
-                    params=single,
+                    params=further if choice else first,
                     seed=seed,
                     choice_index=choice,
                     time_left_s=time_left_s,

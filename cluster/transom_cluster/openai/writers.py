@@ -1,7 +1,7 @@
 """The base of the two response writers, which turn the engine's output events into OpenAI's JSON.
 
-A writer belongs to one HTTP request. For a stream, `chunk` turns each event of a choice into server-sent events. For a plain
-response, `body` turns all events of all choices into one JSON object.
+A writer belongs to one HTTP request. For a stream, `chunks` turns each event of a choice into server-sent events. For a plain
+response, `add` takes all events of all choices, and `body` turns them into one JSON object.
 
 A stream's constant JSON is built once per request; per token only the text is serialised. For example the text " sky" of choice 0
 costs one `json.dumps(" sky")` between two strings that were made before the first token.
@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transom_cluster import __version__
+from transom_cluster.openai.choice_output import ChoiceOutput
 from transom_cluster.openai.response_types import ChatCompletion, Completion, FinishReason
 from transom_cluster.openai.usage import UsageTotals
 from transom_worker.contract import OutputEvent, Request
@@ -58,6 +59,7 @@ class ResponseWriter(ABC):
     def __init__(self, metadata: ResponseMetadata, requests: Sequence[Request], *, include_usage: bool) -> None:
         self.metadata = metadata
         self.usage = UsageTotals(requests)
+        self._outputs = [ChoiceOutput() for _ in requests]
         self._include_usage = include_usage
         opening = json.dumps(metadata.chunk_fields(self.chunk_kind), separators=(",", ":"))[:-1]
         self._opening = f'data: {opening},"choices":[{{"index":'
@@ -68,12 +70,16 @@ class ResponseWriter(ABC):
         return event
 
     @abstractmethod
-    def chunk(self, index: int, event: OutputEvent) -> str:
-        """The server-sent events for one event of choice `index`; may be empty."""
+    def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
+        """The server-sent events for one event of choice `index`, in pieces; may be none."""
+
+    def add(self, index: int, event: OutputEvent) -> None:
+        """Keep one event of choice `index` for `body`."""
+        self._outputs[index].add(event)
 
     @abstractmethod
-    def body(self, events: Sequence[Sequence[OutputEvent]]) -> ChatCompletion | Completion:
-        """The whole response, from the events of each choice. Every choice has ended without an error."""
+    def body(self) -> ChatCompletion | Completion:
+        """The whole response; long lists are `LazyList`s. Every choice has ended without an error."""
 
     def stream_end(self) -> str:
         """The server-sent events that close a stream in which every choice has ended."""
@@ -83,13 +89,13 @@ class ResponseWriter(ABC):
         return data_line(last) + DONE
 
 
-def final_finish_reason(events: Sequence[OutputEvent]) -> FinishReason:
+def final_finish_reason(output: ChoiceOutput) -> FinishReason:
     """The finish reason of a choice that has ended without an error.
 
     Raises:
         ValueError: the choice has not ended, or has ended with an error.
     """
-    reason = events[-1].finish_reason if events else None
+    reason = output.finish_reason
     if reason == "stop" or reason == "length":
         return reason
     raise ValueError(f"The choice ended with {reason!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transom_worker.contract import OutputEvent, TokenLogprobs
+from transom_worker.contract import LogprobTable, OutputEvent
 
 
 def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:
@@ -27,12 +27,12 @@ def joined(events: Sequence[OutputEvent]) -> OutputEvent:
     """Consecutive events of one choice, none of them with an error, as one event."""
     first, last = events[0], events[-1]
     usages = [event.usage for event in events if event.usage is not None]
-    logprobs: list[TokenLogprobs] = [one for event in events for one in event.logprobs or ()]
+    logprobs = LogprobTable.of(one for event in events for one in event.logprobs or ())
     return replace(
         first,
         token_ids=tuple(token_id for event in events for token_id in event.token_ids),
         text="".join(event.text for event in events),
-        logprobs=tuple(logprobs) or first.logprobs,
+        logprobs=logprobs if len(logprobs) else first.logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         usage=usages[-1] if usages else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -114,15 +115,15 @@ async def test_a_client_that_disconnects_is_not_a_server_error() -> None:
 async def test_a_bug_in_mid_stream_counts_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write = CompletionWriter.chunk
+    write = CompletionWriter.chunks
 
-    def broken(self: CompletionWriter, index: int, event: OutputEvent) -> str:
+    def broken(self: CompletionWriter, index: int, event: OutputEvent) -> Iterator[str]:
         if event.position:
             raise KeyError(SECRET)
         return write(self, index, event)
 
     async with running_api() as api:
-        monkeypatch.setattr(CompletionWriter, "chunk", broken)
+        monkeypatch.setattr(CompletionWriter, "chunks", broken)
         assert "internal_error" in (await api.complete(stream=True)).text
         assert ended(api) == ({"500": 1}, {"internal_error": 1})
         assert "KeyError" in caplog.text

@@ -13,7 +13,7 @@ import torch
 
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.tiny_checkpoints import reference_logits
-from transom_worker.contract import Request, TokenLogprobs
+from transom_worker.contract import LogprobTable, Request, TokenLogprobs
 from transom_worker.engine.engine import Engine
 
 TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
@@ -64,9 +64,9 @@ def test_sampled_outputs_do_not_depend_on_the_batch(
     engine.shutdown()
 
 
-def prompt_logprobs(engine: Engine, asked: list[Request]) -> dict[str, tuple[TokenLogprobs | None, ...]]:
+def prompt_logprobs(engine: Engine, asked: list[Request]) -> dict[str, LogprobTable]:
     """Run requests together; each must get its prompt's log-probabilities exactly once, with its first event."""
-    found: dict[str, tuple[TokenLogprobs | None, ...]] = {}
+    found: dict[str, LogprobTable] = {}
     seen: set[str] = set()
     for request in asked:
         engine.add(request)
@@ -93,11 +93,10 @@ def test_prompt_logprobs_under_pressure(tiny_model: Path, chunk: int, steps_in_f
     found = prompt_logprobs(engine, asked)
     assert engine.scheduler.work.num_preemptions > 0
     for request in asked:
-        prompt, (first, *rest) = list(request.prompt_token_ids), found[request.request_id]
+        prompt, table = list(request.prompt_token_ids), found[request.request_id]
         expected = reference_logits(tiny_model, prompt).log_softmax(-1)
-        assert first is None
-        assert [entry.chosen.token_id for entry in rest if entry] == prompt[1:]
-        got = torch.tensor([entry.chosen.logprob for entry in rest if entry])
+        assert [entry.chosen.token_id for entry in table] == prompt[1:]
+        got = torch.tensor([entry.chosen.logprob for entry in table])
         torch.testing.assert_close(got, expected[range(len(prompt) - 1), prompt[1:]], rtol=0, atol=1e-3)
-        assert all(entry is not None and len(entry.top) == 2 for entry in rest)
+        assert all(len(entry.top) == 2 for entry in table)
     engine.shutdown()

@@ -28,6 +28,7 @@ from transom_worker.execution import dummy_run, forward_pass
 from transom_worker.execution.graphs.decode_graphs import GraphMismatch
 from transom_worker.execution.graphs.static_batch import StaticBatch
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.step_logits import StepLogits
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.scheduling.step import StepPlan
@@ -79,8 +80,8 @@ def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) 
     kept: list[torch.Tensor] = []
     plan = hand.plan(counts)
 
-    def sampled(plan: StepPlan, logits: torch.Tensor, *rest: Any, **what: Any) -> dict[int, int]:
-        kept.append(logits.clone())
+    def sampled(plan: StepPlan, logits: StepLogits, *rest: Any, **what: Any) -> dict[int, int]:
+        kept.append(logits.sampled_SV.clone())
         return sample_step(plan, logits, *rest, **what)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,13 +10,23 @@ from tests.worker.execution.toy_decoder import ToyDecoder, layer, load_toy
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import allocate_slab, block_rows
-from transom_worker.execution.dummy_run import dummy_run, prompt_steps, warm_up, worst_case_start
+from transom_worker.execution.dummy_run import (
+    dummy_run,
+    prompt_steps,
+    warm_up,
+    worst_case_start,
+    worst_case_step,
+)
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.parallel import SINGLE_RANK, Parallel
+from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
+from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan
 
 CPU = torch.device("cpu")
+SINGLE = Parallel(rank=0, size=1, comm=SINGLE_RANK)
 
 
 class RecordingBuilder(BatchBuilder):
@@ -75,6 +85,18 @@ def test_the_worst_case_has_a_full_context_only_with_compressed_layers() -> None
     entries = GroupSpec(name="indexer_4", kind=GroupKind.INDEXER, layers=(0,), block_size=16, ratio=4)
     assert worst_case_start([plain], 50, 100) == 0
     assert worst_case_start([plain, entries], 50, 100) == 50
+
+
+def test_the_worst_case_wants_every_position_but_never_its_logits_together() -> None:
+    """So that a request for prompt log-probabilities needs no more memory than was measured."""
+    runner, model = make(100)
+    builder = RecordingBuilder(runner)
+    sampler = ShardedSampler(SINGLE)
+    model.most_logit_rows = 0
+    result = worst_case_step(model, builder, builder.groups, [93, 90, 1], sampler, start=0)
+    assert [len(result.prompt_logprobs[b]) for b in (0, 1)] == [92, 89]
+    assert all(logprobs is not None and len(logprobs.top) == 20 for logprobs in result.logprobs)
+    assert model.most_logit_rows == MAX_ROWS_PER_PASS
 
 
 def test_only_the_first_sequence_of_a_dummy_run_has_a_context() -> None:

@@ -10,6 +10,7 @@ from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, lo
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import StepFailed
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
 
 LAYERS = {
     "full": [layer(), layer()],
@@ -108,6 +109,22 @@ def test_resume_at_every_position(kind: str) -> None:
         hand.finish(0)
         hand.add(0, prompt(11) + whole[:position], num_prompt_tokens=11, params=SAMPLED, seed=77)
         assert decode(runner, hand, {0: [11 + position]}, 9 - position)[0] == whole[position:]
+
+
+def test_logits_of_a_long_chunk_are_computed_in_slices() -> None:
+    """Prompt log-probabilities of a whole chunk take the memory of one slice's logits."""
+    runner, hand, model = make("hybrid")
+    tokens = prompt(150)
+    hand.add(0, prompt(5, seed=9))
+    hand.add(1, tokens, params=SamplingParams(temperature=0.0, prompt_logprobs=1))
+    model.most_logit_rows = 0
+    plan = hand.plan({0: 5, 1: 150})
+    (logprobs,) = runner.execute(plan).prompt_logprobs.values()
+    assert model.most_logit_rows == MAX_ROWS_PER_PASS
+    expected = model.reference(tokens).log_softmax(-1)
+    assert [entry.chosen.token_id for entry in logprobs] == tokens[1:]
+    for position, entry in enumerate(logprobs):
+        assert entry.chosen.logprob == pytest.approx(expected[position, tokens[position + 1]].item(), abs=1e-4)
 
 
 def test_prompt_logprobs_in_chunks() -> None:

@@ -63,8 +63,16 @@ class ToyDecoder:
         self.output = [weight(HIDDEN, KV_HEADS * HEAD) * 2.0 for _ in shape.layers]
         self.head = weight(VOCABULARY, HIDDEN) * 4.0
         self.num_forwards = 0
+        self.most_logit_rows = 0  # of one call
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.logits(self.hidden(batch))
+
+    def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        self.most_logit_rows = max(self.most_logit_rows, len(hidden_RN))
+        return hidden_RN @ self.head.T
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         self.num_forwards += 1
         x = self._embed(batch.token_ids, batch.positions)
         for index, spec in enumerate(self.architecture.layers):
@@ -81,7 +89,7 @@ class ToyDecoder:
                     keys, values = _read(group, cache, b, visible)
                     rows.append(_attend(q[first + position - start], keys, values))
             x = x + torch.stack(rows) @ self.output[index].T
-        return x[batch.logit_rows] @ self.head.T
+        return x[batch.logit_rows]
 
     def reference(self, token_ids: list[int]) -> torch.Tensor:
         """Logits of every position, without a cache."""

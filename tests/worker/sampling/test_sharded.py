@@ -12,6 +12,7 @@ from tests.thread_ranks import ThreadComm, on_ranks
 from tests.worker.sampling.test_sampler import KINDS
 from transom_worker.contract import SamplingParams
 from transom_worker.parallel import Parallel
+from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sampler import Sampler, SamplerOutput
 from transom_worker.sampling.sharded import ShardedSampler
 
@@ -123,14 +124,14 @@ def test_a_step_without_sampling_rows_exchanges_nothing() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_log_probabilities_of_prompts(size: int) -> None:
     logits = torch.randn(150, 500, generator=torch.Generator().manual_seed(1))
-    chosen, num_top = [row % 500 for row in range(150)], [row % 4 for row in range(150)]
+    chosen = [row % 500 for row in range(150)]
 
     def one_rank(parallel: Parallel) -> list:
         share = parallel.share(500)
-        return ShardedSampler(parallel, first_id=share.start).token_logprobs(logits[:, share], chosen, num_top)
+        return list(ShardedSampler(parallel, first_id=share.start).logprob_table(logits[:, share], chosen, 3))
 
     expected = on_ranks(1, one_rank)[0]
-    assert len(expected) == 150
+    assert expected == token_logprobs(logits, chosen, [3] * 150)
     assert on_ranks(size, one_rank) == [expected, *[[]] * (size - 1)]
 
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transom_worker.contract import Logprob, TokenLogprobs
+from transom_worker.contract import Logprob, LogprobTable, TokenLogprobs
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
@@ -239,10 +239,10 @@ class ReplayExecutor:
     def _prompt_logprobs(self, plan: StepPlan, row: int, sequence: RankSequence, result: StepResult) -> None:
         end = min(plan.start[row] + plan.count[row], sequence.new.num_prompt_tokens - 1)
         if sequence.new.params.prompt_logprobs is not None and plan.logits_from[row] < end:
-            result.prompt_logprobs[row] = [
+            result.prompt_logprobs[row] = LogprobTable.of(
                 TokenLogprobs(Logprob(sequence.token_ids[position + 1], -float(position), 1))
                 for position in range(plan.logits_from[row], end)
-            ]
+            )
 
 
 def _written(spec: GroupSpec, position: int) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import MIXES, Driver, layout, request
-from transom_worker.contract import SamplingParams
+from transom_worker.contract import LogprobTable, SamplingParams
 from transom_worker.scheduling.step import NO_ID
 
 
@@ -169,10 +169,9 @@ def test_prompt_logprobs_read_no_cache_and_come_once_in_order() -> None:
     first, *rest = driver.outputs["b"]
     assert first.num_cached_tokens == 0
     assert first.prompt_logprobs is not None
-    assert first.prompt_logprobs[0] is None
-    assert [entry.chosen.token_id for entry in first.prompt_logprobs[1:] if entry] == list(range(1, 20))
+    assert [entry.chosen.token_id for entry in first.prompt_logprobs] == list(range(1, 20))
     assert all(output.prompt_logprobs is None for output in rest)
-    assert driver.outputs["one"][0].prompt_logprobs == (None,)
+    assert driver.outputs["one"][0].prompt_logprobs == LogprobTable(1)
     assert driver.scheduler.stats().outcome_tokens["missed_policy"] == 21
 
 
@@ -186,7 +185,7 @@ def test_prompt_logprobs_survive_preemption() -> None:
     for name in "abc":
         entries = driver.outputs[name][0].prompt_logprobs
         assert entries is not None
-        assert [entry.chosen.token_id for entry in entries if entry] == [ord(name) + i for i in range(1, 30)]
+        assert [entry.chosen.token_id for entry in entries] == [ord(name) + i for i in range(1, 30)]
 
 
 def test_resumed_output_is_prefilled_and_positions_go_on() -> None:

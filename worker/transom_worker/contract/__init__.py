@@ -7,9 +7,11 @@ can **migrate** to another worker. Example: a worker is lost after 40 tokens of 
 another worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
 """
 
-from transom_worker.contract.output import ErrorInfo, FinishReason, Logprob, OutputEvent, TokenLogprobs, Usage
+from transom_worker.contract.logprob_table import LogprobTable
+from transom_worker.contract.output import ErrorInfo, FinishReason, OutputEvent, Usage
 from transom_worker.contract.request import CONTRACT_VERSION, KvPolicy, Request
 from transom_worker.contract.sampling_params import MAX_LOGPROBS, SamplingParams
+from transom_worker.contract.token_logprobs import Logprob, TokenLogprobs
 from transom_worker.contract.worker import WorkerInfo, WorkerLoad, WorkerMessage
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "FinishReason",
     "KvPolicy",
     "Logprob",
+    "LogprobTable",
     "OutputEvent",
     "Request",
     "SamplingParams",

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from transom_worker import errors
+from transom_worker.contract.logprob_table import LogprobTable
+from transom_worker.contract.token_logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Natural log-probability of one token and its rank (1 = most likely) before temperature and filters."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: of the chosen token, and of the most likely tokens, the most likely first."""
-
-    chosen: Logprob
-    top: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +81,8 @@ class OutputEvent:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     text_offset: int = 0
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # one per prompt token, once; first is None
+    logprobs: Sequence[TokenLogprobs] | None = None  # one per token id; a LogprobTable where they are many
+    prompt_logprobs: LogprobTable | None = None  # of the prompt's second token and all behind it; once
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it; None for end of text
     usage: Usage | None = None  # on the first and the last event

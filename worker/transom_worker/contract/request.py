@@ -7,7 +7,7 @@ from typing import Literal
 
 from transom_worker.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 5
+CONTRACT_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,29 @@ from collections.abc import Sequence
 
 import torch
 
-from transom_worker.contract import SamplingParams
+from transom_worker.contract import MAX_LOGPROBS, SamplingParams
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.forward_pass import ForwardPass
+from transom_worker.execution.step_sampling import sample_step
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.models.model import Model
-from transom_worker.scheduling.step import NewSequence, StepPlan
+from transom_worker.sampling.sharded import ShardedSampler
+from transom_worker.scheduling.step import NewSequence, StepPlan, StepResult
 
+# Everything that takes memory in proportion to a row's logits, its tokens or its log-probabilities.
+WORST_CASE_SAMPLING = SamplingParams(
+    temperature=1.0,
+    top_k=2**30,
+    top_p=0.999999,
+    min_p=1e-9,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    logprobs=MAX_LOGPROBS,
+    prompt_logprobs=MAX_LOGPROBS,
+)
 WARM_UP_TOKENS = 16
 # The tiles of experts' kernels, and torch's choice of matrix products, depend on the number of rows.
 COMPILED_TOKENS = (64, 256, 1024, 4096)
@@ -60,11 +76,46 @@ def dummy_run(
     The first sequence has `start` tokens before its new ones, the others have none. All read block 0 and write to the dump
     block.
     """
+    plan, store = _dummy_step(groups, counts, start, SamplingParams(temperature=0.0))
+    with torch.inference_mode():
+        logits_BV = model.forward(builder.build(plan, store))
+        logits_BV.max(-1).indices.tolist()
+    return logits_BV
+
+
+def worst_case_step(
+    model: Model,
+    builder: BatchBuilder,
+    groups: Sequence[GroupSpec],
+    counts: Sequence[int],
+    sampler: ShardedSampler,
+    *,
+    start: int,
+) -> StepResult:
+    """Run one whole step over sequences as in `dummy_run`, in which all of them ask for everything that takes memory: filters,
+    penalties, and log-probabilities of every position of prompt and output.
+    """
+    plan, store = _dummy_step(groups, counts, start, WORST_CASE_SAMPLING)
+    plan.logits_from = list(plan.start)
+    for seq_id, (first, count) in enumerate(zip(plan.start, counts, strict=True)):
+        tokens = [position % model.architecture.vocab_size for position in range(first + count)]
+        sampler.add(seq_id, token_ids=tokens, num_prompt_tokens=len(tokens), params=WORST_CASE_SAMPLING, seed=seq_id)
+    result = StepResult(step_id=plan.step_id)
+    with torch.inference_mode():
+        logits = ForwardPass(model, builder).prepare(plan, store)()
+        sample_step(plan, logits, result, sampler=sampler, store=store)
+    return result
+
+
+def _dummy_step(
+    groups: Sequence[GroupSpec], counts: Sequence[int], start: int, params: SamplingParams
+) -> tuple[StepPlan, SequenceStore]:
+    """Return the plan and the sequences of a dummy run in which every sequence samples a token."""
     store = SequenceStore(groups, max_num_seqs=len(counts))
     starts = [start] + [0] * (len(counts) - 1)
     ends = [first + count for first, count in zip(starts, counts, strict=True)]
     for seq_id, end in enumerate(ends):
-        store.add(_blank_sequence(seq_id, end))
+        store.add(_blank_sequence(seq_id, end, params))
         for tables in store.tables:
             blocks = [0] * -(-end // tables.block_size)
             tables.apply(store[seq_id].row, dropped=0, first_block=0, blocks=blocks)
@@ -76,11 +127,9 @@ def dummy_run(
         attend_from=[[0] * len(counts) for _ in groups],
         write_from=[list(ends) for _ in groups],
         logits_from=[end - 1 for end in ends],
+        sample=[1] * len(counts),
     )
-    with torch.inference_mode():
-        logits_BV = model.forward(builder.build(plan, store))
-        logits_BV.max(-1).indices.tolist()
-    return logits_BV
+    return plan, store
 
 
 def worst_case_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
@@ -107,12 +156,12 @@ def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int
     return max(0, max_model_len - count) if any(group.ratio for group in groups) else 0
 
 
-def _blank_sequence(seq_id: int, count: int) -> NewSequence:
+def _blank_sequence(seq_id: int, count: int, params: SamplingParams) -> NewSequence:
     return NewSequence(
         seq_id=seq_id,
         request_id="",
         token_ids=(0,) * count,
         num_prompt_tokens=count,
-        params=SamplingParams(temperature=0.0),
+        params=params,
         seed=0,
     )

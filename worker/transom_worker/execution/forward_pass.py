@@ -18,7 +18,9 @@ from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
 from transom_worker.execution.graphs.decode_sizes import DecodeSizes
 from transom_worker.execution.graphs.graph_capture import capture_device
 from transom_worker.execution.graphs.graph_warm_up import capture_decode_graphs
+from transom_worker.execution.step_logits import StepLogits, ready_logits
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 from transom_worker.parallel import Parallel
 from transom_worker.scheduling.step import StepPlan
@@ -58,8 +60,8 @@ class ForwardPass:
             self._model, self._builder, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
 
-    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], torch.Tensor]:
-        """Copy the inputs of a step to the device, and return the function that then computes its logits, [R, V].
+    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], StepLogits]:
+        """Copy the inputs of a step to the device, and return the function that then runs it.
 
         Raises:
             ValueError: the plan contradicts what this rank knows of the sequences.
@@ -69,9 +71,19 @@ class ForwardPass:
         replay = None if replays is None else replays.prepare(arrays)
         if replay is not None:
             self.num_graph_steps += 1
-            return replay
+            return partial(_replayed, plan, replay)
         self.num_eager_steps += 1
-        return partial(self._model.forward, self._builder.batch(arrays))
+        return partial(self._run, plan, self._builder.batch(arrays))
+
+    def _run(self, plan: StepPlan, batch: ForwardBatch) -> StepLogits:
+        """Run the model without a graph or a program."""
+        if len(batch.logit_rows) == plan.sample.count(1):
+            return ready_logits(plan, self._model.forward(batch))
+        return StepLogits(plan, self._model.hidden(batch), self._model.logits)
+
+
+def _replayed(plan: StepPlan, replay: Callable[[], torch.Tensor]) -> StepLogits:
+    return ready_logits(plan, replay())
 
 
 def records_programs(config: EngineConfig, groups: list[GroupSpec], slab: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.copies import run_copies
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import allocate_slab
-from transom_worker.execution.dummy_run import dummy_run, warm_up, worst_case_counts, worst_case_start
+from transom_worker.execution.dummy_run import warm_up, worst_case_counts, worst_case_start, worst_case_step
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankUsage
 from transom_worker.execution.forward_pass import ForwardPass, decode_sizes, records_programs
 from transom_worker.execution.graphs.graph_memory import graph_bytes
@@ -198,9 +198,9 @@ class ModelRunner:
             forward = self._forward.prepare(plan, self._store)
             clock.mark(Mark.PREPARED)
             self.reached_collectives = True
-            logits_RV = forward()
+            logits = forward()
             clock.mark(Mark.FORWARDED)
-            self._previous_sampled = sample_step(plan, logits_RV, result, sampler=self._sampler, store=self._store)
+            self._previous_sampled = sample_step(plan, logits, result, sampler=self._sampler, store=self._store)
             clock.mark(Mark.SAMPLED)
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
@@ -289,9 +289,7 @@ class ModelRunner:
         return BatchBuilder(layout, slab, self._loaded.device)
 
     def _forward_probe(self, layout: ArenaLayout) -> None:
-        """Run the forward pass that needs the most memory, over a small slab, so that the device's peak memory can be read
-        afterwards.
-        """
+        """Run the step that needs the most memory, over a small slab, so that the device's peak memory can be read afterwards."""
         scheduler = self._config.scheduler
         counts = worst_case_counts(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -300,7 +298,9 @@ class ModelRunner:
         )
         builder = self._make_builder(layout, allocate_slab(layout, self._loaded.device))
         groups = [group.spec for group in layout.groups]
-        dummy_run(self._model, builder, groups, counts, start=worst_case_start(groups, counts[0], self._max_model_len))
+        sampler = ShardedSampler(self._parallel, first_id=self._model.vocab.start)
+        start = worst_case_start(groups, counts[0], self._max_model_len)
+        worst_case_step(self._model, builder, groups, counts, sampler, start=start)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

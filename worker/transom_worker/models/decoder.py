@@ -59,11 +59,21 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [R, V] in float32 over `vocab`; writes the batch's keys and values into its caches."""
+        return self.logits(self.hidden(batch))
+
+    @torch.inference_mode()
+    def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in float32 over `vocab` of hidden states."""
+        return self._head(hidden_RN)
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Normalised hidden states [R, N]; writes the batch's keys and values into its caches."""
         x_TN = self._embedding(batch.token_ids)
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
         for index in range(len(self._layers)):
             self._layer(index, residual, rotations, batch)
-        return self._head(residual.read(self._norm))
+        return residual.read(self._norm)
 
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """The rotary tables and query factors of the tokens' positions."""

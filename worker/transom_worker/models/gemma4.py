@@ -54,7 +54,7 @@ class Gemma4(Decoder):
         self.weight_bytes += sum(part.weight_bytes for part in parts)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """The contract is that of `Decoder`."""
         x_TN = self._embedding(batch.token_ids)
         own_TLP = self._embeddings(batch.token_ids, x_TN) if self._embeddings else None
@@ -65,7 +65,7 @@ class Gemma4(Decoder):
                 own_TP, is_last = own_TLP[:, index], index == len(self._scales) - 1
                 self._additions[index].add_to(residual, select_rows(own_TP, batch.logit_rows) if is_last else own_TP)
             residual.scale(scale)
-        return self._head(residual.read(self._norm))
+        return residual.read(self._norm)
 
 
 class LayerEmbeddings:

@@ -1,6 +1,6 @@
 """The interface of a model, as execution uses it.
 
-Legend: R rows whose logits are wanted, V this rank's part of the vocabulary.
+Legend: R rows whose logits are wanted, N hidden width, V this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [R, V] in float32 of `batch.logit_rows` over `vocab`; writes the batch's keys and values into its caches.
 
-        All ranks call it at the same time with equal batches, each with its own caches.
+        It is `logits` of `hidden`. All ranks call it at the same time with equal batches, each with its own caches.
         """
+        ...
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Normalised hidden states [R, N] of `batch.logit_rows`, in all else as `forward`."""
+        ...
+
+    def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in float32 over `vocab` of hidden states; contains no collective."""
         ...

@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 
 from transom_kernels.logprobs import logprobs
-from transom_worker.contract import Logprob, TokenLogprobs
+from transom_worker.contract import Logprob, LogprobTable, TokenLogprobs
 
 MAX_ROWS_PER_PASS = 64  # limits the memory that a long prompt's log-probabilities take
 
@@ -26,6 +26,18 @@ def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int
         part = slice(first, first + MAX_ROWS_PER_PASS)
         result += _logprobs_of_rows(logits_LV[part], chosen[part], num_top[part])
     return result
+
+
+def logprob_table(logits_LV: torch.Tensor, chosen: list[int], num_top: int) -> LogprobTable:
+    """Return what `token_logprobs` returns for equally many likely tokens of each row, as a table."""
+    table = LogprobTable(1 + num_top)
+    for first in range(0, len(chosen), MAX_ROWS_PER_PASS):
+        part = slice(first, first + MAX_ROWS_PER_PASS)
+        chosen_L = torch.tensor(chosen[part], device=logits_LV.device)
+        ids, values, ranks = logprobs(logits_LV[part], chosen_L, num_top)
+        columns = (ids.to(torch.int32), values.to(torch.float32), ranks.to(torch.int32))
+        table.extend_columns(ids.shape[1], *(column.cpu().contiguous().numpy() for column in columns))
+    return table
 
 
 def _logprobs_of_rows(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from transom_worker.contract import TokenLogprobs
+from transom_worker.contract import LogprobTable
 from transom_worker.parallel import Parallel
 from transom_worker.sampling.gumbel_max import gumbel_argmax
-from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, token_logprobs
+from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
 from transom_worker.sampling.row_ops import first_argmax, take_rows
 from transom_worker.sampling.sampler import Sampler, SamplerOutput
 from transom_worker.sampling.sequence_state import SequenceState
@@ -79,19 +79,19 @@ class ShardedSampler(Sampler):
         slices = self._parallel.comm.gather(part)
         return None if slices is None else torch.cat(slices, -1)
 
-    def token_logprobs(self, logits_RV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-        """Return `logprobs.token_logprobs` over the columns of all ranks, on rank 0, and nothing on other ranks. Raises
+    def logprob_table(self, logits_RV: torch.Tensor, chosen: list[int], num_top: int) -> LogprobTable:
+        """Return `logprobs.logprob_table` over the columns of all ranks, on rank 0, and nothing on other ranks. Raises
         RankLost.
         """
         if self._parallel.size == 1:
-            return token_logprobs(logits_RV, chosen, num_top)
-        result: list[TokenLogprobs] = []
+            return logprob_table(logits_RV, chosen, num_top)
+        table = LogprobTable(1 + num_top)
         for first in range(0, len(chosen), MAX_ROWS_PER_PASS):
             rows = range(first, min(first + MAX_ROWS_PER_PASS, len(chosen)))
             gathered = self.gather_rows(logits_RV, rows)
             if gathered is not None:
-                result += token_logprobs(gathered, chosen[first : rows.stop], num_top[first : rows.stop])
-        return result
+                table.extend(logprob_table(gathered, chosen[first : rows.stop], num_top))
+        return table
 
     def _sample_local(
         self, logits_NV: torch.Tensor, seq_ids: Sequence[int], states: Sequence[SequenceState]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transom_worker.contract import TokenLogprobs
+from transom_worker.contract import LogprobTable, TokenLogprobs
 
 
 class SequenceOutput(NamedTuple):
     """One new token of one request.
 
     `position` is the token's index in the output; output that the request arrived with (a stream that migrated from a lost worker)
-    counts. `prompt_logprobs` is set once, with the first token: one
-    entry per prompt token, of which the first is None. `at_limit`: the request has reached its length limit, and the engine must
-    finish it.
+    counts. `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all behind it. `at_limit`: the
+    request has reached its length limit, and the engine must finish it.
     """
 
     request_id: str
@@ -24,4 +23,4 @@ class SequenceOutput(NamedTuple):
     is_first: bool
     at_limit: bool
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: LogprobTable | None = None

@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transom_worker.contract import Request, TokenLogprobs
+from transom_worker.contract import LogprobTable, Request, TokenLogprobs
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.outputs import SequenceOutput
 
@@ -72,7 +72,7 @@ class Sequence:
     was_admitted: bool = False  # at least once
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     index_version: int = 0  # of the prefix index when `num_cached_tokens` were found
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: LogprobTable | None = None  # of the prompt tokens from the second one on, as far as computed
     has_output: bool = False
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
     recompute_until: int = 0  # a preemption discarded what was computed below this position
@@ -103,11 +103,12 @@ class Sequence:
         self.num_pending = 0  # not 0 where the step that was to sample the token ran out of memory
         self.prompt_logprobs = None
 
-    def take_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+    def take_prompt_logprobs(self, logprobs: LogprobTable) -> None:
         """Append the log-probabilities of the next prompt tokens."""
         if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None]
-        self.prompt_logprobs += logprobs
+            self.prompt_logprobs = logprobs
+        else:
+            self.prompt_logprobs.extend(logprobs)
 
     def take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
         """Append the token that a step sampled, and return it as an output for the engine."""
@@ -119,7 +120,7 @@ class Sequence:
         if is_first:
             self.has_output = True
             if self.request.params.prompt_logprobs is not None:
-                prompt_logprobs = tuple(self.prompt_logprobs or (None,))
+                prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs or LogprobTable(1), None
         return SequenceOutput(  # by position: names would cost a third of this function
             self.request.request_id,
             token_id,

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from transom_worker.contract import KvPolicy, SamplingParams, TokenLogprobs
+from transom_worker.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
 
-STEP_VERSION = 2
+STEP_VERSION = 3
 
 TIER_DEVICE = 0  # the arena in the device's memory
 TIER_HOST = 1  # reserved for an arena in host memory
@@ -154,7 +154,7 @@ class StepResult:
     version: int = STEP_VERSION
     sampled_ids: list[int] = field(default_factory=list)  # [S]
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [S], or empty if no sequence requests them
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by batch row
+    prompt_logprobs: dict[int, LogprobTable] = field(default_factory=dict)  # by batch row
     attention_mass: dict[int, list[float]] = field(
         default_factory=dict
     )  # by batch row, per block; reserved for KV policies

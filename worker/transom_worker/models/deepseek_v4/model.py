@@ -66,6 +66,16 @@ class DeepseekV4:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [R, V] in float32 over `vocab`; writes the batch's latent rows and entries into its caches."""
+        return self.logits(self.hidden(batch))
+
+    @torch.inference_mode()
+    def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in float32 over `vocab` of hidden states."""
+        return self._head(hidden_RN)
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Normalised hidden states [R, N]; writes the batch's latent rows and entries into its caches."""
         metadata = AttentionMetadata(batch, None if self._entry_rope is None else self._rotary[self._entry_rope])
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         x_TSN = self._embedding(batch.token_ids)[:, None].expand(-1, self._num_residual_streams, -1)
@@ -77,7 +87,7 @@ class DeepseekV4:
             if index == len(self._layers) - 1:  # no later layer reads the other rows
                 x_TSN, token_ids = x_TSN[batch.logit_rows], token_ids[batch.logit_rows]
             x_TSN = layer.feed_forward(x_TSN, token_ids)
-        return self._head(self._norm(self._hyper_connection_head(x_TSN)))
+        return self._norm(self._hyper_connection_head(x_TSN))
 
 
 class DeepseekV4Layer:

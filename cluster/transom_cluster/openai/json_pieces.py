@@ -1,0 +1,75 @@
+"""JSON text in pieces, so that a large response is neither built nor held as a whole.
+
+A body is an ordinary dict, except that long lists in it are `LazyList`s: their values are made while they are written. Example: the
+log-probabilities of 100,000 tokens are kept in arrays of 25 MB, and become objects and text 64 positions at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+VALUES_PER_PIECE = 64  # a position of log-probabilities has up to 21 entries: some milliseconds of work
+PIECE_CHARS = 65_536  # pieces are joined up to this size before they are sent
+
+
+class LazyList(list[T]):
+    """Stands for a list in a JSON body; `make` returns its values, each time anew. The list itself stays empty."""
+
+    def __init__(self, make: Callable[[], Iterable[T]]) -> None:
+        super().__init__()
+        self.make = make
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """Yield the JSON text of a body, in pieces of at most `VALUES_PER_PIECE` values of a `LazyList`."""
+    if isinstance(value, LazyList):
+        yield from _lazy_pieces(value)
+    elif isinstance(value, dict):
+        for at, (name, member) in enumerate(value.items()):
+            yield f"{',' if at else '{'}{_dumps(name)}:"
+            yield from json_pieces(member)
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and any(isinstance(member, dict) for member in value):
+        for at, member in enumerate(value):
+            yield "," if at else "["
+            yield from json_pieces(member)
+        yield "]"
+    else:
+        yield _dumps(value)
+
+
+def joined_pieces(pieces: Iterable[str]) -> Iterator[str]:
+    """Join pieces to pieces of at least `PIECE_CHARS` characters; the last one may be shorter."""
+    parts: list[str] = []
+    size = 0
+    for piece in pieces:
+        parts.append(piece)
+        size += len(piece)
+        if size >= PIECE_CHARS:
+            yield "".join(parts)
+            parts, size = [], 0
+    if parts:
+        yield "".join(parts)
+
+
+def batches(values: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the values in lists of `VALUES_PER_PIECE`; the last one may be shorter."""
+    iterator = iter(values)
+    while batch := list(islice(iterator, VALUES_PER_PIECE)):
+        yield batch
+
+
+def _lazy_pieces(values: LazyList[Any]) -> Iterator[str]:
+    yield "["
+    for at, batch in enumerate(batches(values.make())):
+        yield ("," if at else "") + _dumps(batch)[1:-1]
+    yield "]"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,232 @@
+"""Responses with very many log-probabilities: a stated bound, the prompt's computed once, JSON in pieces, memory in arrays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.asgi_call import AsgiCall
+from tests.cluster.conftest import running_api, until
+from tests.cluster.stub_worker import MAX_MODEL_LEN, ByteTokenizer, StubWorker, logprobs_of
+from transom_cluster.http.api import build_api
+from transom_cluster.openai import json_pieces as pieces
+from transom_cluster.openai.chat_writer import ChatWriter
+from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
+from transom_cluster.openai.logprob_budget import MAX_LOGPROB_ENTRIES, check_logprob_budget
+from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
+from transom_worker.config import FailoverConfig
+from transom_worker.contract import LogprobTable, OutputEvent, Request, SamplingParams
+from transom_worker.errors import RequestError
+
+METADATA = ResponseMetadata(id="cmpl-x", model="m", created_s=0)
+LONG = {"prompt": "a" * 400, "echo": True, "logprobs": 20, "max_tokens": 2}
+MESSAGE_BYTES = 4 * pieces.PIECE_CHARS  # one message holds a piece, and what made it large enough
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    *lines, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def requests(num_prompt_tokens: int, n: int, **params: Any) -> list[Request]:
+    return [
+        Request(
+            request_id=f"r-0-{i}",
+            prompt_token_ids=(97,) * num_prompt_tokens,
+            params=SamplingParams(**params),
+            seed=0,
+            choice_index=i,
+        )
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "params", "max_model_len"),
+    [
+        (
+            [1000] * 2,
+            {"n": 100, "prompt_logprobs": 20, "max_tokens": 1},
+            2000,
+        ),  # 4,200,000 entries, and none of outputs
+        ([1], {"n": 4, "logprobs": 20, "max_tokens": 50_000}, 60_000),  # a long answer in four choices
+        ([1], {"n": 40, "logprobs": 0, "max_tokens": None}, 131_072),  # up to the model's length
+    ],
+)
+def test_too_many_log_probabilities_are_refused_with_the_numbers(
+    lengths: list[int], params: dict[str, Any], max_model_len: int
+) -> None:
+    with pytest.raises(RequestError, match=f"At most {MAX_LOGPROB_ENTRIES:,} are allowed") as caught:
+        check_logprob_budget(lengths, SamplingParams(**params), max_model_len, param="logprobs")
+    assert caught.value.param == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "params", "max_model_len"),
+    [
+        ([10**6], {"n": 1, "max_tokens": 10}, 2**20),  # none are asked for
+        ([1000], {"n": 128, "logprobs": 20, "max_tokens": 16}, 2000),  # a prompt without echo does not count
+        ([131_000], {"prompt_logprobs": 20, "logprobs": 20, "max_tokens": 72}, 131_072),
+        ([5], {"logprobs": 0, "max_tokens": None}, 10_000_000),  # one sequence of the model's length, however long
+    ],
+)
+def test_ordinary_requests_are_within_the_budget(
+    lengths: list[int], params: dict[str, Any], max_model_len: int
+) -> None:
+    check_logprob_budget(lengths, SamplingParams(**params), max_model_len, param="logprobs")
+
+
+async def test_the_refusal_over_http() -> None:
+    async with running_api() as api:
+        prompts = ["a" * (MAX_MODEL_LEN - 10)] * 8
+        response = await api.complete(prompt=prompts, n=128, echo=True, logprobs=20)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "logprobs"
+        assert "times 21 (the token and 20 alternatives), times n = 128" in error["message"]
+        assert not api.worker.submitted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
+    """Every choice shows what a request for one choice shows; only the first asks the worker for it."""
+    async with running_api() as api:
+        alone = (await api.complete(**LONG)).json()["choices"][0]
+        api.worker.submitted.clear()
+        call = AsgiCall(build_api(api.router), "/v1/completions", {**LONG, "n": 8, "stream": stream})
+        await call.ended()
+        asked = {one.choice_index: one.params.prompt_logprobs for one in api.worker.submitted}
+        assert asked == {0: 20, **dict.fromkeys(range(1, 8))}
+    assert max(len(message.get("body", b"")) for message in call.sent) < MESSAGE_BYTES
+    assert len(call.text) > 2 * MESSAGE_BYTES
+    headers = dict(call.sent[0]["headers"])
+    assert b"content-length" not in headers
+    if not stream:
+        assert headers[b"content-type"] == b"application/json"
+        choices = json.loads(call.text)["choices"]
+        assert choices == [{**alone, "index": index} for index in range(8)]
+        return
+    for index in range(8):
+        parts = [one for chunk in events(call.text) for one in chunk["choices"] if one["index"] == index]
+        assert "".join(part["text"] for part in parts) == alone["text"]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
+        shown = [part["logprobs"] for part in parts if part["logprobs"]]
+        assert max(len(one["tokens"]) for one in shown) == pieces.VALUES_PER_PIECE
+        assert {name: [v for one in shown for v in one[name]] for name in alone["logprobs"]} == alone["logprobs"]
+
+
+async def test_small_responses_have_a_length() -> None:
+    async with running_api() as api:
+        response = await api.complete(logprobs=1, echo=True)
+        assert int(response.headers["content-length"]) == len(response.content)
+        assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_first_choices_worker_is_lost(stream: bool) -> None:
+    """Before the first choice has brought the prompt's log-probabilities: it asks another worker, and the others wait for it."""
+    body = {"prompt": "abc", "n": 3, "echo": True, "logprobs": 1, "max_tokens": 3, "stream": stream}
+    async with running_api() as api:
+        calm = await api.complete(**body)
+    workers = [StubWorker(worker=f"w{i}", num_turns=50) for i in range(3)]
+    failover = FailoverConfig(wait_s=120.0)
+    async with running_api(*workers, routing_policy="round_robin", failover=failover) as api:
+        answer = asyncio.create_task(api.complete(**body))
+        await until(lambda: any(one.choice_index == 0 for worker in workers for one in worker.submitted))
+        victim = next(w for w in workers if any(one.choice_index == 0 for one in w.submitted))
+        victim.kill()
+        response = await answer
+        again = [one for w in workers if w is not victim for one in w.submitted if one.choice_index == 0]
+        assert [one.params.prompt_logprobs for one in again] == [1]
+    assert shown_logprobs(response) == shown_logprobs(calm)
+
+
+def shown_logprobs(response: httpx.Response) -> dict[int, dict[str, list[Any]]]:
+    """The parallel lists of each choice, put together."""
+    chunks = events(response.text) if response.text.startswith("data") else [response.json()]
+    found: dict[int, dict[str, list[Any]]] = {}
+    for choice in (one for chunk in chunks for one in chunk["choices"] if one["logprobs"]):
+        lists = found.setdefault(choice["index"], {name: [] for name in choice["logprobs"]})
+        for name, values in choice["logprobs"].items():
+            lists[name] += values
+    return found
+
+
+def test_events_of_further_choices_wait_for_the_first() -> None:
+    asked = requests(3, 2, logprobs=0, prompt_logprobs=0)
+    echoed = [EchoedPrompt(text="aaa", token_ids=(97, 97, 97))] * 2
+    writer = CompletionWriter(METADATA, asked, ByteTokenizer(), num_top_logprobs=0, echoed=echoed)
+    table = LogprobTable.of([logprobs_of(97, 0)] * 2)
+
+    def event(index: int, position: int) -> OutputEvent:
+        return OutputEvent(
+            request_id=asked[index].request_id,
+            position=position,
+            text="b",
+            logprobs=(logprobs_of(98, 0),),
+            prompt_logprobs=table if (index, position) == (0, 0) else None,
+        )
+
+    assert list(writer.chunks(1, event(1, 0))) == []
+    assert list(writer.chunks(1, event(1, 1))) == []
+    written = [json.loads(part.removeprefix("data: "))["choices"][0] for part in writer.chunks(0, event(0, 0))]
+    assert [(one["index"], one["text"], len(one["logprobs"]["tokens"])) for one in written] == [
+        (0, "aaab", 4),
+        (1, "aaab", 4),
+        (1, "b", 1),
+    ]
+    assert len(list(writer.chunks(1, event(1, 2)))) == 1
+
+
+def writers(num_tokens: int, n: int) -> list[ResponseWriter]:
+    """Writers of plain responses that have all events: an echoed prompt with 20 alternatives, and a chat's long answers."""
+    tokenizer: Any = ByteTokenizer()
+    asked = requests(num_tokens, n, logprobs=20, prompt_logprobs=20)
+    echoed = [EchoedPrompt(text="a" * num_tokens, token_ids=(97,) * num_tokens)] * n
+    completion = CompletionWriter(METADATA, asked, tokenizer, num_top_logprobs=20, echoed=echoed)
+    table = LogprobTable.of(logprobs_of(97, 20) for _ in range(num_tokens - 1))
+    chat = ChatWriter(METADATA, asked, tokenizer, num_top_logprobs=20)
+    for index in range(n):
+        end = OutputEvent(request_id="r", position=0, finish_reason="length", prompt_logprobs=None if index else table)
+        completion.add(index, end)
+        for position in range(num_tokens):
+            token = OutputEvent(request_id="r", position=position, text="a", logprobs=(logprobs_of(97, 20),))
+            chat.add(index, token)
+        chat.add(index, end)
+    return [completion, chat]
+
+
+def test_memory_while_a_response_is_kept_and_written() -> None:
+    """An entry takes 12 bytes until it is sent; 84,000 of them take some 130 bytes each as objects, and more as JSON."""
+    num_tokens, n = 500, 8
+    num_entries = num_tokens * n * 21
+    writers(num_tokens, 1)  # so that Python's lists of unused objects are full
+    tracemalloc.start()
+    try:
+        made = writers(num_tokens, n)
+        kept = tracemalloc.get_traced_memory()[0]
+        assert kept < 1.5 * 12 * (num_entries + num_entries / n) + 200_000
+        for writer, least_bytes in zip(made, (9, 40), strict=True):
+            tracemalloc.reset_peak()
+            sizes = [len(piece) for piece in pieces.joined_pieces(pieces.json_pieces(writer.body()))]
+            written = tracemalloc.get_traced_memory()[1] - kept
+            assert sum(sizes) > least_bytes * num_entries
+            assert max(sizes) < MESSAGE_BYTES
+            assert written < 8 * MESSAGE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
+def test_lazy_lists_are_written_as_lists(count: int) -> None:
+    values = [{"é": [at, None], "x": f'"{at}"'} for at in range(count)]
+    body = {"a": {"lazy": pieces.LazyList(lambda: values), "empty": {}}, "b": [{"c": [1.5, "ü"]}], "d": []}
+    text = "".join(pieces.joined_pieces(pieces.json_pieces(body)))
+    assert json.loads(text) == {"a": {"lazy": values, "empty": {}}, "b": [{"c": [1.5, "ü"]}], "d": []}
+    assert " " not in text
