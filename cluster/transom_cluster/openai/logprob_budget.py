@@ -45,5 +45,5 @@ def check_logprob_budget(
 
 
 def _longest_output(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
-    most = max_model_len - num_prompt_tokens
+    most = max(0, max_model_len - num_prompt_tokens)  # a prompt that is too long is refused with its own message
     return most if params.max_tokens is None else min(params.max_tokens, most)
