@@ -1,4 +1,5 @@
-"""Finds the longest cached prefix of a prompt that a sequence can start from. Workers and the router's index mirrors run this code.
+"""Finds the longest cached prefix of a prompt that a sequence can start from. Workers run this code; the
+router's search of all workers (`transom_cluster.routing.fleet_index`) is tested against it.
 
 Terms:
 
