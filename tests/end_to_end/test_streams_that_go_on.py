@@ -7,17 +7,23 @@ same connection, the text of an undisturbed run. test_streams_every_day.py is th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.server import (
+    PATIENCE_S,
     Server,
     assert_ended_cleanly,
     look_until,
+    replica_pids,
     start_server,
     stop_server,
     wait_for_replicas,
@@ -27,6 +33,7 @@ from tests.end_to_end.two_routers import (
     check_answers,
     check_pages,
     check_prefixes,
+    page_of,
     redeploy_under_load,
     replicas,
     wait_for_ranks,
@@ -38,8 +45,15 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(120
 
 MAX_TOKENS = 100
 REQUESTS = bodies(32, max_tokens=MAX_TOKENS)
+LONGEST_PAUSE_S = 6.0  # between two kills
 PAUSE_S = 3.0  # of a client between two answers, while new processes start on the cores that answer
-SETTINGS = {"kv_cache_memory_bytes": "16MiB", "replicas": 2, "tensor_parallel_size": 2, "router_replicas": 2}
+SETTINGS = {
+    "kv_cache_memory_bytes": "16MiB",
+    "replicas": 2,
+    "tensor_parallel_size": 2,
+    "router_replicas": 2,
+    "worker_wait_s": PATIENCE_S,  # both workers may start again at once
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +88,32 @@ def test_a_killed_worker_costs_nobody_an_answer(server: Server, undisturbed: lis
     check_answers(streams, undisturbed, MAX_TOKENS)
     wait_for_replicas(server, ":Worker", 2, without=victim)
     wait_for_workers(server, 2, other_than=workers)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills_of_workers_and_ranks_cost_nobody_an_answer(
+    server: Server, undisturbed: list[Stream], seed: int
+) -> None:
+    """Two to four kills, a few seconds apart: none of them makes a poison request of a stream.
+
+    test_kill_sequences.py has hundreds of such sequences, with stub workers.
+    """
+    rng = random.Random(seed)
+    wait_for_workers(server, 2)
+    wait_for_replicas(server, "RankActor", 4)
+
+    def strike() -> None:
+        for _ in range(rng.randint(2, 4)):
+            if victims := replica_pids(server, rng.choice(["RankActor", "RankActor", ":Worker"])):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(victims), signal.SIGKILL)
+            time.sleep(rng.uniform(0, LONGEST_PAUSE_S))
+
+    streams = asyncio.run(ask_all(server.url, REQUESTS, lambda: threading.Thread(target=strike).start()))
+    check_answers(streams, undisturbed, MAX_TOKENS)
+    wait_for_workers(server, 2)
+    suspects = page_of(server)["transom_router_suspects"]
+    assert sum(sample.value for sample in suspects if sample.labels["judgement"] == "culprit") == 0
 
 
 def test_a_crash_is_the_same_to_every_router(server: Server) -> None:

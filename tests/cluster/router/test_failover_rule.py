@@ -276,6 +276,22 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
         assert (await innocent).json()["choices"][0]["text"] == LETTERS
 
 
+@pytest.mark.parametrize(("cause", "num_at_once"), [("unknown", 8), ("killed", 8), ("host_lost", 8), ("exception", 1)])
+async def test_streams_go_on_at_once_unless_a_request_may_be_to_blame(cause: LossCause, num_at_once: int) -> None:
+    """Where one worker is left, quarantine would have the streams continue one by one."""
+    first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))
+    async with running_api(first, failover=FailoverConfig(wait_s=120.0)) as api:
+        answers = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(8)]
+        await until(lambda: first.num_silent == 8 and first.is_read)
+        first.kill(cause)
+        api.directory.add(second)
+        await until(lambda: second.num_silent == num_at_once and second.is_read)
+        assert len(api.router.queue) == 8 - num_at_once
+        second.go()
+        for answer in answers:
+            assert (await answer).json()["choices"][0]["text"] == LETTERS
+
+
 async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once() -> None:
     """Two places, both streaming: the others never ran, and need not be looked at one by one."""
     first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))
