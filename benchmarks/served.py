@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 READY = "Press Ctrl-C to stop"
-PATIENCE_S = 240.0
+PATIENCE_S = 400.0
 LOOK_S = 0.02
 PROGRAMS = {"raylet": "raylet", "gcs_server": "GCS"}
 # Words of a command line that tell a process of Ray by its name; the first that is found counts.

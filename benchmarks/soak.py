@@ -46,7 +46,7 @@ from soaking.traffic import Known, Traffic
 from transom_cluster.commands.process_tree import is_running
 
 DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the rest is for the calm phase and the end
-STARTS = 3  # Ray gives its own processes 30 s to start, of which a full machine may make too little
+STARTS = 6  # Ray gives its own processes 30 s to start, of which a full machine may make too little
 WARM_UP_S = 240.0  # of a process, before its memory counts; in short soaks a third of the steady phase
 NUM_FILLING = 80  # requests of 100 choices: each router and worker keeps the timelines of its last 2,000 (some 14 MB)
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported

@@ -55,6 +55,8 @@ _ENVIRONMENT = {
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "60000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_memory_monitor_refresh_ms": "1000",
+    # Serve replaces a proxy that is not ready after three times this, and this process would wait for the one that is gone.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "transom_cluster.serve.control_loop.adapt_interval",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "transom_cluster.serve.proxy_clock.slow_clock",
 }
