@@ -26,6 +26,7 @@ class RayPrefixState:
         self.tree.add_tenants(workers, 0.0)
         self.queue: Counter[str] = Counter(dict.fromkeys(workers, 0))
         self.worker: dict[str, str] = {}  # by request
+        self.num_inserted = 0  # the time of the tree, in which nothing is evicted
 
 
 class RayPrefixRouter:
@@ -45,7 +46,8 @@ class RayPrefixRouter:
         chosen = self._candidates(text)
         self._rng.shuffle(chosen)
         worker = min(chosen, key=state.queue.__getitem__)
-        state.tree.insert(text, worker, request.arrival_s)
+        state.num_inserted += 1
+        state.tree.insert(text, worker, float(state.num_inserted))
         state.queue[worker] += 1
         state.worker[request.request_id] = worker
         return worker

@@ -116,7 +116,8 @@ def growth(
 def bookkeeping(
     workers: Annotated[int, typer.Option()] = 200,
     routers: Annotated[int, typer.Option(help="Of which one is measured; the others are simulated as one.")] = 8,
-    seconds: Annotated[float, typer.Option(help="Virtual seconds of arrivals.")] = 6.0,
+    seconds: Annotated[float, typer.Option(help="Virtual seconds of arrivals.")] = 3.0,
+    load: Annotated[float, typer.Option(help="Arrivals come so many times as fast.")] = 1.0,
 ) -> None:
     """Messages of all workers to one router, pickled as Ray does, into real worker connections, queue and placer."""
     recorded: list[tuple[float, str, WorkerMessage]] = []
@@ -130,7 +131,7 @@ def bookkeeping(
         num_workers=workers,
         num_routers=2,
         seconds=seconds,
-        load=1.0,
+        load=load,
         seed=0,
         is_full=True,
         router_of=lambda index: int(index % routers != 0),
