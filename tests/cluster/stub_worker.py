@@ -44,8 +44,11 @@ class ByteTokenizer:
     vocab_size = VOCAB_SIZE
     eos_token_ids = (EOS,)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, *, add_special_tokens: bool = True, check_length: Any = None) -> list[int]:
+        ids = list(text.encode())
+        if check_length is not None:
+            check_length(len(ids))
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(i for i in token_ids if i < 256).decode(errors="replace")
@@ -63,11 +66,12 @@ class ByteTokenizer:
         add_generation_prompt: bool = True,
         template: Any = None,
         extra: Any = None,
+        check_length: Any = None,
     ) -> ChatPrompt:
         turns = [f"{message['role']}:{message['content']};" for message in messages]
         ends = [len("".join(turns[: i + 1]).encode()) for i in range(len(turns))]
         text = "".join(turns) + ("assistant:" if add_generation_prompt else "")
-        return ChatPrompt(text=text, token_ids=tuple(self.encode(text)), turn_boundaries=tuple(ends))
+        return ChatPrompt(text=text, token_ids=tuple(self.encode(text, check_length=check_length)), turn_boundaries=tuple(ends))
 
 
 @dataclass

@@ -82,6 +82,7 @@ class OpenAiRoutes:
             threads=threads,
             add_generation_prompt=body.add_generation_prompt,
             template_variables=body.chat_template_kwargs,
+            limits=self._router.limits.current,
         )
         requests = await self._engine_requests(state, metadata, body, [prompt], params, prompt_param="messages")
         writer = ChatWriter(
@@ -104,7 +105,11 @@ class OpenAiRoutes:
         num_bytes = len(memoryview(body.prompt))
         given = await threads.run(lambda: body.prompts(limits), num_chars=num_bytes, inline_chars=SMALL_BODY_BYTES)
         prompts = await completion_prompts(
-            self._router.tokenizer, given, threads=threads, add_special_tokens=body.add_special_tokens
+            self._router.tokenizer,
+            given,
+            threads=threads,
+            limits=limits,
+            add_special_tokens=body.add_special_tokens,
         )
         requests = await self._engine_requests(state, metadata, body, prompts, params, prompt_param="prompt")
         echo = functools.partial(self._echoed_prompts, given, prompts, params.n)

@@ -14,10 +14,11 @@ from msgspec import Raw
 from transom_cluster.openai.body import NULL
 from transom_cluster.openai.chat_types import ChatMessage, template_messages
 from transom_cluster.openai.fair_threads import ClientThreads
+from transom_cluster.openai.prompt_limits import ModelLimits, check_length
 from transom_cluster.openai.template_variables import read_template_variables
 from transom_worker.errors import RequestError
 from transom_worker.text.chat_template import ChatPrompt
-from transom_worker.text.tokenizer import Tokenizer
+from transom_worker.text.tokenizer import CheckLength, Tokenizer
 
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
 
@@ -37,13 +38,15 @@ async def chat_prompt(
     threads: ClientThreads,
     add_generation_prompt: bool = True,
     template_variables: Raw = NULL,
+    limits: ModelLimits | None = None,
 ) -> Prompt:
     """Render messages with the chat template and tokenise the result.
 
-    `template_variables` is the field `chat_template_kwargs`.
+    `template_variables` is the field `chat_template_kwargs`. With `limits`, a prompt has to fit the model's length.
 
     Raises:
         RequestError: the model has no template, a message is not text, or a variable is refused.
+        PromptTooLong: the prompt exceeds the limits.
     """
     if not tokenizer.has_chat_template:
         raise RequestError("This model has no chat template; use /v1/completions instead.", param="messages")
@@ -53,6 +56,7 @@ async def chat_prompt(
             template_messages(messages),
             add_generation_prompt=add_generation_prompt,
             extra=read_template_variables(template_variables) or None,
+            check_length=_length_check(limits, param="messages"),
         )
 
     num_chars = sum(message.num_chars for message in messages) + len(memoryview(template_variables))
@@ -65,18 +69,23 @@ async def completion_prompts(
     prompts: Sequence[str] | Sequence[list[int]],
     *,
     threads: ClientThreads,
+    limits: ModelLimits,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
     """Tokenise texts, or take token ids as they are.
 
     Raises:
         RequestError: a prompt has no token.
+        PromptTooLong: a text exceeds the limits.
     """
+    check = _length_check(limits, param="prompt")
 
     def encode() -> list[tuple[int, ...]]:
         return [
             tuple(
-                tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+                tokenizer.encode(prompt, add_special_tokens=add_special_tokens, check_length=check)
+                if isinstance(prompt, str)
+                else prompt
             )
             for prompt in prompts
         ]
@@ -87,3 +96,7 @@ async def completion_prompts(
         if not ids:
             raise RequestError(f"prompt {index} has no tokens; send at least one.", param="prompt")
     return [Prompt(token_ids=ids) for ids in token_ids]
+
+
+def _length_check(limits: ModelLimits | None, *, param: str) -> CheckLength | None:
+    return None if limits is None else lambda num_tokens: check_length(num_tokens, None, limits, param=param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.tiny_checkpoints import tiny_llama
-from transom_worker.errors import ModelError, RequestError
+from transom_worker.errors import ModelError, PromptTooLong, RequestError
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.text.tokenizer import Tokenizer
 
@@ -102,11 +103,23 @@ def test_a_token_as_log_probabilities_show_it(demo: Tokenizer) -> None:
         assert demo.token(beyond) == demo.decode([beyond]) == ""
 
 
-def test_a_batch_is_each_text_from_any_thread(demo: Tokenizer) -> None:
+def test_any_thread_may_encode(demo: Tokenizer) -> None:
     alone = [demo.encode(text) for text in TEXTS]
-    assert demo.encode_batch(TEXTS) == alone
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(demo.encode, TEXTS * 20)) == alone * 20
+
+
+def test_a_length_is_refused_before_there_are_ids(demo: Tokenizer) -> None:
+    def refuse(num_tokens: int) -> None:
+        raise PromptTooLong(f"{num_tokens} tokens")
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(PromptTooLong, match="100001 tokens"):
+            demo.encode("a " * 100_000, check_length=refuse)
+        assert tracemalloc.get_traced_memory()[1] < 400_000  # the list of ids alone would take 800,000 bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_ends_of_text_come_from_both_configs(folder: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from transom_worker.text.turn_boundaries import ChatTokens, Markers
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+CheckLength = Callable[[int], None]  # raises RequestError for a number of tokens that is too large
 
 
 class Tokenizer:
@@ -113,21 +115,25 @@ class Tokenizer:
         except RequestError:
             return
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, check_length: CheckLength | None = None
+    ) -> list[int]:
         """Token ids of `text`. The text of a special token in it becomes that token.
 
-        Raises:
-            RequestError: the text holds half of a surrogate pair, which no encoding can carry.
-        """
-        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        `check_length` is called with the number of tokens, before there is an object for each: the list of a million ids takes
+        memory, and Python's global lock for 40 ms.
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text. Raises RequestError as `encode` does."""
+        Raises:
+            RequestError: the text holds half of a surrogate pair, which no encoding can carry; or `check_length` raises it.
+        """
         try:
-            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
             raise _broken_text() from None
-        return [encoding.ids for encoding in encodings]
+        if check_length is not None:
+            check_length(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids beyond the vocabulary have no text; bytes that are not UTF-8 become U+FFFD."""
@@ -160,11 +166,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
+        check_length: CheckLength | None = None,
     ) -> ChatPrompt:
         """Render a chat as a prompt: its text, its token ids, and the positions where messages end.
 
         `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A position is a
-        turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids.
+        turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids. `check_length` is as in `encode`.
 
         Raises:
             RequestError: there is no template, a message is malformed, or the template refuses the messages.
@@ -172,7 +179,7 @@ class Tokenizer:
         chosen = self._choose_template(template)
         checked = read_messages(messages)
         chat = shared_renderer().render(chosen, checked, add_generation_prompt=add_generation_prompt, extra=extra)
-        token_ids = self.encode(chat.text, add_special_tokens=False)
+        token_ids = self.encode(chat.text, add_special_tokens=False, check_length=check_length)
         tokens = ChatTokens(chat.text, token_ids, markers=self._markers, encode=self._encode_plain)
         return ChatPrompt(
             text=chat.text,
