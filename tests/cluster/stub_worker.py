@@ -71,7 +71,9 @@ class ByteTokenizer:
         turns = [f"{message['role']}:{message['content']};" for message in messages]
         ends = [len("".join(turns[: i + 1]).encode()) for i in range(len(turns))]
         text = "".join(turns) + ("assistant:" if add_generation_prompt else "")
-        return ChatPrompt(text=text, token_ids=tuple(self.encode(text, check_length=check_length)), turn_boundaries=tuple(ends))
+        return ChatPrompt(
+            text=text, token_ids=tuple(self.encode(text, check_length=check_length)), turn_boundaries=tuple(ends)
+        )
 
 
 @dataclass
