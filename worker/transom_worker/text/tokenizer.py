@@ -171,7 +171,7 @@ class Tokenizer:
         """Render a chat as a prompt: its text, its token ids, and the positions where messages end.
 
         `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A position is a
-        turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids. `check_length` is as in `encode`.
+        turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids. `check_length`: see `encode`.
 
         Raises:
             RequestError: there is no template, a message is malformed, or the template refuses the messages.
