@@ -131,7 +131,7 @@ class Cluster:
         return [process for _, _, process in sorted(found, key=lambda one: one[:2])]
 
     async def until_whole(self, *, without: Sequence[psutil.Process] = ()) -> bool:
-        """Wait until the cluster is whole and these processes have ended; whether that came within `WHOLE_S`."""
+        """Wait until the cluster is whole without these processes; whether that came within `WHOLE_S`."""
         begin_s = self.journal.now_s
         state = ""
         while self.journal.now_s < begin_s + WHOLE_S:
@@ -142,8 +142,6 @@ class Cluster:
         return False
 
     async def _what_is_missing(self, without: Sequence[psutil.Process]) -> str:
-        if living := [process.pid for process in without if is_running(process)]:
-            return f"{living} have not ended"
         if (page := await self.page()) is None:
             return "no page"
         routers = page.labels("transom_router_workers", "router")
@@ -157,7 +155,8 @@ class Cluster:
                 return f"{router}: {is_open} open, {closed} closed"
         pids = {int(pid) for pid in page.labels("transom_rank_info", "pid")}
         living = {process.pid for process in await self.processes("worker", "rank")}
-        if len(pids) < least * self.layout.ranks_per_worker or not pids <= living:
+        lost = {process.pid for process in without}
+        if len(pids) < least * self.layout.ranks_per_worker or not pids <= living or pids & lost:
             return f"ranks {pids} of {living}"
         return ""
 

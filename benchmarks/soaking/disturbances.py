@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import psutil
 
 from soaking import journal as promises
-from soaking.cluster import Cluster, Layout
+from soaking.cluster import LOOK_S, WHOLE_S, Cluster, Layout
 from soaking.journal import Journal
 from soaking.traffic import Traffic
+from transom_cluster.commands.process_tree import is_running
 
 BURST_CLIENTS = 16
 KINDS: dict[str, int] = {
@@ -74,6 +75,8 @@ class Disturbances:
                 if victim := await self._strike(kind, number):
                     victims.append(victim)
             await self._recover(f"{number.name} {' and '.join(kinds)}", victims, self.journal.now_s)
+            if number == signal.SIGSTOP:
+                await self._come_back(victims)
 
     async def _strike(self, kind: str, number: signal.Signals) -> psutil.Process | None:
         living = await self.cluster.processes(kind) or await self.cluster.processes("worker")
@@ -110,17 +113,25 @@ class Disturbances:
     async def _recover(self, name: str, victims: Sequence[psutil.Process], begin_s: float) -> None:
         if not await self.cluster.until_whole(without=victims):
             self.journal.broke(promises.WHOLE, f"{name} ({self.cluster.layout.name}): not whole after a long time")
-            self._wake(victims)
             return
         took_s = self.journal.now_s - begin_s
         self.recoveries.append((name, self.cluster.layout.name, took_s))
         self.journal.note("whole", after=name, took_s=round(took_s, 2))
 
-    def _wake(self, victims: Sequence[psutil.Process]) -> None:
-        """Let processes that are still stopped run on, so that the soak can go on."""
+    async def _come_back(self, victims: Sequence[psutil.Process]) -> None:
+        """Let stopped processes that were replaced run on: they must end, and do no harm meanwhile.
+
+        Ray's kill of a stopped process mostly ends it, and sometimes is never delivered.
+        """
         for victim in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(signal.SIGCONT)
+        end_s = self.journal.now_s + WHOLE_S
+        while living := [victim.pid for victim in victims if is_running(victim)]:
+            if self.journal.now_s > end_s:
+                self.journal.broke(promises.LEFTOVERS, f"{living} were replaced, and have not ended")
+                return
+            await asyncio.sleep(LOOK_S)
 
 
 async def disturb_until(disturbances: Disturbances, pause_s: float, is_over: Callable[[], bool]) -> None:
