@@ -1,4 +1,4 @@
-"""`transom compile`: compiles the kernels that a model needs on this machine's processor, ahead of the first start."""
+"""`transom compile`: compiles what a model's workers and the routers need on this machine's processor, ahead of the first start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ def compile_kernels(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="As for `transom serve`.")] = "none",
 ) -> None:
-    """Compile the CPU kernels of a model now, so that its first start does not have to.
+    """Compile the CPU kernels of a model and the router's prefix index now, so that the first start does not have to.
 
-    The code is kept in the user's cache directory (or TRANSOM_CACHE_DIR) for this processor and this version.
+    The kernels' code is kept in the user's cache directory (or TRANSOM_CACHE_DIR) for this processor and this version; the router's
+    beside its sources (or in NUMBA_CACHE_DIR).
     """
+    from transom_cluster.routing.fleet_index import FleetPrefixIndex
     from transom_worker.errors import ConfigError, ModelError
     from transom_worker.precompile import precompile
 
+    FleetPrefixIndex()  # its first one compiles it
     try:
         compiled = precompile(model, dtype=dtype, quantization=quantization)
     except (ConfigError, ModelError) as error:
