@@ -91,9 +91,7 @@ def test_a_killed_worker_costs_nobody_an_answer(server: Server, undisturbed: lis
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_kills_of_workers_and_ranks_cost_nobody_an_answer(
-    server: Server, undisturbed: list[Stream], seed: int
-) -> None:
+def test_random_kills_of_workers_and_ranks_cost_no_answer(server: Server, undisturbed: list[Stream], seed: int) -> None:
     """Two to four kills, a few seconds apart: none of them makes a poison request of a stream.
 
     test_kill_sequences.py has hundreds of such sequences, with stub workers.

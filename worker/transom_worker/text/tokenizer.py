@@ -34,7 +34,7 @@ from transom_worker.model_files.json_files import read_json
 from transom_worker.model_files.resolve import ModelFiles, eos_token_ids
 from transom_worker.text.chat_template import ChatPrompt, ChatTemplate, read_messages
 from transom_worker.text.gguf_tokenizer import read_gguf_vocabulary
-from transom_worker.text.template_renderer import TemplateTooExpensive, shared_renderer
+from transom_worker.text.template_renderer import TemplateRenderer, TemplateTooExpensive, shared_renderer
 from transom_worker.text.turn_boundaries import ChatTokens, Markers
 
 _SENTENCEPIECE_SPACE = "\u2581"
@@ -107,13 +107,17 @@ class Tokenizer:
         Raises:
             ModelError: the template exceeds a limit of time or memory. That it refuses this chat is no error.
         """
+        if self._template is None:
+            return
+        renderer = TemplateRenderer()  # its own, which ends here: the process that checks a start renders no other chat
         try:
-            if self.has_chat_template:
-                self.apply_chat_template([{"role": "user", "content": "Hello"}])
+            renderer.render(self._template, [{"role": "user", "content": "Hello"}], add_generation_prompt=True)
         except TemplateTooExpensive as error:
             raise ModelError(f"A chat of one message shows that the model's chat template is broken. {error}") from None
         except RequestError:
             return
+        finally:
+            renderer.close()
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, check_length: CheckLength | None = None
