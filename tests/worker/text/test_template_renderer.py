@@ -100,4 +100,6 @@ def test_the_start_refuses_a_template_that_never_ends(tmp_path: Path, monkeypatc
     with pytest.raises(ModelError, match="chat template is broken"):
         Tokenizer.load(resolve_model(str(folder))).check_chat_template()
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a system message first') }}")
+    children = psutil.Process().children()
     Tokenizer.load(resolve_model(str(folder))).check_chat_template()
+    assert psutil.Process().children() == children
