@@ -114,7 +114,7 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one loss means for the requests that ran: who is a suspect from now on, who is no suspect any more, who did it."""
+    """What one loss means for the requests that ran: new suspects, those that are no suspects any more, and the culprit, if found."""
 
     suspected: Sequence[LossRecord] = ()
     cleared: Sequence[LossRecord] = ()

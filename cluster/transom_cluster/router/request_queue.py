@@ -152,9 +152,8 @@ class RequestQueue:
             request.accept()
         if event.usage is not None and event.token_ids:
             self._placer.first_event(event.request_id, event.usage)
-        if (
-            request.has_ended or request.num_new_tokens >= RELEASE_TOKENS
-        ):  # it has passed the step that a worker was lost at
+        has_passed = request.num_new_tokens >= RELEASE_TOKENS  # the step that a worker was lost at
+        if request.has_ended or has_passed:
             self._release(request)
         if request.has_ended:
             self._leave_worker(request)

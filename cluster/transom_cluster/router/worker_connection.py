@@ -236,10 +236,9 @@ class WorkerConnection:
             asyncio.timeout(None) as limit,
         ):
             async for message in stream:
+                # A new timer seldom, since messages are many.
                 limit_s, until_s = limit.when(), loop.time() + self._timings.silence_s
-                if (
-                    limit_s is None or until_s - limit_s > self._timings.silence_s / 8
-                ):  # a new timer seldom: messages are many
+                if limit_s is None or until_s - limit_s > self._timings.silence_s / 8:
                     limit.reschedule(until_s)
                 if not self.is_open:
                     await self._open(lost)

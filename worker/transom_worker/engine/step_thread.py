@@ -6,8 +6,6 @@ result; it wakes up now and then and looks whether the step is overdue (`step_wa
 
 from __future__ import annotations
 
-import faulthandler
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -16,9 +14,7 @@ from typing import Any, TypeVar
 
 from transom_worker.contract import OutputEvent
 from transom_worker.engine.engine import Engine
-from transom_worker.engine.step_watchdog import STANDARD_ERROR, Turns, new_turns
-
-logger = logging.getLogger("transom.worker")
+from transom_worker.engine.step_watchdog import Turns, log_hang, new_turns
 
 CLOSE_TIMEOUT_S = 30.0  # for the end of a step that an interrupted caller has left
 
@@ -78,8 +74,7 @@ class StepThread:
         assert self._turns is not None
         while not wait([self._running], self._turns.period_s).done:
             if (error := self._turns.overdue()) is not None:
-                logger.error("%s The stacks of all threads follow.", error)
-                faulthandler.dump_traceback(STANDARD_ERROR)
+                log_hang(error)
                 self.is_hung = True
                 engine.executor.interrupt()
                 engine.fail(error)

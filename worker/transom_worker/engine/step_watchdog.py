@@ -115,8 +115,7 @@ class Watchdog:
             while not self._stop.wait(self._turns.period_s):
                 self._set_timer()
                 if (error := self._turns.overdue()) is not None:
-                    logger.error("%s The stacks of all threads follow.", error)
-                    faulthandler.dump_traceback(STANDARD_ERROR)
+                    log_hang(error)
                     self._on_hang(error)
                     return
         finally:
@@ -127,6 +126,12 @@ class Watchdog:
         if self._ends_process:
             timeout_s = self._turns.limit_s + 2 * self._turns.period_s
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=STANDARD_ERROR)  # in place of the last one
+
+
+def log_hang(error: EngineDead) -> None:
+    """Write the error to the log, and the stacks of all threads to standard error."""
+    logger.error("%s The stacks of all threads follow.", error)
+    faulthandler.dump_traceback(STANDARD_ERROR)
 
 
 def _compiles(thread: int) -> bool:
