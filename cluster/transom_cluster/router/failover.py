@@ -114,7 +114,7 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one loss means for the requests that ran: new suspects, those that are no suspects any more, and the culprit, if found."""
+    """What one loss means for the requests that ran: new suspects, requests that are no suspects any more, and the culprit."""
 
     suspected: Sequence[LossRecord] = ()
     cleared: Sequence[LossRecord] = ()
