@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_worker.contract import CONTRACT_VERSION, KvPolicy, Request
+from transom_worker.contract import CONTRACT_VERSION, Request, WindowPolicy
 from transom_worker.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_worker.scheduling.request_validation import check_request
 
@@ -53,7 +53,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"kv_policy": KvPolicy(type="window", window=8)}, "kv_policy"),
+        ({"kv_policy": WindowPolicy(window=8)}, "kv_policy"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
     ],
 )

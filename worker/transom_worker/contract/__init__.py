@@ -7,9 +7,10 @@ can **migrate** to another worker. Example: a worker is lost after 40 tokens of 
 another worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
 """
 
+from transom_worker.contract.kv_policy import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_worker.contract.logprob_table import LogprobTable
 from transom_worker.contract.output import ErrorInfo, FinishReason, OutputEvent, Usage
-from transom_worker.contract.request import CONTRACT_VERSION, KvPolicy, Request
+from transom_worker.contract.request import CONTRACT_VERSION, Request
 from transom_worker.contract.sampling_params import MAX_LOGPROBS, SamplingParams
 from transom_worker.contract.token_logprobs import Logprob, TokenLogprobs
 from transom_worker.contract.worker import WorkerInfo, WorkerLoad, WorkerMessage
@@ -17,8 +18,10 @@ from transom_worker.contract.worker import WorkerInfo, WorkerLoad, WorkerMessage
 __all__ = [
     "CONTRACT_VERSION",
     "MAX_LOGPROBS",
+    "AdaptivePolicy",
     "ErrorInfo",
     "FinishReason",
+    "HeavyPolicy",
     "KvPolicy",
     "Logprob",
     "LogprobTable",
@@ -27,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "TokenLogprobs",
     "Usage",
+    "WindowPolicy",
     "WorkerInfo",
     "WorkerLoad",
     "WorkerMessage",

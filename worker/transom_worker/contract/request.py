@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from transom_worker.contract.kv_policy import KvPolicy
 from transom_worker.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvPolicy:
-    """A request's own policy for which KV its full-attention layers keep. Reserved: workers refuse it so far."""
-
-    type: Literal["window", "adaptive", "heavy"]
-    sinks: int = 0
-    window: int = 0
-    budget: int = 0
+CONTRACT_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +33,8 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     turn_boundaries: tuple[int, ...] = ()
-    kv_policy: KvPolicy | None = None
+    kv_policy: KvPolicy | None = None  # None: the model's layers keep what they read
+    kv_quality: bool = False  # compare the policy with full attention in a sample of steps
     grammar: str | None = None  # reserved: workers refuse it so far
     trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced
     version: int = CONTRACT_VERSION

@@ -1,15 +1,15 @@
 """The messages between scheduler and ranks: a `StepPlan` goes to every rank, a `StepResult` comes back from the first one.
 
-A *rank* is one process of a tensor-parallel worker; a *KV cache group* is model layers that keep the same tokens for the same time,
-such as a sliding window. All arrays are flat lists of plain ints; this module knows no tensors. Legend:
+A *rank* is one process of a tensor-parallel worker; a *KV cache group* is model layers that keep the same tokens for the same
+time, such as a sliding window. All arrays are flat lists of plain ints; this module knows no tensors. Legend:
 
     B  scheduled sequences (batch rows)     G  KV cache groups
     D  block-table deltas                   C  block copies
     S  rows that sample a token             T  tokens computed = sum(count)
-    M  moved blocks
+    M  moved blocks                         X  blocks removed from the middle of a table
 
-A rank keeps, per sequence: token ids, sampling state and one block table per group. A plan only says what changed. A rank applies
-a plan in this order: finished sequences, new sequences, deltas, moves, block copies, forward pass, sampling.
+A rank keeps, per sequence: token ids, sampling state and one block table per group. A plan only says what changed. A rank
+applies a plan in this order: finished sequences, new sequences, deltas, removals, moves, block copies, forward pass, sampling.
 
 A *logical block* is a block's index in its sequence: logical block 3 of a group with blocks of 16 tokens has tokens 48 to 63. A
 *block id* says where it lies in the arena.
@@ -18,15 +18,17 @@ A *logical block* is a block's index in its sequence: logical block 3 of a group
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from transom_worker.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
 
-STEP_VERSION = 3
+STEP_VERSION = 4
 
 TIER_DEVICE = 0  # the arena in the device's memory
 TIER_HOST = 1  # reserved for an arena in host memory
 
 NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token
+WHOLE_TABLE = 2**31 - 1  # in `row_window`: the row's queries read every key of the table, up to their own position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,12 @@ class NewSequence:
     """A sequence that the ranks do not know: a new one, or one that was preempted and admitted again.
 
     `token_ids` are the prompt followed by the known output (after a preemption or migration), `num_prompt_tokens` is where the
-    output begins. Penalties and sampling noise need it: the token behind `n` tokens has output position `n - num_prompt_tokens`.
+    output begins. Penalties and sampling noise need it: the token behind `n` tokens has output position `n -
+    num_prompt_tokens`.
+
+    With a `kv_policy`, the sequence's tables have `ceil(kv_policy.sinks / block size)` sink blocks, whatever the group's own
+    number. With `kv_quality`, blocks that deltas and removals take out of its tables keep their contents until the sequence is
+    finished, so that rows with `measure` can read them.
     """
 
     seq_id: int
@@ -45,14 +52,15 @@ class NewSequence:
     seed: int
     choice_index: int = 0
     kv_policy: KvPolicy | None = None
+    kv_quality: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """One step for every rank.
 
-    **Block tables.** A sequence's table for a group is its sink blocks (the group's `num_sink_blocks` first logical blocks; none
-    without attention sinks) followed by a run of consecutive logical blocks:
+    **Block tables.** A sequence's table for a group is its sink blocks (the group's `num_sink_blocks` first logical blocks;
+    none without attention sinks) followed by a run of consecutive logical blocks:
 
         | sink 0 | sink 1 |   (slid out)   | first_block | first_block + 1 | ... |
 
@@ -60,16 +68,20 @@ class StepPlan:
     `delta_blocks[delta_offset[d] : delta_offset[d + 1]]` at the table's end; after it the run starts at logical block
     `delta_first_block`. A table starts empty. A step has at most one delta per (sequence, group).
 
-    **Moves** (compaction). Logical block `moved_logical[m]` of (`moved_seq`, `moved_group`), a sink block or one of the run as it
-    stands after the deltas, is from now on block id `moved_block[m]`; a block copy of this or an earlier plan brings its contents.
+    **Moves** (compaction). Logical block `moved_logical[m]` of (`moved_seq`, `moved_group`), a sink block or one of the run as
+    it stands after the deltas, is from now on block id `moved_block[m]`; a block copy of this or an earlier plan brings its
+    contents.
 
-    **Rows.** Sequence `b` computes positions `[start[b], start[b] + count[b])`. The rank knows its input tokens, except that the
-    last one may be new: then `input_id[b]` gives its id, or `input_row[b]` is the row of the previous step that sampled it (an
-    index into that step's B). The one that does not apply is NO_ID; both are if the rank knows all tokens.
+    **Removals** (the KV policy `heavy`). Logical block `removed_logical[x]` leaves the run of (`removed_seq`, `removed_group`),
+    so that a run may have gaps. Appended blocks have the logical indices behind the table's last one, removed or not.
 
-    **Window repair.** In an ordinary row `attend_from` is 0 and `write_from` is `start`. A row that repairs windows computes again
-    tokens whose KV the full groups still have in the cache. Example: a hit of 160 tokens, repaired from token 96 on, new tokens
-    from 160 on:
+    **Rows.** Sequence `b` computes positions `[start[b], start[b] + count[b])`. The rank knows its input tokens, except that
+    the last one may be new: then `input_id[b]` gives its id, or `input_row[b]` is the row of the previous step that sampled it
+    (an index into that step's B). The one that does not apply is NO_ID; both are if the rank knows all tokens.
+
+    **Window repair.** In an ordinary row `attend_from` is 0 and `write_from` is `start`. A row that repairs windows computes
+    again tokens whose KV the full groups still have in the cache. Example: a hit of 160 tokens, repaired from token 96 on, new
+    tokens from 160 on:
 
         position             0 ........... 96 ........... 160 ........... 180
         the row computes                   |==== start, count = 84 =======|
@@ -81,9 +93,16 @@ class StepPlan:
     Per group `g`: queries of row `b` read no key below `attend_from[g][b]`, sink tokens apart, and write no key or value below
     position `write_from[g][b]`.
 
-    **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for none if `logits_from[b]` is the end, for the
-    last row of a sequence that samples, for more rows where prompt log-probabilities are requested. `sample[b]` is 1 if the last
-    position samples a token, else 0.
+    **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for none if `logits_from[b]` is the end, for
+    the last row of a sequence that samples, for more rows where prompt log-probabilities are requested. `sample[b]` is 1 if the
+    last position samples a token, else 0.
+
+    **KV policies.** The four arrays below are empty if no row has a KV policy. `row_window[b]` is 0 for a row that follows its
+    layers' own rule. Else the row belongs to a sequence with a KV policy: its query at position `q` reads key `k` of the table
+    if `k <= q` and (`k < row_sinks[b]` or `k > q - row_window[b]`), and keys below `row_sinks[b]` through a query that is
+    rotated within the model's trained length. `wants_mass[b]` is 1 if the result must have the row's attention mass,
+    `measure[b]` is 1 if the row's logits must be compared with those of attention to all keys that still have their contents;
+    such a row has one token.
 
     **Block copies** run before the forward pass, in order: (group, source block and tier, target block and tier).
     """
@@ -106,6 +125,10 @@ class StepPlan:
     moved_logical: list[int] = field(default_factory=list)  # [M]
     moved_block: list[int] = field(default_factory=list)  # [M]
 
+    removed_seq: list[int] = field(default_factory=list)  # [X]
+    removed_group: list[int] = field(default_factory=list)  # [X]
+    removed_logical: list[int] = field(default_factory=list)  # [X]
+
     seq_ids: list[int] = field(default_factory=list)  # [B]
     start: list[int] = field(default_factory=list)  # [B]
     count: list[int] = field(default_factory=list)  # [B]
@@ -115,6 +138,10 @@ class StepPlan:
     write_from: list[list[int]] = field(default_factory=list)  # [G][B]
     logits_from: list[int] = field(default_factory=list)  # [B]
     sample: list[int] = field(default_factory=list)  # [B]
+    row_window: list[int] = field(default_factory=list)  # [B] or empty
+    row_sinks: list[int] = field(default_factory=list)  # [B] or empty
+    wants_mass: list[int] = field(default_factory=list)  # [B] or empty
+    measure: list[int] = field(default_factory=list)  # [B] or empty
 
     copy_group: list[int] = field(default_factory=list)  # [C]
     copy_source: list[int] = field(default_factory=list)  # [C]
@@ -141,13 +168,29 @@ class StepTimings:
     sample_s: float = 0.0
 
 
+class PolicyQuality(NamedTuple):
+    """What a KV policy changes in one row: its next-token distribution P beside Q, that of attention to all keys.
+
+    `kl` is KL(Q || P) in nats, `top_token_agrees` whether both have the same most likely token, and `dropped_mass` the share of
+    Q's attention on keys that the policy does not read, averaged over layers and query heads.
+    """
+
+    kl: float
+    top_token_agrees: bool
+    dropped_mass: float
+
+
 @dataclass(slots=True, kw_only=True)
 class StepResult:
     """What the first rank reports of one step. Results arrive in the order of their plans.
 
     `sampled_ids` and `logprobs` are in the order of the plan's sampling rows (`sample[b] == 1`, in order of b).
-    `prompt_logprobs[b]` has the log-probabilities of the prompt tokens behind positions `[logits_from[b], ...)`, for sequences that
-    request them.
+    `prompt_logprobs[b]` has the log-probabilities of the prompt tokens behind positions `[logits_from[b], ...)`, for sequences
+    that request them.
+
+    `attention_mass[b]` has one number per block of the row's table, sink blocks first, gaps left out: the attention of the
+    row's queries on the block's keys, summed over the queries and averaged over layers and query heads. The numbers add up to
+    `count[b]`.
     """
 
     step_id: int
@@ -155,8 +198,7 @@ class StepResult:
     sampled_ids: list[int] = field(default_factory=list)  # [S]
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [S], or empty if no sequence requests them
     prompt_logprobs: dict[int, LogprobTable] = field(default_factory=dict)  # by batch row
-    attention_mass: dict[int, list[float]] = field(
-        default_factory=dict
-    )  # by batch row, per block; reserved for KV policies
+    attention_mass: dict[int, list[float]] = field(default_factory=dict)  # by batch row with `wants_mass`
+    quality: dict[int, PolicyQuality] = field(default_factory=dict)  # by batch row with `measure`
     num_copies_done: int = 0
     timings: StepTimings = field(default_factory=StepTimings)
