@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.kv_write.reference import write_rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
@@ -40,30 +42,24 @@ def prepare_qkv_reference(
     tables: tuple[torch.Tensor, torch.Tensor] | None,
     preparation: Preparation = PLAIN,
     query_scale: torch.Tensor | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """The specification, in float32: returns the queries, writes keys and values.
 
     `q` [T, H, D], `k` [T, KVH, D], `v` [T, KVH, E]; `tables` are cosines and signed sines [T, R] (`rotary`); `query_scale` [T]
     multiplies queries. Without `v` only keys are written, without `k` nothing is. Token `t` goes to slot `slots[t]` (block * P +
-    offset); a token whose slot is below 0 is not written.
+    offset); a token whose slot is below 0 is not written. With `kv_scales` [ids, P, KVH] each the caches are quantised.
     """
     queries = _prepare(q, preparation.q_weight, tables, preparation)
     if query_scale is not None:
         queries = queries * query_scale[:, None, None]
+    k_scale, v_scale = kv_scales or (None, None)
     if k is not None and k_cache is not None:
-        _write(_prepare(k, preparation.k_weight, tables, preparation), k_cache, slots)
+        write_rows(_prepare(k, preparation.k_weight, tables, preparation), k_cache, slots, k_scale)
     if v is not None and v_cache is not None:
         values = _normalised(v.float(), preparation.eps) if preparation.value_norm else v.float()
-        _write(values * preparation.value_factor, v_cache, slots)
+        write_rows(values * preparation.value_factor, v_cache, slots, v_scale)
     return queries.to(q.dtype)
-
-
-def _write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write row `t` to slot `slots[t]` of a cache [ids, P, heads, width]."""
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            block, offset = divmod(slot, cache.shape[1])
-            cache[block, offset] = rows[token].to(cache.dtype)
 
 
 def _prepare(

@@ -16,7 +16,7 @@ import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.block_lookup import physical_blocks
-from transom_kernels.paged_attention.gather import BlockSet, gather_kv
+from transom_kernels.paged_attention.gather import BlockSet, TileKv, gather_kv
 from transom_kernels.paged_attention.tile_plan import CausalChunk
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -63,14 +63,13 @@ def build_causal(batch: PagedBatch, chunk: CausalChunk, like: torch.Tensor) -> C
 
 def attend_causal(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: TileKv,
     tile: CausalTile,
     scale: float,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of the tile's rows, [C, H, Dv]."""
-    k, v = gather_kv(k_cache, v_cache, tile.block_set)
+    k, v = gather_kv(kv, tile.block_set)
     k, v = k[None], v[None]
     rows = q[tile.rows].transpose(0, 1)[None]
     out, lse = flash(rows, k[:, :, tile.chunk], v[:, :, tile.chunk], 0.0, True, scale=scale)

@@ -43,6 +43,7 @@ def paged_attention_cpu(
     rule: MaskRule,
     soft_cap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
     q = q if q.stride(2) == 1 else q.contiguous()

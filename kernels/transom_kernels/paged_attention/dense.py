@@ -16,7 +16,7 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.block_lookup import physical_blocks
 from transom_kernels.paged_attention.causal import flash, flash_runs
-from transom_kernels.paged_attention.gather import BlockSet, gather_kv
+from transom_kernels.paged_attention.gather import BlockSet, TileKv, gather_kv
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.tile_plan import QueryRows
 
@@ -56,16 +56,15 @@ def build_dense(batch: PagedBatch, rule: MaskRule, sequences: tuple[QueryRows, .
 
 def attend_dense(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: TileKv,
     tile: DenseTile,
     scale: float,
     soft_cap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of the tile's rows, [n * R, KVH * G, Dv]; options are those of `op.paged_attention`."""
-    n, rows, heads = tile.num_sequences, tile.rows_per_sequence, k_cache.shape[2]
-    k, v = gather_kv(k_cache, v_cache, tile.block_set)
+    n, rows, heads = tile.num_sequences, tile.rows_per_sequence, kv.k_cache.shape[2]
+    k, v = gather_kv(kv, tile.block_set)
     group = q.shape[1] // heads
     if (
         rows == 1

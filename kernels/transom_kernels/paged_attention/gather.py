@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from transom_kernels.quantised_kv import dequantise_rows
+
 
 @dataclass(slots=True, kw_only=True)
 class BlockSet:
@@ -28,11 +30,28 @@ class BlockSet:
     )  # by strides
 
 
-def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, block_set: BlockSet) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class TileKv:
+    """A layer's caches of keys and values, and what their gathered rows become."""
+
+    k_cache: torch.Tensor  # [ids, P, KVH, elements]
+    v_cache: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | None  # [ids, P, KVH] each, of quantised caches
+    dtype: torch.dtype  # of the gathered rows
+
+
+def gather_kv(kv: TileKv, block_set: BlockSet) -> tuple[torch.Tensor, torch.Tensor]:
     """K [n * KVH, L, D] and V [n * KVH, L, Dv] of the tile, zeroed where no row sees a key; valid until this thread's next gather.
 
     A sequence's K and V are adjacent in the result, so the CPU core that gathers a sequence has both in its cache when it attends.
     """
+    k_cache, v_cache = kv.k_cache, kv.v_cache
+    if kv.scales is not None:
+        k, v = (
+            _gather_quantised(cache, scale, block_set, kv.dtype)
+            for cache, scale in zip((k_cache, v_cache), kv.scales, strict=True)
+        )
+        return k, v
     delta = int(v_cache.storage_offset()) - int(k_cache.storage_offset())
     if _lie_at_fixed_distance(k_cache, v_cache, delta):
         both = _gather(k_cache, block_set, delta, buffer_id=0)
@@ -68,6 +87,21 @@ def _gather(cache: torch.Tensor, block_set: BlockSet, delta: int, *, buffer_id: 
     if zeroed_keys is not None:
         out.view(-1, width).index_fill_(0, zeroed_keys, 0.0)
     return out.view(block_set.blocks.shape[0] * heads, 2 if delta else 1, block_set.blocks.shape[1] * size, width)
+
+
+def _gather_quantised(
+    cache: torch.Tensor, scale: torch.Tensor, block_set: BlockSet, dtype: torch.dtype
+) -> torch.Tensor:
+    """[n * KVH, L, D] of a quantised cache."""
+    blocks = block_set.blocks
+    elements = cache.view(torch.uint8)[blocks].view(cache.dtype)  # [n, N, P, KVH, elements]
+    rows = dequantise_rows(elements, scale[blocks]).to(dtype)
+    n, _, _, heads, width = rows.shape
+    gathered = rows.permute(0, 3, 1, 2, 4).reshape(n, heads, -1, width)
+    if block_set.zeroed_keys is not None:
+        length = gathered.shape[2]
+        gathered[block_set.zeroed_keys // length, :, block_set.zeroed_keys % length] = 0.0
+    return gathered.view(n * heads, -1, width)
 
 
 def _index(

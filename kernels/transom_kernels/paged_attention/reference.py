@@ -11,6 +11,7 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.block_lookup import physical_blocks
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.quantised_kv import dequantise_rows, head_width
 
 
 def paged_attention_reference(
@@ -23,15 +24,16 @@ def paged_attention_reference(
     rule: MaskRule,
     soft_cap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+    out = q.new_zeros(q.shape[0], q.shape[1], head_width(v_cache))
     row = 0
     for b, count in enumerate(batch.count_host):
         if count == 0:
             continue
         positions = torch.arange(batch.start_host[b], batch.start_host[b] + count)
-        visible, keys, values = _visible_keys(k_cache, v_cache, batch, b, positions, rule)
+        visible, keys, values = _visible_keys((k_cache, v_cache), kv_scales, batch, b, positions, rule)
         rows = slice(row, row + count)
         out[rows] = _attend(q[rows], keys, values, visible.to(q.device), scale, soft_cap, sink_logits).to(q.dtype)
         row += count
@@ -39,7 +41,12 @@ def paged_attention_reference(
 
 
 def _visible_keys(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, batch: PagedBatch, b: int, positions: torch.Tensor, rule: MaskRule
+    caches: tuple[torch.Tensor, torch.Tensor],
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
+    batch: PagedBatch,
+    b: int,
+    positions: torch.Tensor,
+    rule: MaskRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The mask [R, L] of the L keys that some row sees, and those keys and values [L, KVH, width], gathered token by token."""
     context = torch.arange(int(positions[-1]) + 1)
@@ -47,7 +54,11 @@ def _visible_keys(
     read = visible.any(dim=0)
     blocks = [_block(batch, b, position) for position in context[read].tolist()]
     offsets = [position % batch.block_size for position in context[read].tolist()]
-    return visible[:, read], k_cache[blocks, offsets].float(), v_cache[blocks, offsets].float()
+    rows = [cache[blocks, offsets] for cache in caches]
+    if kv_scales is None:
+        return visible[:, read], rows[0].float(), rows[1].float()
+    scales = [scale[blocks, offsets] for scale in kv_scales]
+    return visible[:, read], dequantise_rows(rows[0], scales[0]), dequantise_rows(rows[1], scales[1])
 
 
 def _block(batch: PagedBatch, b: int, position: int) -> int:

@@ -13,8 +13,10 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.causal import CausalTile, attend_causal, build_causal, flash_runs
 from transom_kernels.paged_attention.dense import DenseTile, attend_dense, build_dense
+from transom_kernels.paged_attention.gather import TileKv
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.tile_plan import plan_tiles
+from transom_kernels.quantised_kv import head_width
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,18 +38,20 @@ def paged_attention_torch(
     rule: MaskRule,
     soft_cap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
-    allow_causal = soft_cap is None and q.shape[-1] == v_cache.shape[-1] and q.device.type == "cpu"
+    allow_causal = soft_cap is None and q.shape[-1] == head_width(v_cache) and q.device.type == "cpu"
     allow_causal = allow_causal and flash_runs(q.dtype)
+    kv = TileKv(k_cache, v_cache, kv_scales, q.dtype)
     tiles = _tiles_of(batch, rule, allow_causal, q)
     if len(tiles.dense) == 1 and not tiles.causal and tiles.keyless_rows is None:
-        return attend_dense(q, k_cache, v_cache, tiles.dense[0], scale, soft_cap, sink_logits)
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
+        return attend_dense(q, kv, tiles.dense[0], scale, soft_cap, sink_logits)
+    out = q.new_empty(q.shape[0], q.shape[1], head_width(v_cache))
     for dense in tiles.dense:
-        out[dense.rows] = attend_dense(q, k_cache, v_cache, dense, scale, soft_cap, sink_logits)
+        out[dense.rows] = attend_dense(q, kv, dense, scale, soft_cap, sink_logits)
     for causal in tiles.causal:
-        out[causal.rows] = attend_causal(q, k_cache, v_cache, causal, scale, sink_logits)
+        out[causal.rows] = attend_causal(q, kv, causal, scale, sink_logits)
     if tiles.keyless_rows is not None:
         out[tiles.keyless_rows] = 0.0
     return out

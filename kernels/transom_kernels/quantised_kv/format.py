@@ -1,0 +1,80 @@
+"""The formats of quantised KV caches, and the check that caches and scales belong together.
+
+A *row* is the key or the value of one token and KV head. A quantised cache keeps a row's numbers in few bits, and beside them the
+row's *scale* in float32: number = stored number * scale. The scale is the row's largest magnitude divided by the format's largest
+number, so that every row uses the format's whole range. Scales are [ids, P, KVH], like the caches without their last axis.
+
+    format   dtype of the cache   stored numbers                                         bytes of a row of D numbers, with its scale
+    fp8      float8_e4m3fn        -448 to 448, 3 bits of fraction                        D + 4
+    int8     int8                 -127 to 127                                            D + 4
+    int4     uint8                -7 to 7; 2i in the low half of byte i, 2i + 1 in the   D / 2 + 4
+                                  high half, each plus 8
+
+A row of zeros has the scale 0. A row with a number that is not finite has the scale NaN, so that it is read as NaN.
+
+Legend: P block size in tokens, KVH KV heads, D numbers of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """A format of quantised rows."""
+
+    name: str
+    dtype: torch.dtype  # of a cache's elements
+    largest: float  # the magnitude that a row's largest number is stored as
+    numbers_per_element: int
+
+
+FP8 = KvFormat("fp8", torch.float8_e4m3fn, 448.0, 1)
+INT8 = KvFormat("int8", torch.int8, 127.0, 1)
+INT4 = KvFormat("int4", torch.uint8, 7.0, 2)
+FORMATS = {kv_format.dtype: kv_format for kv_format in (FP8, INT8, INT4)}  # by the dtype of a cache
+
+
+def format_of(cache: torch.Tensor) -> KvFormat | None:
+    """The format of a quantised cache; None of a cache of floats."""
+    return FORMATS.get(cache.dtype)
+
+
+def head_width(cache: torch.Tensor) -> int:
+    """The numbers of a row in a cache [..., elements of a row], quantised or not."""
+    kv_format = format_of(cache)
+    return int(cache.shape[-1]) * (1 if kv_format is None else kv_format.numbers_per_element)
+
+
+def check_kv(
+    dtype: torch.dtype,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """Raise ValueError unless caches of keys and values fit their scales and each other, and `dtype` where they have none."""
+    if caches[0].dtype != caches[1].dtype:
+        raise ValueError(f"The caches are {caches[0].dtype} and {caches[1].dtype}; keys and values need one dtype.")
+    for name, cache, scale in zip("kv", caches, scales, strict=True):
+        check_cache(name, dtype, cache, scale)
+
+
+def check_cache(name: str, dtype: torch.dtype, cache: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Raise ValueError unless the cache [ids, P, KVH, elements] of keys ("k") or values ("v") fits its scales, or else `dtype`."""
+    if scale is None:
+        if cache.dtype != dtype:
+            kinds = ", ".join(f"{kv_format.dtype} ({kv_format.name})" for kv_format in FORMATS.values())
+            raise ValueError(
+                f"{name}_cache is {cache.dtype} without {name}_scale, beside numbers of {dtype}. Give a cache of {dtype}, or one "
+                f"of {kinds} with its scales."
+            )
+        return
+    if cache.dtype not in FORMATS:
+        raise ValueError(f"{name}_cache is {cache.dtype}, which has no scales: give None as {name}_scale.")
+    if scale.shape != cache.shape[:3] or scale.dtype != torch.float32:
+        raise ValueError(
+            f"{name}_scale is {tuple(scale.shape)} of {scale.dtype}, but {name}_cache is {tuple(cache.shape)}: give one float32 "
+            f"for each token and KV head, {tuple(cache.shape[:3])}."
+        )

@@ -1,0 +1,154 @@
+"""Quantised KV caches: the formats, what operators refuse, and torch's attention and writes against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.paged_case import Sequence, Shape, make_case
+from tests.kernels.quantised_case import FORMATS_BY_NAME, QuantisedCaches, poisoned_caches, quantised
+from transom_kernels.kv_write import kv_write, prepare_qkv
+from transom_kernels.kv_write.reference import kv_write_reference
+from transom_kernels.launch import prefer
+from transom_kernels.paged_attention import dense, paged_attention
+from transom_kernels.paged_attention.reference import paged_attention_reference
+from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.quantised_kv import dequantise_rows, quantise_rows
+from transom_kernels.quantised_kv.format import INT4, INT8
+
+SMALL = Shape(heads=6, kv_heads=2, size=20, v_size=12, block_size=4)
+ERROR_OF_LARGEST = {"fp8": 1 / 27, "int8": 0.51 / 127, "int4": 0.51 / 7}  # of a row's largest magnitude
+every_format = pytest.mark.parametrize("name", FORMATS_BY_NAME)
+
+
+@every_format
+def test_rows_come_back_within_half_a_step(name: str) -> None:
+    rows = torch.randn(50, 3, 20) * torch.logspace(-20, 15, 50)[:, None, None]
+    elements, scale = quantise_rows(rows, FORMATS_BY_NAME[name])
+    assert elements.dtype == FORMATS_BY_NAME[name].dtype
+    assert elements.shape == (50, 3, 10 if name == "int4" else 20)
+    assert (scale.shape, scale.dtype) == ((50, 3), torch.float32)
+    largest = rows.abs().amax(-1)
+    error = (dequantise_rows(elements, scale) - rows).abs().amax(-1)
+    assert bool((error <= ERROR_OF_LARGEST[name] * largest).all())
+
+
+def test_the_bytes_of_each_format() -> None:
+    row = torch.tensor([7.0, -7.0, 0.4, 3.6, -0.6, 0.0])
+    elements, scale = quantise_rows(row, INT4)
+    assert [f"{byte:02x}" for byte in elements.tolist()] == ["1f", "c8", "87"]  # 15 and 1, 8 and 12, 7 and 8
+    assert float(scale) == 1.0
+    assert dequantise_rows(elements, scale).tolist() == [7.0, -7.0, 0.0, 4.0, -1.0, 0.0]
+    elements, scale = quantise_rows(torch.tensor([127.0, -127.0, 2.5, 3.5]), INT8)
+    assert (elements.tolist(), float(scale)) == ([127, -127, 2, 4], 1.0)  # halves to even
+    elements, scale = quantise_rows(torch.tensor([-448.0, 1.0, 17.0]), FORMATS_BY_NAME["fp8"])
+    assert (elements.float().tolist(), float(scale)) == ([-448.0, 1.0, 16.0], 1.0)
+
+
+@every_format
+def test_rows_of_zeros_of_tiny_numbers_and_of_none_that_is_finite(name: str) -> None:
+    rows = torch.zeros(5, 4)
+    rows[1, 2] = 1e-44
+    rows[2] = torch.tensor([float("nan"), 1.0, 1.0, 1.0])
+    rows[3] = torch.tensor([1.0, float("-inf"), 1.0, 1.0])
+    rows[4] = 1e38
+    elements, scale = quantise_rows(rows, FORMATS_BY_NAME[name])
+    back = dequantise_rows(elements, scale)
+    assert back[0].tolist() == [0.0] * 4
+    assert float(scale[0]) == 0.0
+    assert bool((back[1].abs() < 1e-43).all())
+    assert bool(back[2:4].isnan().all())
+    torch.testing.assert_close(back[4], rows[4])
+
+
+def test_an_odd_width_is_refused_where_two_numbers_share_a_byte() -> None:
+    with pytest.raises(ValueError, match=r"Rows have 5 numbers; int4 packs 2 into one byte.*choose fp8 or int8"):
+        quantise_rows(torch.zeros(2, 5), INT4)
+
+
+def attend(caches: QuantisedCaches, case: Any, **changes: Any) -> torch.Tensor:
+    return paged_attention(case.q, batch=case.batch, scale=0.25, **{**caches.arguments, **changes})
+
+
+def test_caches_and_scales_that_do_not_fit_are_refused() -> None:
+    case = make_case([Sequence(start=9, count=1)], SMALL)
+    caches = quantised(case, INT8)
+    with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale, beside numbers of torch.float32"):
+        attend(caches, case, k_scale=None, v_scale=None)
+    with pytest.raises(ValueError, match=r"v_cache is torch.int8 without v_scale"):
+        attend(caches, case, v_scale=None)
+    with pytest.raises(
+        ValueError, match=r"v_scale is \(6, 4\) of torch.float32.*one float32 for each token and KV head"
+    ):
+        attend(caches, case, v_scale=caches.v_scale[:, :, 0])
+    with pytest.raises(ValueError, match=r"k_scale is .* of torch.float64"):
+        attend(caches, case, k_scale=caches.k_scale.double())
+    with pytest.raises(ValueError, match=r"torch.float32, which has no scales: give None as k_scale"):
+        attend(caches, case, k_cache=case.k_cache, v_cache=case.v_cache)
+    with pytest.raises(ValueError, match=r"The caches are torch.int8 and torch.uint8; keys and values need one dtype"):
+        attend(caches, case, v_cache=caches.v.view(torch.uint8))
+    with pytest.raises(ValueError, match=r"of keys of 40 numbers"):
+        attend(caches, case, k_cache=caches.k.view(torch.uint8), v_cache=caches.v.view(torch.uint8))
+    rows = torch.zeros(1, 2, 20)
+    with pytest.raises(ValueError, match=r"v \(1, 2, 20\) does not fit v_cache .* of heads of 12 numbers"):
+        kv_write(rows, rows, caches.k, caches.v, case.batch.slots, k_scale=caches.k_scale, v_scale=caches.v_scale)
+    with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
+        kv_write(rows, rows[..., :12], caches.k, caches.v, case.batch.slots)
+    with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
+        prepare_qkv(rows, rows, None, caches.k, None, case.batch.slots, None)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window and sinks": {"window": 6, "num_sink_tokens": 3},
+    "chunk": {"chunk": 8, "soft_cap": 2.0},
+    "sink logits": {"sink_logits": torch.linspace(-2, 2, 6)},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("flash", [False, True], ids=["products", "flash"])
+@every_format
+def test_attention_in_torch(name: str, flash: bool, mask: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "flash_is_faster_for_decoding", lambda dtype: flash)
+    sequences = [Sequence(start=40, count=1), Sequence(start=7, count=21), Sequence(start=30, count=2, attend_from=28)]
+    shape = replace(SMALL, v_size=20) if flash else SMALL
+    case = make_case([*sequences, Sequence(start=0, count=0)], shape)
+    caches = quantised(case, FORMATS_BY_NAME[name], head_major=not flash)
+    rule = MaskRule(**{key: mask[key] for key in ("window", "num_sink_tokens", "chunk") if key in mask})
+    options = {key: mask[key] for key in ("soft_cap", "sink_logits") if key in mask}
+    inputs = (case.q, caches.k, caches.v, case.batch)
+    expected = paged_attention_reference(*inputs, scale=0.25, rule=rule, kv_scales=caches.scales, **options)
+    assert bool(expected.isfinite().all())
+    with prefer("reference"):
+        out = paged_attention(*inputs, scale=0.25, k_scale=caches.k_scale, v_scale=caches.v_scale, **mask)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@every_format
+def test_the_reference_is_attention_over_dequantised_rows(name: str) -> None:
+    case = make_case([Sequence(start=9, count=3)], SMALL)
+    caches = quantised(case, FORMATS_BY_NAME[name])
+    k, v = dequantise_rows(caches.k, caches.k_scale), dequantise_rows(caches.v, caches.v_scale)
+    arguments: dict[str, Any] = {"scale": 0.25, "rule": MaskRule(window=7)}
+    out = paged_attention_reference(case.q, caches.k, caches.v, case.batch, kv_scales=caches.scales, **arguments)
+    assert torch.equal(out, paged_attention_reference(case.q, k, v, case.batch, **arguments))
+
+
+@every_format
+def test_writes_in_torch(name: str) -> None:
+    kv_format = FORMATS_BY_NAME[name]
+    wanted, got = (poisoned_caches(kv_format, 5, 4, 3, (20, 12)) for _ in range(2))
+    k, v = torch.randn(5, 3, 20), torch.randn(5, 3, 12)
+    slots = torch.tensor([3, 17, 8, 0, 12])
+    kv_write_reference(k, v, wanted.k, wanted.v, slots, wanted.scales)
+    with prefer("reference"):
+        kv_write(k, v, got.k, got.v, slots, k_scale=got.k_scale, v_scale=got.v_scale)
+    for one, other in zip(got.arguments.values(), wanted.arguments.values(), strict=True):
+        same_bits = one.view(torch.uint8) if one.element_size() == 1 else one
+        torch.testing.assert_close(
+            same_bits, other.view(torch.uint8) if one.element_size() == 1 else other, rtol=0, atol=0, equal_nan=True
+        )
