@@ -203,14 +203,14 @@ def check_tree(cache: KvCache) -> None:
         for at, digest in enumerate(node.segment):
             assert digest not in owned
             owned[digest] = node
-            for group, step in tree.full_groups:
+            for group, step in node.retentions.full_groups:
                 if (node.parent.boundary + at + 1) % step == 0:
                     holds[group][digest] += 1
-        for group, num_sink_blocks in tree.sliding_groups:
+        for group, num_sink_blocks in node.retentions.sliding_groups:
             holds[group].update(node.segment[: max(0, num_sink_blocks - node.parent.boundary)])
         chain = chains[id(node)] = [*chains[id(node.parent)], *node.segment]
-        assert node.windows is None or len(node.windows) == len(checkpoints.sliding_groups)
-        for group, digests in zip(checkpoints.sliding_groups, node.windows or (), strict=False):
+        assert node.windows is None or len(node.windows) == len(node.retentions.sliding_groups)
+        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
             holds[group].update(digests)
             live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
             pinned = pool_spec(cache, group).num_sink_blocks

@@ -8,6 +8,7 @@ import hashlib
 from tests.how_many import num_examples
 from transom_worker.kvcache.eviction import ReturnTimePolicy
 from transom_worker.kvcache.ghosts import MAX_GHOSTS, PLACES, Ghost, Ghosts
+from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.return_times import (
     BUCKET_EDGES,
     LAST_BUCKET,
@@ -95,7 +96,7 @@ def test_requests_without_end_leave_no_objects_behind() -> None:
     before, num_bytes = len(gc.get_objects()), 0
     for number in range(NUM_REQUESTS):
         policy.admitted()
-        node = Node(1, digest(number), None, kinds[number % len(kinds)])
+        node = Node(1, digest(number), None, kinds[number % len(kinds)], RetentionSet())
         node.segment = [node.digest]
         policy.created(node)
         policy.returned(node)

@@ -63,7 +63,6 @@ def _state(scheduler: Scheduler, group: int, block: int, *, is_leased: bool, rep
 
 def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]:
     """The sequences that reference a block."""
-    keeps = scheduler.cache.retentions[group].keeps_everything
     users = []
     for sequence in scheduler.sequences_with_blocks():
         blocks = sequence.blocks
@@ -76,7 +75,9 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
                     "request": sequence.request.request_id,
                     "logical": table.logical_of(block),
                     "processed": blocks.processed,
-                    "repair": blocks.processed < blocks.repair_until and not keeps and block in table.run,
+                    "repair": blocks.processed < blocks.repair_until
+                    and not blocks.retentions[group].keeps_everything
+                    and block in table.run,
                 }
             )
     return users

@@ -1,43 +1,44 @@
 """`Capacity`: how much the KV pool can hold: the pages of one sequence at its peak, the longest sequence, how many more fit now.
 
-A *page* is a part of the pool that is leased to one KV cache group at a time and has that group's blocks. A sequence's *peak* is
-the most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10 and 9 blocks
-of them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
+A *page* is a part of the pool that is leased to one KV cache group at a time and has that group's blocks. A sequence's *peak*
+is the most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10 and 9
+blocks of them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.retention_set import RetentionSet
 
 
 class Capacity:
-    """Bounds that count pages. They are exact however blocks lie scattered, since the cache compacts them where it must."""
+    """Bounds that count pages. They are exact however blocks lie scattered, since the cache compacts them where it must.
 
-    def __init__(self, retentions: Sequence[Retention], arena: Arena, allocator: BlockAllocator) -> None:
+    `retentions` are those of sequences without a KV policy; methods take other ones for sequences with a policy.
+    """
+
+    def __init__(self, retentions: RetentionSet, arena: Arena, allocator: BlockAllocator) -> None:
         self._retentions = retentions
         self._arena = arena
         self._allocator = allocator
 
-    def worst_case_pages(self, num_tokens: int) -> int:
+    def worst_case_pages(self, num_tokens: int, retentions: RetentionSet | None = None) -> int:
         """Return the pages that a sequence of `num_tokens` tokens needs at its peak."""
         computed = num_tokens - 1  # the last token is sampled, and no query reads its keys and values
         if computed <= 0:
             return 0
         return sum(
             -(-retention.peak_blocks(computed) // per_page)
-            for retention, per_page in zip(self._retentions, self._arena.blocks_per_page, strict=True)
+            for retention, per_page in zip(retentions or self._retentions, self._arena.blocks_per_page, strict=True)
         )
 
-    def longest_tokens(self, limit: int) -> int:
+    def longest_tokens(self, limit: int, retentions: RetentionSet | None = None) -> int:
         """Return the longest sequence, at most `limit` tokens, that fits the pool alone. Binary search."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self.worst_case_pages(middle) <= self._arena.num_pages:
+            if self.worst_case_pages(middle, retentions) <= self._arena.num_pages:
                 low = middle
             else:
                 high = middle - 1

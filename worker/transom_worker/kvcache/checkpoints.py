@@ -13,10 +13,10 @@ Terms:
     return          a request that continues a chain within `NEAR_BLOCKS` hash blocks before a checkpoint's boundary
     tail            the hash blocks before a prompt's end whose windows are kept too
 
-Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request repeats
-only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The cache learns
-the offset, 2 hash blocks. From the next prompts' ends it keeps the windows of the last two boundaries too, so that such a request
-continues at hash block 98 without a window repair (computing the tokens of a window again, `window_repair`).
+Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request
+repeats only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The
+cache learns the offset, 2 hash blocks. From the next prompts' ends it keeps the windows of the last two boundaries too, so that
+such a request continues at hash block 98 without a window repair (computing the tokens of a window again, `window_repair`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.eviction import Candidates, EvictionPolicy
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.tree import CheckpointKind, Node, PinBlocks, PrefixTree
 from transom_worker.kvcache.window_repair import repair_start
 
@@ -43,14 +43,14 @@ OFFSET_QUANTILE = 0.9  # the tail is long enough for this fraction of the return
 class Checkpoints:
     """The prefix tree with its eviction policy.
 
-    `present(group, digest)` tells whether the prefix index has a block; `pin` and `unpin` take a group and digests of its blocks.
-    `repair` tells whether window repairs are allowed.
+    `present(group, digest)` tells whether the prefix index has a block; `pin` and `unpin` take a group and digests of its
+    blocks. `repair` tells whether window repairs are allowed.
     """
 
     def __init__(
         self,
         layout: ArenaLayout,
-        retentions: Sequence[Retention],
+        retentions: RetentionSet,
         policy: EvictionPolicy,
         *,
         block_size: int,
@@ -59,24 +59,15 @@ class Checkpoints:
         pin: PinBlocks,
         unpin: PinBlocks,
     ) -> None:
-        groups = range(len(layout.groups))
-        self._retentions = retentions
-        self.sliding_groups = [group for group in groups if not retentions[group].keeps_everything]
-        full = [
-            (group, retentions[group].block_size // block_size) for group in groups if group not in self.sliding_groups
-        ]
         self._block_size = block_size
         self._stride_bytes = [group.stride_bytes for group in layout.groups]
-        self._hash_block_bytes = sum(self._stride_bytes[group] // num_hash_blocks for group, num_hash_blocks in full)
-        self._specs = tuple(group.spec for group in layout.groups)
-        self._repair = repair and bool(full)
+        self._repair = repair
         self._present = present
         self._policy = policy
         self.candidates = Candidates()
         self.counts = CheckpointCounts()
         self._return_offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
-        sliding = [(group, retentions[group].num_sink_blocks) for group in self.sliding_groups]
-        self.tree = PrefixTree(full, sliding, pin=pin, unpin=unpin)
+        self.tree = PrefixTree(retentions, pin=pin, unpin=unpin)
 
     @property
     def tail_blocks(self) -> int:
@@ -92,14 +83,14 @@ class Checkpoints:
         """
         found = []
         owner = self.tree.owner.get(digest)
-        sliding = group in self.sliding_groups
         if owner is not None:
             index = owner.boundary - len(owner.segment) + owner.segment.index(digest)
-            if not sliding or index < self._retentions[group].num_sink_blocks:
+            num_sink_blocks = dict(owner.retentions.sliding_groups).get(group)
+            if num_sink_blocks is None or index < num_sink_blocks:
                 found.append((owner, "chain"))
-        if sliding:
-            at = self.sliding_groups.index(group)
-            found += [(node, "window") for node in self.tree.nodes() if node.windows and digest in node.windows[at]]
+        for node in self.tree.nodes():
+            sliding = zip(node.retentions.sliding_groups, node.windows or (), strict=False)
+            found += [(node, "window") for (at, _), digests in sliding if at == group and digest in digests]
         return found
 
     def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:
@@ -118,8 +109,8 @@ class Checkpoints:
     def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> int:
         """Learn which checkpoint a newly admitted request returns to; return how many returns its conversation has had.
 
-        `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request of a
-        conversation returns to the end of the second: 2 returns.
+        `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request
+        of a conversation returns to the end of the second: 2 returns.
         """
         self._policy.admitted()
         limit = min(limit, len(chain))
@@ -144,16 +135,23 @@ class Checkpoints:
             self.counts.hit(base_node)
 
     def place(
-        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, *, num_returns: int, base_node: Node | None
+        self,
+        chain: Sequence[bytes],
+        boundary: int,
+        kind: CheckpointKind,
+        *,
+        retentions: RetentionSet,
+        num_returns: int,
+        base_node: Node | None,
     ) -> Node:
         """Place a checkpoint at a boundary, lock its node in place of `base_node`, and return it.
 
-        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node pins
-        its segment alone and is no checkpoint.
+        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node
+        pins its segment alone and is no checkpoint.
         """
-        node, is_new = self.tree.insert(chain, boundary, kind)
+        node, is_new = self.tree.insert(chain, boundary, kind, retentions)
         if node.windows is None:
-            windows = self._windows(chain, boundary, kind)
+            windows = self._windows(chain, boundary, kind, retentions)
             if windows is not None:
                 node.kind = kind
                 self.tree.pin_windows(node, windows)
@@ -178,8 +176,8 @@ class Checkpoints:
     def evict_one(self) -> bool:
         """Evict the leaf, or the windows of a node with children, that the policy ranks lowest; return False if nothing is left.
 
-        A sample of the nodes is compared, or all nodes if nothing of the sample can be evicted. Only pins are removed: the blocks
-        stay findable until they are allocated to another sequence.
+        A sample of the nodes is compared, or all nodes if nothing of the sample can be evicted. Only pins are removed: the
+        blocks stay findable until they are allocated to another sequence.
         """
         victim = self._lowest_ranked(self.candidates.sample()) or self._lowest_ranked(self.candidates.all())
         if (
@@ -188,7 +186,7 @@ class Checkpoints:
             victim = next((node for node in self.candidates.all() if not node.children), None)
         if victim is None:
             return False
-        if victim.windows is None or self._is_leaf(victim) or not self.sliding_groups:
+        if victim.windows is None or self._is_leaf(victim) or not victim.retentions.slides:
             self._policy.removed(victim)
             self.counts.evicted(victim)
             parent = victim.parent
@@ -229,21 +227,24 @@ class Checkpoints:
         if self.tree.merge(node):
             self.candidates.discard(node)
 
-    def _windows(self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind) -> tuple[list[bytes], ...] | None:
+    def _windows(
+        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, retentions: RetentionSet
+    ) -> tuple[list[bytes], ...] | None:
         """Return, for each sliding group, the digests of the blocks that it needs at a boundary; None if one of them is not cached.
 
         At a prompt's end the result also has the blocks that the boundaries of the tail need, as far as they are cached.
         """
         tail = self.tail_blocks if kind is CheckpointKind.PROMPT else 0
         windows = []
-        for group in self.sliding_groups:
-            retention = self._retentions[group]
-            num_sink_blocks = min(retention.num_sink_blocks, boundary)
+        for group, num_sink_blocks in retentions.sliding_groups:
+            retention = retentions[group]
             first = min(boundary, retention.first_live_block(boundary * self._block_size))
             if not all(self._present(group, digest) for digest in chain[first:boundary]):
                 return None
             earlier = first
-            while earlier > max(num_sink_blocks, first - tail) and self._present(group, chain[earlier - 1]):
+            while earlier > max(min(num_sink_blocks, boundary), first - tail) and self._present(
+                group, chain[earlier - 1]
+            ):
                 earlier -= 1
             windows.append(list(chain[earlier:boundary]))
         return tuple(windows)
@@ -290,14 +291,14 @@ class Checkpoints:
         """Return the tokens lost and the bytes freed if a leaf is evicted."""
         lost = (node.boundary - node.checkpoint_below().boundary) * self._block_size
         if node.windows is None:
-            lost = max(0, lost - self._repair_tokens(node.boundary))
-        return lost, len(node.segment) * self._hash_block_bytes + self._window_bytes(node)
+            lost = max(0, lost - self._repair_tokens(node))
+        hash_block_bytes = sum(self._stride_bytes[group] // count for group, count in node.retentions.full_groups)
+        return lost, len(node.segment) * hash_block_bytes + self._window_bytes(node)
 
     def _windows_cost(self, node: Node) -> tuple[int, int]:
         """Return the tokens lost and the bytes freed if a node's windows are evicted and its segment stays."""
         lost = (node.boundary - node.checkpoint_below().boundary) * self._block_size
-        if self._repair:
-            lost = min(lost, self._repair_tokens(node.boundary))
+        lost = min(lost, self._repair_tokens(node))
         return lost, self._window_bytes(node)
 
     def _window_bytes(self, node: Node) -> int:
@@ -307,10 +308,11 @@ class Checkpoints:
         below = node.checkpoint_below().boundary
         return sum(
             min(len(digests), node.boundary - below) * self._stride_bytes[group]
-            for group, digests in zip(self.sliding_groups, node.windows, strict=True)
+            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True)
         )
 
-    def _repair_tokens(self, boundary: int) -> int:
-        """Return how many tokens a window repair at a boundary computes; all of them if repairs are not allowed."""
-        n = boundary * self._block_size
-        return n - repair_start(self._specs, n) if self._repair else n
+    def _repair_tokens(self, node: Node) -> int:
+        """Return how many tokens a window repair at a node's boundary computes; all of them if none is possible."""
+        n = node.boundary * self._block_size
+        can_repair = self._repair and node.retentions.full_groups
+        return n - repair_start(node.retentions.specs, n) if can_repair else n

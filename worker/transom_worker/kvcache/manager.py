@@ -41,6 +41,7 @@ from transom_worker.kvcache.prefix_outcome import OutcomeCounts
 from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.kvcache.tree import CheckpointKind
@@ -71,7 +72,7 @@ class KvCache:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.window_repair = window_repair
-        self.retentions = tuple(Retention(group.spec) for group in layout.groups)
+        self.retentions = RetentionSet.of((Retention(group.spec) for group in layout.groups), block_size=block_size)
         self.arena = Arena(layout)
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
         self.registry = BlockRegistry(layout, self.pools, block_size=block_size, clock=clock)
@@ -90,7 +91,7 @@ class KvCache:
         self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.checkpoints.evict_one)
         self.running: dict[int, SequenceBlocks] = {}  # by id()
         self._publishing = Publishing(
-            self.registry, self.checkpoints, self.retentions, block_size=block_size, is_on=enable_prefix_caching
+            self.registry, self.checkpoints, block_size=block_size, is_on=enable_prefix_caching
         )
         self.compaction = Compaction(self.arena, self.pools, self.registry, self.running)
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
@@ -101,23 +102,38 @@ class KvCache:
 
     # Searching
 
-    def find(self, chain: Sequence[bytes], num_tokens: int) -> PrefixHit:
-        """Return the longest reusable prefix of `num_tokens` known tokens; at least one token is left to compute."""
+    def find(self, chain: Sequence[bytes], num_tokens: int, retentions: RetentionSet | None = None) -> PrefixHit:
+        """Return the longest reusable prefix of `num_tokens` known tokens; at least one token is left to compute.
+
+        `retentions` are those of a sequence with a KV policy.
+        """
         limit = hit_limit(num_tokens, self.block_size)
-        return find_hit(self.retentions, self.index.groups, chain, limit, window_repair=self.window_repair)
+        return find_hit(
+            retentions or self.retentions, self.index.groups, chain, limit, window_repair=self.window_repair
+        )
 
     # A sequence from its hit to its release
 
-    def begin(self, chain: list[bytes], root: bytes, *, hit: PrefixHit | None = None) -> SequenceBlocks:
+    def begin(
+        self,
+        chain: list[bytes],
+        root: bytes,
+        *,
+        hit: PrefixHit | None = None,
+        retentions: RetentionSet | None = None,
+    ) -> SequenceBlocks:
         """Start a sequence on the cached blocks of a hit (None: without any), and reference them.
 
-        Where the hit needs a window repair (computing cached tokens again for sliding windows), sliding groups get only their sink
-        blocks; the sequence computes their other blocks from `hit.start` on.
+        `retentions` are those of a sequence with a KV policy; its `chain` must have a root of its own (`hashing.chain_root`).
+
+        Where the hit needs a window repair (computing cached tokens again for sliding windows), sliding groups get only their
+        sink blocks; the sequence computes their other blocks from `hit.start` on.
         """
-        blocks = SequenceBlocks.at(hit, chain, root, self.retentions, block_size=self.block_size)
+        retentions = retentions or self.retentions
+        blocks = SequenceBlocks.at(hit, chain, root, retentions, block_size=self.block_size)
         for group, table in enumerate(blocks.tables):
             found = self.index.groups[group]
-            digests = blocks.shared_digests(group, self.retentions[group], block_size=self.block_size)
+            digests = blocks.shared_digests(group, retentions[group], block_size=self.block_size)
             shared = [found[digest] for digest in digests]
             self.registry.ref(group, shared)
             table.append(shared)
@@ -144,12 +160,12 @@ class KvCache:
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Allocate blocks of every group for positions below `end`; return False, with nothing changed, if memory is short.
 
-        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If free blocks are enough by count
-        but lie scattered over pages, active blocks are moved together, provided that `compact` allows it.
+        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If free blocks are enough by
+        count but lie scattered over pages, active blocks are moved together, provided that `compact` allows it.
         """
         needs = [
             max(0, -(-end // retention.block_size) - table.end_block)
-            for retention, table in zip(self.retentions, blocks.tables, strict=True)
+            for retention, table in zip(blocks.retentions, blocks.tables, strict=True)
         ]
         if reserve and self.allocator.pages_needed([need + reserve for need in needs]) is None:
             return False
@@ -184,7 +200,7 @@ class KvCache:
         self._publishing.publish(blocks, token_ids, processed)
         self._publishing.place_planned(blocks, processed)
         blocks.next_event_at = (processed // self.block_size + 1) * self.block_size
-        for group, (retention, table) in enumerate(zip(self.retentions, blocks.tables, strict=True)):
+        for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             if retention.keeps_everything:
                 continue
             freed = table.drop_until(retention.first_live_block(processed))

@@ -11,8 +11,8 @@ Terms:
     full groups     KV cache groups that keep every token; sliding groups keep a window, chunk or compressor state
     window repair   computing tokens `[repair_from, repair_until)` again, so that sliding groups get their blocks
 
-What a window repair computes is exact only in blocks that are live at `repair_until`; other blocks of sliding groups in that range
-are never published. Example with one window group, live blocks 6 and 7 at the repair's end, and `repair_from` in block 5:
+What a window repair computes is exact only in blocks that are live at `repair_until`; other blocks of sliding groups in that
+range are never published. Example with one window group, live blocks 6 and 7 at the repair's end, and `repair_from` in block 5:
 
     block            0 ... 4    5         6      7      8 ...
     full group       (cached)   (cached)                publish
@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.hashing import extend_chain
-from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.tree import CheckpointKind
 
@@ -39,14 +38,12 @@ class Publishing:
         self,
         registry: BlockRegistry,
         checkpoints: Checkpoints,
-        retentions: Sequence[Retention],
         *,
         block_size: int,
         is_on: bool,
     ) -> None:
         self._registry = registry
         self._checkpoints = checkpoints
-        self._retentions = retentions
         self._block_size = block_size
         self._is_on = is_on
 
@@ -54,8 +51,8 @@ class Publishing:
         """Plan an admitted sequence's checkpoints at these boundaries (in hash blocks), and one more where its chain parts from
         another.
 
-        The other chain is one that the full groups have further than the hit reaches. From a new request (`is_new`: not one that
-        was preempted) the cache learns what clients return to.
+        The other chain is one that the full groups have further than the hit reaches. From a new request (`is_new`: not one
+        that was preempted) the cache learns what clients return to.
         """
         if not self._is_on:
             return
@@ -68,15 +65,18 @@ class Publishing:
             elif blocks.base_node is not None:
                 blocks.num_returns = blocks.base_node.num_returns
             parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.needs_repair
-            if parted and any(retention.keeps_everything for retention in self._retentions):
+            if parted and blocks.retentions.full_groups:
                 planned[hit.full_groups_reach] = CheckpointKind.FORK
         planned.update(boundaries)
         blocks.planned_checkpoints = sorted(planned.items())
 
     def plan_fork_checkpoint(self, blocks: SequenceBlocks, boundary: int) -> None:
         """Plan one more checkpoint, at a boundary ahead, if there are sliding groups, whose blocks would be freed later."""
-        slides = any(not retention.keeps_everything for retention in self._retentions)
-        if self._is_on and slides and all(boundary != planned for planned, _ in blocks.planned_checkpoints):
+        if (
+            self._is_on
+            and blocks.retentions.slides
+            and all(boundary != planned for planned, _ in blocks.planned_checkpoints)
+        ):
             insort(blocks.planned_checkpoints, (boundary, CheckpointKind.FORK))
 
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
@@ -87,7 +87,7 @@ class Publishing:
             return
         if len(blocks.chain) < num_whole:
             extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
-        for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
+        for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             begin = blocks.num_published
             if blocks.is_repairing and not retention.keeps_everything:
                 begin = retention.first_live_block(blocks.repair_until)
@@ -119,7 +119,7 @@ class Publishing:
         """
         chain = blocks.chain
         owned = self._checkpoints.tree.reach(chain, boundary)
-        for group, (retention, table) in enumerate(zip(self._retentions, blocks.tables, strict=True)):
+        for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             step = retention.block_size // self._block_size
             end = boundary // step
             kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # pinned with the segment
@@ -130,5 +130,10 @@ class Publishing:
             if not self._registry.has_all(group, chain, owned // step, kept):
                 return
         blocks.base_node = self._checkpoints.place(
-            chain, boundary, kind, num_returns=blocks.num_returns, base_node=blocks.base_node
+            chain,
+            boundary,
+            kind,
+            retentions=blocks.retentions,
+            num_returns=blocks.num_returns,
+            base_node=blocks.base_node,
         )

@@ -20,12 +20,12 @@ A table also remembers what changed since the ranks were last told: blocks appen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
 
@@ -136,6 +136,7 @@ class SequenceBlocks:
     """
 
     tables: list[BlockTable]
+    retentions: RetentionSet
     chain: list[bytes]
     root: bytes
     processed: int = 0  # tokens whose step has answered
@@ -155,7 +156,7 @@ class SequenceBlocks:
 
     @classmethod
     def at(
-        cls, hit: PrefixHit | None, chain: list[bytes], root: bytes, retentions: Sequence[Retention], *, block_size: int
+        cls, hit: PrefixHit | None, chain: list[bytes], root: bytes, retentions: RetentionSet, *, block_size: int
     ) -> SequenceBlocks:
         """Return empty tables for a sequence that starts at a hit (None: at token 0); `block_size` is that of a hash block.
 
@@ -171,6 +172,7 @@ class SequenceBlocks:
             tables.append(BlockTable(num_sink_blocks=retention.num_sink_blocks, first_block=first))
         return cls(
             tables=tables,
+            retentions=retentions,
             chain=chain,
             root=root,
             processed=start,

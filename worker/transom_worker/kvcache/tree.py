@@ -5,7 +5,8 @@ Terms:
     hash block   `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
     boundary     the position behind the first n hash blocks of a chain
     node         a boundary of a chain at which requests may continue
-    segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the *full groups* (groups
+    segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the *full groups*
+    (groups
                  that keep every token) and the *sink blocks* of sliding groups (first blocks, which hold attention sinks)
     windows      the blocks that sliding groups need at the node's boundary (their live blocks); a node pins all of them or none
     checkpoint   a node with its windows: a request can continue there without computing anything again
@@ -26,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 
+from transom_worker.kvcache.retention_set import RetentionSet
+
 PinBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests of its blocks)
 
 
@@ -42,7 +45,7 @@ class CheckpointKind(StrEnum):
 
 class Node:
     """A boundary of a chain, with what it pins. `windows` has a list of digests per sliding group; None if no windows are
-    pinned.
+    pinned. `retentions` are those of the sequences with this chain: all nodes of a chain have the same.
     """
 
     __slots__ = (
@@ -55,15 +58,19 @@ class Node:
         "num_returns",
         "parent",
         "policy_state",
+        "retentions",
         "segment",
         "windows",
     )
 
-    def __init__(self, boundary: int, digest: bytes, parent: Node | None, kind: CheckpointKind) -> None:
+    def __init__(
+        self, boundary: int, digest: bytes, parent: Node | None, kind: CheckpointKind, retentions: RetentionSet
+    ) -> None:
         self.boundary = boundary  # hash blocks
         self.digest = digest  # of the last hash block before the boundary
         self.parent = parent
         self.kind = kind
+        self.retentions = retentions
         self.children: dict[Node, None] = {}  # in order of arrival
         self.segment: list[bytes] = []  # digests of hash blocks [parent.boundary, boundary)
         self.windows: tuple[list[bytes], ...] | None = None
@@ -84,22 +91,19 @@ class Node:
 class PrefixTree:
     """Pins and unpins blocks as nodes come and go. Not thread-safe.
 
-    `full_groups` are (group, hash blocks per block) of the full groups, `sliding_groups` (group, sink blocks) of the others. `pin`
-    and `unpin` are called with a group and digests of its blocks.
+    `retentions` are those of sequences without a KV policy of their own. `pin` and `unpin` are called with a group and digests
+    of its blocks.
     """
 
     def __init__(
         self,
-        full_groups: Sequence[tuple[int, int]],
-        sliding_groups: Sequence[tuple[int, int]],
+        retentions: RetentionSet,
         *,
         pin: PinBlocks,
         unpin: PinBlocks,
     ) -> None:
-        self.root = Node(0, b"", None, CheckpointKind.SYSTEM)
+        self.root = Node(0, b"", None, CheckpointKind.SYSTEM, retentions)
         self.owner: dict[bytes, Node] = {}  # by digest of a hash block
-        self.full_groups = full_groups
-        self.sliding_groups = sliding_groups
         self._pin = pin
         self._unpin = unpin
 
@@ -132,15 +136,17 @@ class PrefixTree:
         lower = self.owner[chain[boundary - 1]]
         return lower if lower.boundary == boundary else self._split(lower, boundary, chain[boundary - 1])
 
-    def insert(self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind) -> tuple[Node, bool]:
+    def insert(
+        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, retentions: RetentionSet
+    ) -> tuple[Node, bool]:
         """Return the node at a boundary of a chain, and whether it is new. Its segment's blocks must be in the prefix index."""
         reach = self.reach(chain, boundary)
         parent = self.node_at(chain, reach)
         if reach == boundary:
             return parent, False
-        node = Node(boundary, chain[boundary - 1], parent, kind)
+        node = Node(boundary, chain[boundary - 1], parent, kind, retentions)
         node.segment = list(chain[reach:boundary])
-        node.windows = None if self.sliding_groups else ()
+        node.windows = None if retentions.slides else ()
         parent.children[node] = None
         for digest in node.segment:
             self.owner[digest] = node
@@ -149,14 +155,14 @@ class PrefixTree:
 
     def pin_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
         """Pin a node's windows; the blocks must be in the prefix index."""
-        for (group, _), digests in zip(self.sliding_groups, windows, strict=True):
+        for (group, _), digests in zip(node.retentions.sliding_groups, windows, strict=True):
             self._pin(group, digests)
         node.windows = windows
 
     def unpin_windows(self, node: Node) -> None:
         """Unpin a node's windows, if it has any."""
         if node.windows is not None:
-            for (group, _), digests in zip(self.sliding_groups, node.windows, strict=True):
+            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True):
                 self._unpin(group, digests)
             node.windows = None
 
@@ -188,10 +194,10 @@ class PrefixTree:
         """Split a segment at a boundary: a new node takes the part near the root, `lower` keeps the rest. Return the new node."""
         above = lower.parent
         assert above is not None
-        upper = Node(boundary, digest, above, CheckpointKind.FORK)
+        upper = Node(boundary, digest, above, CheckpointKind.FORK, lower.retentions)
         num_upper = boundary - above.boundary
         upper.segment, lower.segment = lower.segment[:num_upper], lower.segment[num_upper:]
-        upper.windows = None if self.sliding_groups else ()
+        upper.windows = None if upper.retentions.slides else ()
         upper.num_returns = lower.num_returns
         for moved in upper.segment:
             self.owner[moved] = upper
@@ -204,11 +210,11 @@ class PrefixTree:
     def _for_each_block(self, node: Node, act: PinBlocks) -> None:
         """Call `act` for the blocks that the segment pins, group by group, the blocks farthest from the root first."""
         begin = node.boundary - len(node.segment)
-        for group, hash_blocks_per_block in self.full_groups:
+        for group, hash_blocks_per_block in node.retentions.full_groups:
             first = (
                 -begin - 1
             ) % hash_blocks_per_block  # the segment's first hash block that ends a block of the group
             act(group, reversed(node.segment[first::hash_blocks_per_block]))
-        for group, num_sink_blocks in self.sliding_groups:
+        for group, num_sink_blocks in node.retentions.sliding_groups:
             if begin < num_sink_blocks:
                 act(group, reversed(node.segment[: num_sink_blocks - begin]))

@@ -14,7 +14,7 @@ Terms, as `step.StepPlan` uses them:
 from __future__ import annotations
 
 from transom_worker.kvcache.compaction import BlockCopy
-from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import NO_ID, TIER_DEVICE, NewSequence, StepPlan
@@ -24,7 +24,7 @@ from transom_worker.scheduling.work_counts import WorkCounts
 class PlanBuilder:
     """Collects what one step computes. `retentions` has one `Retention` per KV cache group."""
 
-    def __init__(self, step_id: int, retentions: tuple[Retention, ...], work: WorkCounts) -> None:
+    def __init__(self, step_id: int, retentions: RetentionSet, work: WorkCounts) -> None:
         self.plan = StepPlan(step_id=step_id)
         self.rows: list[Sequence] = []
         self._columns: list[tuple[int, ...]] = []  # one tuple per row; `finish` turns them into the plan's arrays
