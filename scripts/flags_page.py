@@ -161,6 +161,8 @@ def _values(name: str, field: FieldInfo) -> str:
         return "text, repeatable"
     if name == "kv_cache_memory_bytes":
         return "bytes, or text such as `512MiB`"
+    if name == "swap_space":
+        return "GiB, or text such as `512MiB`"
     words = {int: "integer", float: "number", str: "text", bool: "on, off"}[kinds[0]]
     limits = [text for constraint in field.metadata for text in _limits(constraint)]
     return ", ".join([words, *limits])

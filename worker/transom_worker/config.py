@@ -10,6 +10,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LogFormat = Literal["text", "json"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
 
 DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
 
@@ -34,13 +35,14 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The KV pool: tokens per block, size, whether blocks of ended requests can be hit, and whether evicted windows are
-    repaired."""
+    repaired. `swap_space_bytes` is the size of each rank's host tier, 0 for none."""
 
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
     enable_prefix_caching: bool = True
     window_repair: bool = True
+    swap_space_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class SchedulerConfig:
     """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`.
 
     Steps with prompts should take `target_step_s` seconds at most while other requests decode or wait; None: no limit.
+    `preemption_mode` says what becomes of a preempted sequence's blocks where there is a host tier.
     """
 
     max_num_seqs: int = 64
@@ -56,6 +59,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     steps_in_flight: int = 1
     target_step_s: float | None = None
+    preemption_mode: PreemptionMode = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

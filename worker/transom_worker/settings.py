@@ -24,6 +24,7 @@ from transom_worker.config import (
     LimitsConfig,
     LogFormat,
     ModelConfig,
+    PreemptionMode,
     PriorityConfig,
     RanksConfig,
     RoutingPolicy,
@@ -38,7 +39,7 @@ NOT_YET: dict[str, tuple[object, str]] = {
     # setting: (the only value supported so far, what to do)
     "kv_cache_dtype": ("auto", "keep the cache in the model's dtype"),
     "swap_space": (0.0, "there is no host tier yet"),
-    "preemption_mode": ("recompute", "preempted requests are recomputed"),
+    "preemption_mode": ("auto", "preempted requests are recomputed"),
 }
 
 
@@ -196,8 +197,17 @@ class Settings(BaseModel):
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
     )
     kv_cache_dtype: str = "auto"
-    swap_space: float = Field(0.0, ge=0)
-    preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
+    swap_space: float = Field(
+        0.0,
+        ge=0,
+        description="Memory of each rank's host tier, in GiB or with a unit such as 512MiB: KV blocks that are evicted from the "
+        "KV pool go there, and come back when a prompt hits them; 0: no host tier. See docs/kv_cache.md.",
+    )
+    preemption_mode: PreemptionMode = Field(
+        "auto",
+        description="What happens to the KV of a request that is preempted: swap moves it to the host tier, recompute drops it; "
+        "auto chooses what takes less time. Without a host tier always recompute.",
+    )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
@@ -261,6 +271,8 @@ class Settings(BaseModel):
         memory = values.get("kv_cache_memory_bytes")
         if isinstance(memory, str):
             values["kv_cache_memory_bytes"] = parse_bytes(memory, name="kv_cache_memory_bytes")
+        if isinstance(values.get("swap_space"), str):
+            values["swap_space"] = gibibytes(values["swap_space"], name="swap_space")
         if isinstance(values.get("api_key"), str):
             values["api_key"] = (values["api_key"],)
         try:
@@ -336,6 +348,7 @@ class Settings(BaseModel):
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
                 window_repair=self.window_repair,
+                swap_space_bytes=int(self.swap_space * 2**30),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -345,6 +358,7 @@ class Settings(BaseModel):
                 steps_in_flight=self.steps_in_flight
                 or (2 if self.device == "cuda" or self.tensor_parallel_size > 1 else 1),
                 target_step_s=self.target_step_s or None,
+                preemption_mode=self.preemption_mode,
             ),
             ranks=RanksConfig(size=self.tensor_parallel_size, step_timeout_s=self.step_timeout_s),
             num_threads=self.num_threads,
@@ -399,6 +413,14 @@ class Settings(BaseModel):
             tracing=self._tracing_config(),
             log_format=self.log_format,
         )
+
+
+def gibibytes(text: str, *, name: str) -> float:
+    """Return a size in GiB: a number without a unit counts GiB, as in vLLM."""
+    try:
+        return float(text)
+    except ValueError:
+        return parse_bytes(text, name=name) / 2**30
 
 
 def _describe(problem: Any) -> str:

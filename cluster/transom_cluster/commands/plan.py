@@ -26,6 +26,7 @@ def plan(
         int | None, typer.Option(min=1, max=2, help="2 as with --device cuda; unset, 2 with several ranks, else 1.")
     ] = None,
     hybrid_kv_cache: Annotated[bool, typer.Option(help="Off: every layer keeps full length.")] = True,
+    swap_space: Annotated[str, typer.Option(help="Host tier of each rank: GiB, or such as 512MiB.")] = "0",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights."""
@@ -34,6 +35,7 @@ def plan(
     from transom_worker.errors import ConfigError, ModelError
     from transom_worker.model_files.resolve import resolve_config
     from transom_worker.planner import plan_from_config
+    from transom_worker.settings import gibibytes
 
     try:
         result = plan_from_config(
@@ -46,6 +48,7 @@ def plan(
             kv_cache_dtype=kv_cache_dtype,
             hybrid=hybrid_kv_cache,
             steps_in_flight=steps_in_flight or (2 if tensor_parallel_size > 1 else 1),
+            host_bytes=int(gibibytes(swap_space, name="--swap-space") * 2**30),
         )
     except (ConfigError, ModelError) as error:
         typer.echo(f"transom: {error}", err=True)

@@ -26,6 +26,11 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> N
     console.print(
         f"{plan.num_pages:,} pages of {plan.page_bytes:,} bytes; blocks leave at most {plan.waste:.2%} of a page unused"
     )
+    if plan.host_layout is not None:
+        console.print(
+            f"Host tier: {readable(plan.host_layout.pool_bytes)}{' on each rank' if ranks > 1 else ''}, "
+            f"{plan.host_layout.num_pages:,} pages of the same blocks, for evicted prefixes and preempted requests"
+        )
     for line in rank_lines(plan.ranks):
         console.print(line)
     if plan.replicated:

@@ -60,7 +60,7 @@ class PrefixTable:
         """Apply changes of a holder's blocks in their order; return how many more blocks it has (fewer: negative)."""
         digests = np.frombuffer(b"".join([b"".join(run.digests) for run in runs]), dtype=np.uint64)
         lengths = array("q")
-        for action, group, of_run in runs:
+        for action, group, of_run, _ in runs:
             lengths.extend((group, action == "added", len(of_run)))
         changes = np.frombuffer(lengths, np.int64).reshape(-1, 3)
         cursor = np.zeros(4, np.int64)

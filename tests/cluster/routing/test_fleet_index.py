@@ -15,6 +15,7 @@ from transom_cluster.routing.index_code import NUM_PARTS
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.tiers import DEVICE
 
 SHAPE = CacheShape(
     groups=(
@@ -99,7 +100,7 @@ def test_changes_that_say_nothing_new_change_nothing() -> None:
 def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int) -> None:
     rng = random.Random(seed)
     groups: tuple[dict[bytes, int], ...] = ({}, {})
-    log = ChangeLog(groups)
+    log = ChangeLog((groups,))
     log.max_unread = 12
     index = FleetPrefixIndex()
     mirrors = [index.join(SHAPE), index.join(SHAPE)]
@@ -110,11 +111,11 @@ def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int) -> N
         digests = rng.sample(CHAIN, rng.randrange(1, 4))
         if new := [digest for digest in digests if digest not in groups[group]]:
             groups[group].update(dict.fromkeys(new, 0))
-            log.add("added", group, new)
+            log.add("added", DEVICE, group, new)
         elif digests:
             for digest in digests:
                 del groups[group][digest]
-            log.add("removed", group, digests)
+            log.add("removed", DEVICE, group, digests)
         if rng.random() < 0.2 and (change := log.take()) is not None:
             assert change.whole or sum(len(run.digests) for run in change.runs) <= 12
             for mirror in mirrors:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tests.worker.kvcache.cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
 from tests.worker.kvcache.rank_model import RankTable, Slab, prefix_tags
-from transom_worker.kvcache.compaction import BlockCopy
+from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.manager import KvCache
@@ -280,7 +280,7 @@ class CacheDriver:
         assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
         for group in stats.groups:
             assert sum(group.residency.counts) == sum(group.evicted_blocks.values())
-        if not self.cache.compaction.copies and not self.steps:  # else contents are still on their way
+        if not self.cache.copies.waiting and not self.steps:  # else contents are still on their way
             for index, found in enumerate(self.cache.index.groups):
                 for digest, block in found.items():
                     assert self.slab.block(index, block) == self.truth[index, digest]

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.layout import ArenaLayout
 
 Content = tuple[int, bytes]  # (position, digest of the tokens up to it)
@@ -60,9 +61,9 @@ class Slab:
         offset = position % self._layout.groups[group].spec.block_size
         self._contents[group].setdefault(block, {})[offset] = content
 
-    def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
         """(group, source, target), one after the other; a target then holds what its source held and nothing else."""
-        for group, source, target in copies:
+        for group, source, target, *_ in copies:
             self._claim(group, target)
             self._contents[group][target] = dict(self._contents[group].get(source, {}))
 

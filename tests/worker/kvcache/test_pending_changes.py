@@ -8,6 +8,7 @@ import pytest
 
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.events import KvRun, KvUpdate
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.pending_changes import PendingChanges
 
 DIGESTS = [bytes([i]) * 32 for i in range(8)]
@@ -44,24 +45,26 @@ def test_changes_that_cancel_out_are_left_out_but_their_version_is_not() -> None
 def test_mirrors_that_read_at_any_time_follow_the_index(seed: int) -> None:
     """Random changes, whole indexes in between (too many changes, resyncs), two readers at their own pace."""
     rng = random.Random(seed)
-    index: tuple[dict[bytes, int], ...] = ({}, {})
-    log = ChangeLog(index)
+    index: tuple[tuple[dict[bytes, int], ...], ...] = (({}, {}), ({}, {}))  # by tier and group
+    log = ChangeLog(index, LoadRates(1, (1, 1)))
     log.max_unread = 12
     readers = [PendingChanges(), PendingChanges()]
-    mirrors: list[list[set[bytes]]] = [[set(), set()], [set(), set()]]
-    versions = [0, 0]
+    mirrors = [MirrorOfTiers(), MirrorOfTiers()]
     for reader in readers:
         reader.add(log.whole())
     for step in range(300):
-        group = rng.randrange(2)
+        tier, group = rng.randrange(2), rng.randrange(2)
+        found = index[tier][group]
         chosen = rng.sample(DIGESTS, rng.randrange(1, 5))
-        new = [digest for digest in chosen if digest not in index[group]]
+        new = [digest for digest in chosen if digest not in found]
         if new:
-            index[group].update(dict.fromkeys(new, 0))
+            found.update(dict.fromkeys(new, 0))
         else:
             for digest in chosen:
-                del index[group][digest]
-        log.add("added" if new else "removed", group, new or chosen)
+                del found[digest]
+        log.add("added" if new else "removed", tier, group, new or chosen)
+        if rng.random() < 0.1:
+            log.set_rates(LoadRates(rng.randrange(9), (rng.randrange(9), 1)))
         if rng.random() < 0.3 and (update := log.take()) is not None:
             for reader in readers:
                 reader.add(update)
@@ -69,26 +72,34 @@ def test_mirrors_that_read_at_any_time_follow_the_index(seed: int) -> None:
                 readers[0].add(log.whole())
             for at in range(2):
                 if rng.random() < 0.3 or step > 290:
-                    versions[at] = apply(readers[at].take(), mirrors[at], versions[at])
-                    assert tuple(mirrors[at]) == tuple(map(set, index))
-                    assert versions[at] == log.version
+                    mirrors[at].apply(readers[at].take())
+                    assert mirrors[at].tiers == [[set(found) for found in groups] for groups in index]
+                    assert (mirrors[at].version, mirrors[at].rates) == (log.version, log.rates)
 
 
-def apply(update: KvUpdate | None, mirror: list[set[bytes]], version: int) -> int:
-    """Apply an update strictly: it removes only what is there and adds only what is not. Returns the mirror's version."""
-    if update is None:
-        return version
-    if update.whole:
-        for found in mirror:
-            found.clear()
-    else:
-        assert update.after == version
-    for action, group, digests in update.runs:
-        assert len(set(digests)) == len(digests)
-        if action == "added":
-            assert not mirror[group].intersection(digests)
-            mirror[group].update(digests)
+class MirrorOfTiers:
+    """Applies updates strictly: it removes only what is there and adds only what is not."""
+
+    def __init__(self) -> None:
+        self.tiers: list[list[set[bytes]]] = [[set(), set()], [set(), set()]]
+        self.version = 0
+        self.rates: LoadRates | None = None
+
+    def apply(self, update: KvUpdate | None) -> None:
+        if update is None:
+            return
+        if update.whole:
+            self.tiers = [[set(), set()], [set(), set()]]
         else:
-            assert mirror[group].issuperset(digests)
-            mirror[group].difference_update(digests)
-    return update.version
+            assert update.after == self.version
+        for action, group, digests, tier in update.runs:
+            mirror = self.tiers[tier][group]
+            assert len(set(digests)) == len(digests)
+            if action == "added":
+                assert not mirror.intersection(digests)
+                mirror.update(digests)
+            else:
+                assert mirror.issuperset(digests)
+                mirror.difference_update(digests)
+        self.rates = update.rates or self.rates
+        self.version = update.version

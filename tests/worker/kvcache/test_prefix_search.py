@@ -9,10 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from tests.worker.kvcache.cache_model import MIXES, cheapest_hit, slow_hit, spec
+from tests.worker.kvcache.cache_model import MIXES, cheapest_hit, live_blocks, slow_hit, spec
 from tests.worker.kvcache.window_repair_model import COMPRESSED, RULES, Layout, make_groups
 from transom_worker.kvcache import prefix_outcome
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix_outcome import classify
 from transom_worker.kvcache.prefix_search import find_hit, hit_limit
@@ -72,6 +73,47 @@ def test_a_repair_is_chosen_by_what_it_saves() -> None:
         found = [everything, set(DIGESTS[:window_until])]
         hit = find_hit(retentions, found, DIGESTS, reach, window_repair=True)
         assert (hit.num_hash_blocks, hit.start) == expected
+
+
+@settings(max_examples=num_examples(daily=200, exhaustive=600), deadline=None)
+@given(
+    st.sampled_from(MIXES),
+    st.data(),
+    st.integers(0, UNITS + 3),
+    st.booleans(),
+    st.integers(0, 50),
+    st.lists(st.integers(0, 80), min_size=3, max_size=3),
+)
+def test_a_hit_on_two_tiers_is_the_cheaper_one(
+    mix: tuple[str, ...], data: st.DataObject, limit: int, window_repair: bool, token_ns: int, block_ns: list[int]
+) -> None:
+    """Of the best hit on the device and the best one on both tiers the one is taken that is earlier at the next token."""
+    specs = [spec(name, block_size=4) for name in mix]
+    retentions = [Retention(s) for s in specs]
+    found = [data.draw(presence()) for _ in specs]
+    host = [data.draw(presence()) for _ in specs]
+    rates = LoadRates(token_ns, tuple(block_ns[: len(specs)]))
+    hit = find_hit(retentions, found, DIGESTS, limit, window_repair=window_repair, host=host, rates=rates)
+    choices = []
+    for sets in (found, [on_device | in_host for on_device, in_host in zip(found, host, strict=True)]):
+        units, start = cheapest_hit(specs, sets, DIGESTS, limit, unit=4, window_repair=window_repair)
+        loads = [
+            sum(digest not in on_device for digest in needed_digests(s, units, start))
+            for s, on_device in zip(specs, found, strict=True)
+        ]
+        cost_ns = (limit * 4 - start) * token_ns + sum(n * ns for n, ns in zip(loads, rates.block_ns, strict=True))
+        choices.append((cost_ns, -start, units, start, tuple(loads)))
+    _, _, units, start, loaded = min(choices)
+    assert (hit.num_hash_blocks, hit.start, hit.num_loaded) == (units, start, loaded if any(loaded) else ())
+    assert hit.device_start == (choices[0][3] if any(loaded) else hit.start)
+    assert hit.num_hash_blocks <= hit.full_groups_reach <= hit.limit <= UNITS
+
+
+def needed_digests(group: GroupSpec, units: int, start: int) -> list[bytes]:
+    """What a sequence that starts at this hit reads of the cache, block by block."""
+    if start < units * 4 and not group.keeps_everything:  # a repair computes the windows again
+        return [DIGESTS[block] for block in range(min(group.num_sink_blocks, units))]
+    return [DIGESTS[block] for block in sorted(live_blocks(group, units * 4))]
 
 
 def test_sink_blocks_must_be_there_for_a_repair() -> None:

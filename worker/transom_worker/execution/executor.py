@@ -81,6 +81,11 @@ class ExecutorInfo:
         """The arena's layout: where every block lies."""
         return self.plan.layout
 
+    @property
+    def host_layout(self) -> ArenaLayout | None:
+        """The layout of the host tier's arena; None if there is no host tier."""
+        return self.plan.host_layout
+
 
 class Executor(ABC):
     """Runs plans on every rank of a worker.

@@ -24,6 +24,7 @@ from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.sequence import BlockTable
 from transom_worker.kvcache.stats import GroupStats
+from transom_worker.kvcache.tiers import DEVICE
 
 REMEMBERED_EVICTIONS = 262_144  # digests, to tell an evicted prefix from one that was never seen
 
@@ -40,7 +41,7 @@ class BlockRegistry:
         self._hash_blocks_per_block = [group.spec.block_size // block_size for group in layout.groups]
         self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
-        self.changes = ChangeLog(self.index.groups)
+        self.changes = ChangeLog(self.index.tiers)
         self._touched: tuple[set[int], ...] | None = None  # by group; None while no block map is watched
 
     def has(self, group: int, digest: bytes) -> bool:
@@ -68,7 +69,7 @@ class BlockRegistry:
                 published[block] = (digest, logical)
                 published_now.append(digest)
         if published_now:
-            self.changes.add("added", group, published_now)
+            self.changes.add("added", DEVICE, group, published_now)
             if self._touched is not None:
                 self._touched[group].update(map(found.__getitem__, published_now))
 
@@ -109,7 +110,7 @@ class BlockRegistry:
         self.index.remove(group, digests)
         self._times[group].evicted(blocks)
         self._evicted[group][reason] += len(blocks)
-        self.changes.add("removed", group, digests)
+        self.changes.add("removed", DEVICE, group, digests)
         if self._touched is not None:
             self._touched[group].update(blocks)
 

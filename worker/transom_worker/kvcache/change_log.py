@@ -1,7 +1,8 @@
 """`ChangeLog`: records the changes of the prefix index, in order, until the engine takes them and sends them to routers.
 
-The prefix index maps each cached block's digest (a hash of its tokens and all tokens before them) to its block id. Its *version* is
-the number of changes since start: publishing 3 blocks and evicting 1 brings version 10 to version 14.
+The prefix index maps each cached block's digest (a hash of its tokens and all tokens before them) to its block id, per tier and
+group. Its *version* is the number of changes since start: publishing 3 blocks and evicting 1 brings version 10 to version 14. New
+load rates are one change, since they change what a search finds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from transom_worker.kvcache.events import KvRun, KvUpdate
+from transom_worker.kvcache.load_rates import LoadRates
 
 MAX_UNREAD_CHANGES = 65_536
 
@@ -17,20 +19,29 @@ MAX_UNREAD_CHANGES = 65_536
 class ChangeLog:
     """Counts every change of the index, and keeps the changes that were not taken yet, at most `max_unread` of them.
 
-    `groups` is the index itself: per group a block id by digest. When there are too many changes, `take` returns the whole index.
+    `tiers` is the index itself: per tier and group a block id by digest. When there are too many changes, `take` returns the whole
+    index. `rates` are the present load rates; None without a host tier.
     """
 
-    def __init__(self, groups: Sequence[Mapping[bytes, int]]) -> None:
+    def __init__(self, tiers: Sequence[Sequence[Mapping[bytes, int]]], rates: LoadRates | None = None) -> None:
         self.version = 0
-        self._groups = groups
+        self.rates = rates
+        self._tiers = tiers
         self.max_unread = MAX_UNREAD_CHANGES
         self.unread_runs: list[KvRun] = []
         self._taken = 0  # version up to which changes were taken
         self._num_unread = 0
+        self._has_new_rates = False
 
-    def add(self, action: Literal["added", "removed"], group: int, digests: Sequence[bytes]) -> None:
-        """Record that blocks of one group were added to the index or removed from it."""
-        self._note(KvRun(action, group, tuple(digests)), len(digests))
+    def add(self, action: Literal["added", "removed"], tier: int, group: int, digests: Sequence[bytes]) -> None:
+        """Record that blocks of one group were added to a tier's index or removed from it."""
+        self._note(KvRun(action, group, tuple(digests), tier), len(digests))
+
+    def set_rates(self, rates: LoadRates) -> None:
+        """Record that other load rates hold from now on."""
+        self.rates = rates
+        self.version += 1
+        self._has_new_rates = True
 
     def take(self) -> KvUpdate | None:
         """Return the changes since the last call, or the whole index if they are too many; None if there are none."""
@@ -39,16 +50,22 @@ class ChangeLog:
         if self._num_unread > self.max_unread:
             update = self.whole()
         else:
-            update = KvUpdate(after=self._taken, version=self.version, runs=tuple(self.unread_runs))
+            rates = self.rates if self._has_new_rates else None
+            update = KvUpdate(after=self._taken, version=self.version, runs=tuple(self.unread_runs), rates=rates)
         self.unread_runs = []
         self._num_unread = 0
+        self._has_new_rates = False
         self._taken = self.version
         return update
 
     def whole(self) -> KvUpdate:
         """Return the whole index. The changes that `take` will return stay."""
-        runs = tuple(KvRun("added", group, tuple(found)) for group, found in enumerate(self._groups))
-        return KvUpdate(after=self.version, version=self.version, runs=runs, whole=True)
+        runs = tuple(
+            KvRun("added", group, tuple(found), tier)
+            for tier, groups in enumerate(self._tiers)
+            for group, found in enumerate(groups)
+        )
+        return KvUpdate(after=self.version, version=self.version, runs=runs, whole=True, rates=self.rates)
 
     def _note(self, run: KvRun, count: int) -> None:
         self.version += count

@@ -20,22 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from heapq import nsmallest
-from typing import NamedTuple
 
 from transom_worker.kvcache.arena import Arena
+from transom_worker.kvcache.block_copies import CopyQueue
 from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.sequence import SequenceBlocks
-
-
-class BlockCopy(NamedTuple):
-    """One moved block of a group: the ranks copy its contents from block `source` to block `target` before the next forward
-    pass.
-    """
-
-    group: int
-    source: int
-    target: int
 
 
 class Compaction:
@@ -47,13 +37,14 @@ class Compaction:
         pools: Sequence[GroupPool],
         registry: BlockRegistry,
         running: Mapping[int, SequenceBlocks],
+        copies: CopyQueue,
     ) -> None:
         self.num_moved = 0  # blocks, since start
         self._arena = arena
         self._pools = pools
         self._registry = registry
         self._running = running
-        self.copies: list[BlockCopy] = []
+        self._copies = copies
 
     def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
@@ -67,11 +58,6 @@ class Compaction:
                 if self._pools[group].refs[block]:
                     self._move(group, block, cleared)
 
-    def take_copies(self) -> list[BlockCopy]:
-        """Return the moves since the last call, in order; the next plan must carry them."""
-        copies, self.copies = self.copies, []
-        return copies
-
     def _move(self, group: int, source: int, cleared: set[int]) -> None:
         """Move an active block into the busy page with fewest free blocks that is not one of the `cleared` pages."""
         pool = self._pools[group]
@@ -81,7 +67,7 @@ class Compaction:
         assert target is not None
         pool.move(source, target)
         self._registry.moved(group, source, target)
-        self.copies.append(BlockCopy(group, source, target))
+        self._copies.add(group, source, target)
         self.num_moved += 1
         for blocks in self._running.values():
             table = blocks.tables[group]

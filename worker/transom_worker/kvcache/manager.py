@@ -28,11 +28,12 @@ from collections.abc import Callable, Sequence
 
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
+from transom_worker.kvcache.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
 from transom_worker.kvcache.capacity import Capacity
 from transom_worker.kvcache.checkpoints import Checkpoints
-from transom_worker.kvcache.compaction import BlockCopy, Compaction
+from transom_worker.kvcache.compaction import Compaction
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
@@ -93,7 +94,8 @@ class KvCache:
         self._publishing = Publishing(
             self.registry, self.checkpoints, block_size=block_size, is_on=enable_prefix_caching
         )
-        self.compaction = Compaction(self.arena, self.pools, self.registry, self.running)
+        self.copies = CopyQueue()
+        self.compaction = Compaction(self.arena, self.pools, self.registry, self.running, self.copies)
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
         self.snapshots = CacheSnapshots(
@@ -133,7 +135,7 @@ class KvCache:
         blocks = SequenceBlocks.at(hit, chain, root, retentions, block_size=self.block_size)
         for group, table in enumerate(blocks.tables):
             found = self.index.groups[group]
-            digests = blocks.shared_digests(group, retentions[group], block_size=self.block_size)
+            digests = blocks.shared_digests(retentions[group], block_size=self.block_size)
             shared = [found[digest] for digest in digests]
             self.registry.ref(group, shared)
             table.append(shared)
@@ -254,8 +256,8 @@ class KvCache:
         return self.registry.changes.whole()
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return the block copies of compaction since the last call; the next plan must carry them."""
-        return self.compaction.take_copies()
+        """Return the block copies since the last call, in order; the next plan must carry them."""
+        return self.copies.take()
 
     def stats(self) -> CacheStats:
         """Return pages and blocks by state, and evictions and outcomes since start."""

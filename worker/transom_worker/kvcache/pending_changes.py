@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from transom_worker.kvcache.events import KvRun, KvUpdate
+from transom_worker.kvcache.load_rates import LoadRates
 
 
 class PendingChanges:
@@ -23,7 +24,9 @@ class PendingChanges:
         self._has_index = False
         self._after = 0
         self._version = 0
-        self._by_digest: dict[int, dict[bytes, Literal["added", "removed"]]] = {}  # by group: the net effect
+        # By (tier, group): the net effect.
+        self._by_digest: dict[tuple[int, int], dict[bytes, Literal["added", "removed"]]] = {}
+        self._rates: LoadRates | None = None  # that the mirror does not have
 
     @property
     def has_whole(self) -> bool:
@@ -39,11 +42,12 @@ class PendingChanges:
         """Add the next update. Updates before the first whole index are ignored, since a mirror can do nothing with them."""
         if update.whole:
             self._whole, self._has_index = update, True
-            self._by_digest = {}
+            self._by_digest, self._rates = {}, None
             self._after = self._version = update.version
         elif self._has_index:
             assert update.after == self._version
             self._version = update.version
+            self._rates = update.rates or self._rates
             for run in update.runs:
                 self._add_run(run)
 
@@ -52,16 +56,19 @@ class PendingChanges:
         if self.is_empty:
             return None
         runs = self._whole.runs if self._whole else ()
-        for group, by_digest in self._by_digest.items():
+        for (tier, group), by_digest in self._by_digest.items():
             for action in ("removed", "added"):
                 if digests := tuple(digest for digest, change in by_digest.items() if change == action):
-                    runs += (KvRun(action, group, digests),)
-        update = KvUpdate(after=self._after, version=self._version, runs=runs, whole=self._whole is not None)
-        self._whole, self._by_digest, self._after = None, {}, self._version
+                    runs += (KvRun(action, group, digests, tier),)
+        rates = self._rates or (self._whole.rates if self._whole else None)
+        update = KvUpdate(
+            after=self._after, version=self._version, runs=runs, whole=self._whole is not None, rates=rates
+        )
+        self._whole, self._by_digest, self._rates, self._after = None, {}, None, self._version
         return update
 
     def _add_run(self, run: KvRun) -> None:
-        by_digest = self._by_digest.setdefault(run.group, {})
+        by_digest = self._by_digest.setdefault((run.tier, run.group), {})
         for digest in run.digests:
             # The index adds only what it has not and removes only what it has, so that a second change undoes the first.
             if by_digest.pop(digest, run.action) == run.action:

@@ -25,12 +25,16 @@ wins.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import or_
 
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.window_repair import repair_start
 
 _LOOKUP_BLOCKS = 512  # hash blocks that are looked up at once
+
+Present = tuple[Collection[bytes], ...]  # one group's digests, by tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,8 @@ class PrefixHit:
     start: int  # first token to compute
     full_groups_reach: int  # leading hash blocks that the full groups hold; at least `num_hash_blocks`
     limit: int  # largest boundary that the prompt's length allows
+    device_start: int = 0  # where the sequence would start without the host tier; `start` if nothing is loaded
+    num_loaded: tuple[int, ...] = ()  # by group: blocks to load from the host tier; empty if none
 
     def needs_repair(self, block_size: int) -> bool:
         """Return whether windows must be repaired; `block_size` is the size of a hash block in tokens."""
@@ -63,10 +69,58 @@ def find_hit(
     limit: int,
     *,
     window_repair: bool,
+    host: Sequence[Collection[bytes]] | None = None,
+    rates: LoadRates | None = None,
 ) -> PrefixHit:
     """Return the hit that leaves fewest tokens to compute, at a boundary of at most `limit`.
 
-    `found[g]` has the digests of group `g`'s cached blocks. Two boundaries compete:
+    `found[g]` has the digests of group `g`'s cached blocks on the device, `host[g]` those of its blocks in the host tier, if there
+    is one. Then two hits compete: one on the device's blocks alone, and one on the blocks of both tiers. The second is taken if
+    loading its blocks from the host takes no longer than computing the tokens that it spares, by `rates`.
+
+    The smallest block of all groups is the hash block.
+    """
+    present = [(group,) for group in found]
+    hit = _hit_on(retentions, present, digests, limit, window_repair=window_repair)
+    block_size = min(retention.block_size for retention in retentions)
+    if host is None or rates is None or hit.start == hit.limit * block_size or not any(host):
+        return hit
+    either = [(group, in_host) for group, in_host in zip(found, host, strict=True)]
+    with_loads = _hit_on(retentions, either, digests, limit, window_repair=window_repair)
+    num_loaded = tuple(
+        sum(digest not in group for digest in shared_digests(retention, digests, with_loads, block_size=block_size))
+        for retention, group in zip(retentions, found, strict=True)
+    )
+    if (with_loads.start - hit.start) * rates.token_ns >= rates.load_ns(num_loaded):
+        return replace(with_loads, device_start=hit.start, num_loaded=num_loaded if any(num_loaded) else ())
+    return replace(hit, full_groups_reach=with_loads.full_groups_reach)
+
+
+def shared_digests(
+    retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int
+) -> Sequence[bytes]:
+    """Return the digests of the cached blocks that a hit gives to a group, in order: sink blocks first."""
+    boundary = hit.num_hash_blocks
+    if retention.keeps_everything:
+        step = retention.block_size // block_size
+        return digests[step - 1 : boundary : step]
+    sinks = digests[: min(retention.num_sink_blocks, boundary)]
+    if hit.needs_repair(block_size):
+        return sinks
+    return [*sinks, *digests[retention.first_live_block(hit.start) : boundary]]
+
+
+def _hit_on(
+    retentions: Sequence[Retention],
+    found: Sequence[Present],
+    digests: Sequence[bytes],
+    limit: int,
+    *,
+    window_repair: bool,
+) -> PrefixHit:
+    """Return the hit that leaves fewest tokens to compute, whatever its blocks' tiers.
+
+    Two boundaries compete:
 
     - the largest boundary at which every group has the blocks that it needs;
     - the largest boundary below which the full groups have all their blocks and every sink block is there, with a window repair.
@@ -74,15 +128,13 @@ def find_hit(
     The second wins if it leaves no more tokens to compute, because it shares more blocks. No other boundary can win: the repair of
     a larger boundary never starts further back than that of a smaller one. A repair that starts at token 0 saves nothing and is not
     taken.
-
-    The smallest block of all groups is the hash block.
     """
     block_size = min(retention.block_size for retention in retentions)
     limit = min(limit, len(digests))
 
     # The largest boundary for which the full groups, and then all sink blocks too, are cached.
     full_groups_reach, repairable = limit, False
-    sliding: list[tuple[Retention, Collection[bytes]]] = []
+    sliding: list[tuple[Retention, Present]] = []
     for retention, group in zip(retentions, found, strict=True):
         if retention.keeps_everything:
             full_groups_reach = _leading_boundary(group, digests, full_groups_reach, retention.block_size // block_size)
@@ -104,10 +156,11 @@ def find_hit(
         start=start * block_size,
         full_groups_reach=full_groups_reach,
         limit=limit,
+        device_start=start * block_size,
     )
 
 
-def _leading_boundary(group: Collection[bytes], digests: Sequence[bytes], end: int, hash_blocks_per_block: int) -> int:
+def _leading_boundary(group: Present, digests: Sequence[bytes], end: int, hash_blocks_per_block: int) -> int:
     """Return the largest boundary up to `end` whose whole blocks are all found in one group."""
     num_blocks = end // hash_blocks_per_block
     for begin in range(0, num_blocks, _LOOKUP_BLOCKS):
@@ -119,7 +172,7 @@ def _leading_boundary(group: Collection[bytes], digests: Sequence[bytes], end: i
     return end
 
 
-def _sink_boundary(group: Collection[bytes], digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
+def _sink_boundary(group: Present, digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
     """Return the largest boundary up to `end` whose sink blocks are all found."""
     missing = _presence(group, digests[: min(end, num_sink_blocks)]).find(0)
     return end if missing < 0 else missing
@@ -136,9 +189,13 @@ def _largest_boundary(searches: list[_WindowSearch], at: int, floor: int) -> int
     return at
 
 
-def _presence(group: Collection[bytes], digests: Sequence[bytes]) -> bytes:
-    """Return a byte per digest: 1 if the group has its block, else 0."""
-    return bytes(map(group.__contains__, digests))
+def _presence(group: Present, digests: Sequence[bytes]) -> bytes:
+    """Return a byte per digest: 1 if the group has its block in any tier, else 0."""
+    present = bytes(map(group[0].__contains__, digests))
+    for tier in group[1:]:
+        if 0 in present:
+            present = bytes(map(or_, present, map(tier.__contains__, digests)))
+    return present
 
 
 class _WindowSearch:
@@ -149,7 +206,7 @@ class _WindowSearch:
     missing: boundaries 16 to 20 are no hits, and the search continues at boundary 15 or below.
     """
 
-    def __init__(self, retention: Retention, group: Collection[bytes], digests: Sequence[bytes], end: int) -> None:
+    def __init__(self, retention: Retention, group: Present, digests: Sequence[bytes], end: int) -> None:
         self._first_live = retention.first_live_at(end)
         self._largest_free_boundary = retention.boundaries_without_live_blocks(end)
         self._group, self._digests = group, digests

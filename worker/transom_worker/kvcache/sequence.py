@@ -20,10 +20,11 @@ A table also remembers what changed since the ranks were last told: blocks appen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from transom_worker.kvcache.prefix_search import PrefixHit
+from transom_worker.kvcache.prefix_search import PrefixHit, shared_digests
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.tree import CheckpointKind, Node
@@ -202,14 +203,9 @@ class SequenceBlocks:
         """
         return self.num_published - 1 if self.needs_repair else self.num_published
 
-    def shared_digests(self, group: int, retention: Retention, *, block_size: int) -> list[bytes]:
+    def shared_digests(self, retention: Retention, *, block_size: int) -> Sequence[bytes]:
         """Return the digests of the cached blocks that the hit gives to a group, in the table's order."""
-        num_hash_blocks = self.num_published
-        if retention.keeps_everything:
-            step = retention.block_size // block_size
-            return self.chain[step - 1 : num_hash_blocks : step]
-        sinks = self.chain[: min(retention.num_sink_blocks, num_hash_blocks)]
-        return sinks if self.needs_repair else sinks + self.chain[self.tables[group].first_block : num_hash_blocks]
+        return shared_digests(retention, self.chain, self.hit, block_size=block_size) if self.hit else []
 
     def take_deltas(self) -> list[tuple[int, TableDelta]]:
         """Return (group, delta) of every table that changed since the last call."""

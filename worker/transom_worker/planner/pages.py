@@ -64,6 +64,21 @@ def make_layout(groups: Sequence[GroupLayout], pool_bytes: int) -> ArenaLayout:
     )
 
 
+def make_host_layout(layout: ArenaLayout, host_bytes: int) -> ArenaLayout:
+    """Return the arena of a host tier of at most `host_bytes`, with the blocks and pages of the device's arena.
+
+    Raises:
+        ConfigError: the memory cannot hold one page per group.
+    """
+    num_pages, least = host_bytes // layout.page_bytes, len(layout.groups)
+    if num_pages < least:
+        raise ConfigError(
+            f"A host tier of {host_bytes} bytes holds {num_pages} pages of {layout.page_bytes} bytes, and {least} KV cache "
+            f"group(s) need one each; give --swap-space at least {least * layout.page_bytes / 2**20:.1f}MiB, or 0 for none."
+        )
+    return replace(layout, num_pages=num_pages)
+
+
 def group_waste(layout: ArenaLayout, group: int) -> float:
     """Return the waste of a group in a layout."""
     return 1.0 - layout.blocks_per_page(group) * layout.groups[group].block_bytes / layout.page_bytes

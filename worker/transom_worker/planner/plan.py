@@ -31,7 +31,7 @@ from transom_worker.model_config.rank_shares import RankShare, rank_shares, repl
 from transom_worker.model_config.sharding import check_size
 from transom_worker.planner.blocks import cache_groups, kv_dtype
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
-from transom_worker.planner.pages import group_waste, make_layout
+from transom_worker.planner.pages import group_waste, make_host_layout, make_layout
 
 # The lengths for which a plan says how many requests fit: 1,024, 4,096, 16,384 ... tokens, and the longest one.
 SHORTEST_LENGTH = 1024
@@ -91,18 +91,21 @@ class CachePlan:
     repair_tokens: int  # computed by a window repair at the end of a cached prefix of `max_model_len - 1` tokens
     concurrency: tuple[Concurrency, ...]
     layout: ArenaLayout
+    host_layout: ArenaLayout | None = None  # of the host tier: the same blocks and pages, another number of them
     ranks: tuple[RankShare, ...] = ()  # what each rank holds; empty with one rank, or before `with_rank_shares`
     replicated: tuple[str, ...] = ()  # what every rank holds in equal copies; empty in the same cases
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values, without the layout."""
-        not_plain = ("layout", "groups", "concurrency", "ranks", "replicated")
+        """Return the plan as JSON values, without the layouts."""
+        not_plain = ("layout", "host_layout", "groups", "concurrency", "ranks", "replicated")
         values = {name: getattr(self, name) for name in self.__slots__ if name not in not_plain}
         return values | {
             "groups": [asdict(group) for group in self.groups],
             "concurrency": [asdict(point) for point in self.concurrency],
             "ranks": [share.as_json() for share in self.ranks],
             "replicated": list(self.replicated),
+            "host_pages": self.host_layout.num_pages if self.host_layout else 0,
+            "host_bytes": self.host_layout.pool_bytes if self.host_layout else 0,
         }
 
 
@@ -117,10 +120,12 @@ def plan_from_config(
     kv_cache_dtype: str = "auto",
     hybrid: bool = True,
     steps_in_flight: int = 1,
+    host_bytes: int = 0,
 ) -> CachePlan:
     """Return the plan for a `config.json`.
 
-    `hybrid=False` keeps every token in every group; `steps_in_flight` is how many steps the engine plans ahead of their answers.
+    `hybrid=False` keeps every token in every group; `steps_in_flight` is how many steps the engine plans ahead of their answers;
+    `host_bytes` is the memory of the host tier, 0 for none.
 
     Raises:
         ModelError: the config is not understood.
@@ -141,6 +146,7 @@ def plan_from_config(
         tensor_parallel_size=tensor_parallel_size,
         kv_dtype=dtype,
         steps_in_flight=steps_in_flight,
+        host_bytes=host_bytes,
     )
     return with_rank_shares(plan, architecture)
 
@@ -163,16 +169,18 @@ def plan_cache(
     kv_dtype: str,
     tensor_parallel_size: int = 1,
     steps_in_flight: int = 1,
+    host_bytes: int = 0,
 ) -> CachePlan:
-    """Return the plan for groups of blocks.
+    """Return the plan for groups of blocks; `host_bytes` is the memory of the host tier, 0 for none.
 
     With two steps in flight, a block is freed one step later than with one, since the step that may still read it has not answered:
     the lag is `steps_in_flight - 1`.
 
     Raises:
-        ConfigError: the memory cannot hold one page per group.
+        ConfigError: the memory, or that of the host tier, cannot hold one page per group.
     """
     layout = make_layout(groups, memory_bytes)
+    host_layout = make_host_layout(layout, host_bytes) if host_bytes else None
     lag = steps_in_flight - 1
     in_flight = in_flight_blocks(layout, max_num_batched_tokens)
     demands = peak_demands(layout, max_model_len, block_size=block_size, lag=lag)
@@ -198,6 +206,7 @@ def plan_cache(
             _concurrency(layout, length, block_size, lag, in_flight) for length in _reported_lengths(max_model_len)
         ),
         layout=layout,
+        host_layout=host_layout,
     )
 
 

@@ -13,11 +13,11 @@ Terms, as `step.StepPlan` uses them:
 
 from __future__ import annotations
 
-from transom_worker.kvcache.compaction import BlockCopy
+from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
-from transom_worker.scheduling.step import NO_ID, TIER_DEVICE, NewSequence, StepPlan
+from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan
 from transom_worker.scheduling.work_counts import WorkCounts
 
 
@@ -85,7 +85,7 @@ class PlanBuilder:
         self.rows.append(sequence)
 
     def finish(self, finished: list[int], copies: list[BlockCopy]) -> StepPlan:
-        """Return the complete plan; `finished` are ids of released sequences, `copies` the compaction's block copies."""
+        """Return the complete plan; `finished` are ids of released sequences, `copies` the block copies."""
         plan = self.plan
         plan.finished = finished
         columns = (list(column) for column in zip(*self._columns, strict=True))
@@ -100,8 +100,9 @@ class PlanBuilder:
             plan.copy_group.append(copy.group)
             plan.copy_source.append(copy.source)
             plan.copy_target.append(copy.target)
-            plan.copy_source_tier.append(TIER_DEVICE)
-            plan.copy_target_tier.append(TIER_DEVICE)
+            plan.copy_source_tier.append(copy.source_tier)
+            plan.copy_target_tier.append(copy.target_tier)
+            plan.copy_ticket.append(copy.ticket)
         return plan
 
     def _bound_repair(self, row: int, blocks: SequenceBlocks) -> None:

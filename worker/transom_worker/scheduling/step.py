@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transom_worker.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
+from transom_worker.kvcache import tiers
 
 STEP_VERSION = 4
 
-TIER_DEVICE = 0  # the arena in the device's memory
-TIER_HOST = 1  # reserved for an arena in host memory
+TIER_DEVICE = tiers.DEVICE  # the arena in the device's memory
+TIER_HOST = tiers.HOST  # the arena in the host's memory
 
 NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token
 WHOLE_TABLE = 2**31 - 1  # in `row_window`: the row's queries read every key of the table, up to their own position
@@ -104,7 +105,13 @@ class StepPlan:
     `measure[b]` is 1 if the row's logits must be compared with those of attention to all keys that still have their contents;
     such a row has one token.
 
-    **Block copies** run before the forward pass, in order: (group, source block and tier, target block and tier).
+    **Block copies** (group, source block and tier, target block and tier) take effect in order, those of earlier plans first. A
+    copy with ticket 0 is done before the forward pass. Copies with a ticket above 0 are a *load* from the host to the device: the
+    ranks may make them while steps run, after the copies with ticket 0 before them, and report the ticket when all are done.
+    Until then no row and no other copy reads or writes these blocks.
+
+    A plan may have no rows: it carries copies while no sequence can compute, or it has nothing at all and asks which loads are
+    done. A rank may wait a moment for its oldest load before it answers such a plan.
     """
 
     step_id: int
@@ -148,6 +155,7 @@ class StepPlan:
     copy_target: list[int] = field(default_factory=list)  # [C]
     copy_source_tier: list[int] = field(default_factory=list)  # [C]
     copy_target_tier: list[int] = field(default_factory=list)  # [C]
+    copy_ticket: list[int] = field(default_factory=list)  # [C]
 
     grammar_mask: bytes | None = None  # [S, ceil(V / 8)] bits, lowest first, 1 = allowed; sampling rows in order
 
@@ -191,6 +199,9 @@ class StepResult:
     `attention_mass[b]` has one number per block of the row's table, sink blocks first, gaps left out: the attention of the
     row's queries on the block's keys, summed over the queries and averaged over layers and query heads. The numbers add up to
     `count[b]`.
+
+    `loaded` are the tickets of loads that are done on every rank and were not reported before; `load_s` are the seconds that each
+    took on the slowest rank, without waiting for other loads.
     """
 
     step_id: int
@@ -201,4 +212,6 @@ class StepResult:
     attention_mass: dict[int, list[float]] = field(default_factory=dict)  # by batch row with `wants_mass`
     quality: dict[int, PolicyQuality] = field(default_factory=dict)  # by batch row with `measure`
     num_copies_done: int = 0
+    loaded: list[int] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)  # as many as `loaded`
     timings: StepTimings = field(default_factory=StepTimings)
