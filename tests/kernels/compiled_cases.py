@@ -22,6 +22,8 @@ from transom_kernels.moe.tuning import Tile, choose_tile
 from transom_kernels.paged_attention.combine import combine
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
+from transom_kernels.policy_attention import kernel as policy
+from transom_kernels.policy_attention.tuning import tile_config
 from transom_kernels.quantize.kernel import dequantize_rows, quantize_rows
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
@@ -128,6 +130,39 @@ def attention_cases() -> Iterator[Compilation]:
                        "BLOCK_E": next_power_of_two(width), "BLOCK_S": COMBINED_AT_ONCE},
             unaligned=("num_kv_heads",),
         )  # fmt: skip
+
+
+def policy_cases() -> Iterator[Compilation]:
+    integers = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset", "tiles")
+    floats = ("statistics", "sink_logits", "mass")
+    for dtype, width in (("bf16", 64), ("bf16", 80), ("bf16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 128)):
+        types = {
+            **dict.fromkeys(("q", "sink_q", "k_cache", "v_cache", "out"), f"*{dtype}"),
+            **dict.fromkeys(integers, "*i32"),
+            **dict.fromkeys(floats, "*fp32"),
+            **{"scale": "fp32", "soft_cap": "fp32", "k_stride_b": "i64", "v_stride_b": "i64"},
+        }
+        for decodes, flag in ((True, True), (True, False), (False, True)):
+            config = tile_config(group=8, widest=width, bytes_each=ELEMENT_BYTES[dtype], decodes=decodes)
+            what = f"{dtype} {width} decodes {decodes} flags {flag}"
+            block_d = next_power_of_two(width)
+            sizes = {"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "HAS_SOFT_CAP": flag, "HAS_SINK_QUERY": flag,
+                     "UPCAST": False, "BLOCK_M": config.block_m, "BLOCK_D": block_d}  # fmt: skip
+            yield Compilation(
+                name=f"policy attend {what}", kernel=policy.attend_rows,
+                types={name: kind for name, kind in types.items() if name != "mass"},
+                constants={**sizes, "E": width, "HAS_SINK_LOGITS": flag, "WRITES_STATISTICS": flag,
+                           "BLOCK_N": config.block_n, "BLOCK_E": block_d},
+                num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_kv_heads", "table_stride"),
+            )  # fmt: skip
+            if decodes:
+                others = ("v_cache", "out", "tiles", "sink_logits", "v_stride_b")
+                yield Compilation(
+                    name=f"policy mass {what}", kernel=policy.add_mass,
+                    types={name: kind for name, kind in types.items() if name not in others},
+                    constants={**sizes, "BLOCK_N": 16},
+                    num_warps=config.num_warps, num_stages=1, unaligned=("num_kv_heads", "table_stride"),
+                )  # fmt: skip
 
 
 def small_cases() -> Iterator[Compilation]:
@@ -385,6 +420,7 @@ def hyper_connection_cases() -> Iterator[Compilation]:
 def all_cases() -> list[Compilation]:
     cases = (
         *attention_cases(), *small_cases(), *expert_cases(), *route_cases(), *latent_cases(), *sample_cases(),
+        *policy_cases(),
         *hyper_connection_cases(),
     )  # fmt: skip
     return list({case.name: case for case in cases}.values())  # some sizes get the same tile

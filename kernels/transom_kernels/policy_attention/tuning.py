@@ -1,0 +1,39 @@
+"""Tile sizes of the Triton kernels of `policy_attention`.
+
+Memory-bound decoding takes tiles of 16 rows, the least of a product on tensor cores; prompts take 64. These kernels run for a
+step's policy rows alone, so there is one configuration for each kind, chosen to fit registers and shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_DOT_ROWS = 16
+PROMPT_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """How the kernels are compiled: query tokens and rows of a tile, keys of an iteration, warps, pipeline stages."""
+
+    tokens: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_config(*, group: int, widest: int, bytes_each: int, decodes: bool) -> TileConfig:
+    """The configuration for `group` query heads per KV head, of at most `widest` elements of `bytes_each` bytes."""
+    wanted = group if decodes else max(group, PROMPT_ROWS if bytes_each <= 2 and widest <= 128 else MIN_DOT_ROWS)
+    block_m = MIN_DOT_ROWS
+    while block_m < wanted:
+        block_m *= 2
+    block_n = 16 if bytes_each > 2 else 64 if widest <= 128 else 32
+    return TileConfig(
+        tokens=1 if decodes else block_m // group,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=8 if widest * bytes_each > 512 else 4,
+        num_stages=1 if bytes_each > 2 else 2,
+    )

@@ -1,0 +1,69 @@
+"""Random compact block tables: keys and values of the blocks that are left, in a cache that is NaN everywhere else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from tests.kernels.paged_case import Shape, empty_caches
+from transom_kernels.policy_attention import PolicyBatch
+
+
+@dataclass(kw_only=True)
+class PolicySequence:
+    """`count` queries at positions from `start`; `dropped` are logical blocks that have left the table."""
+
+    start: int
+    count: int = 1
+    window: int = 0
+    sinks: int = 0
+    dropped: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True)
+class PolicyCase:
+    q: torch.Tensor
+    sink_q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    batch: PolicyBatch
+
+
+def make_policy_case(sequences: list[PolicySequence], shape: Shape, seed: int = 0) -> PolicyCase:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def normal(*dims: int) -> torch.Tensor:
+        return torch.randn(*dims, generator=generator).to(shape.dtype)
+
+    size = shape.block_size
+    kept = [[block for block in range(-(-(s.start + s.count) // size)) if block not in s.dropped] for s in sequences]
+    free = list(range(sum(map(len, kept)) + 3))
+    rng.shuffle(free)
+    k_cache, v_cache = empty_caches(shape, len(free))
+    width = max(map(len, kept)) + 1
+    tables = torch.full((len(sequences), width), -1, dtype=torch.int32)
+    key_blocks = torch.zeros_like(tables)
+    for b, (s, blocks) in enumerate(zip(sequences, kept, strict=True)):
+        for column, logical in enumerate(blocks):
+            block = free.pop()
+            tables[b, column], key_blocks[b, column] = block, logical
+            filled = min(size, s.start + s.count - logical * size)
+            k_cache[block, :filled] = normal(filled, shape.kv_heads, shape.size)
+            v_cache[block, :filled] = normal(filled, shape.kv_heads, shape.v_size or shape.size)
+    counts = [s.count for s in sequences]
+    batch = PolicyBatch(
+        block_size=size,
+        block_table=tables,
+        key_blocks=key_blocks,
+        num_columns=torch.tensor([len(blocks) for blocks in kept], dtype=torch.int32),
+        window=torch.tensor([s.window for s in sequences], dtype=torch.int32),
+        sinks=torch.tensor([s.sinks for s in sequences], dtype=torch.int32),
+        start=torch.tensor([s.start for s in sequences], dtype=torch.int32),
+        query_offset=torch.tensor([0, *counts]).cumsum(0).int(),
+        row_sequence=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int(),
+        count_host=counts,
+    )
+    queries = [normal(sum(counts), shape.heads, shape.size) for _ in range(2)]
+    return PolicyCase(q=queries[0], sink_q=queries[1], k_cache=k_cache, v_cache=v_cache, batch=batch)
