@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transom_worker.errors import RankLost
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
+
+PIECE_BYTES = 16 << 20  # of one rank that one call of `read_blocks` or `write_blocks` moves at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class ExecutorInfo:
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
+    host_layout: ArenaLayout | None = None  # of the host tier: `layout` with another number of pages; None without one
 
     @property
     def layout(self) -> ArenaLayout:
@@ -127,6 +130,22 @@ class Executor(ABC):
     @abstractmethod
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call `callback`, on any thread, when `lost` becomes true."""
+
+    @abstractmethod
+    def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
+        """Return the contents of a group's blocks in a tier, as they are behind every plan that was submitted until now.
+
+        The list has the bytes of every rank, in order of rank: one block behind the other, `block_bytes` each of that rank's own
+        layout. A piece is at most `PIECE_BYTES` a rank. A plan that fails meanwhile is reported by `receive`.
+
+        Raises:
+            ValueError: there is no such tier, group or block, or the piece is too large.  StepFailed: the executor does not run.
+            RankLost: a rank was lost.
+        """
+
+    @abstractmethod
+    def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
+        """Write what `read_blocks` returns into blocks, behind every plan that was submitted until now. Raises as that does."""
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of each rank, in order of rank, for metrics."""

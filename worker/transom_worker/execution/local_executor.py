@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from transom_worker.config import EngineConfig
 from transom_worker.errors import OutOfMemory, StepFailed
@@ -13,11 +13,13 @@ from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, 
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.model_loading import LoadedModel
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 
 class LocalExecutor(Executor):
-    """Executes the oldest plan, on the calling thread, when its result is received."""
+    """Executes the oldest plan, on the calling thread, when its result is received, or earlier where blocks are read or written
+    behind it."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         """Create an executor for the model that the config names, or for `loaded` in its place."""
@@ -25,6 +27,8 @@ class LocalExecutor(Executor):
         self._loaded = loaded
         self._runner: ModelRunner | None = None
         self._plans: deque[StepPlan] = deque()
+        self._done: deque[StepResult | Exception] = deque()  # what came of plans that were executed ahead of `receive`
+        self._load_reports = LoadReports(num_ranks=1)
 
     def start(self) -> ExecutorInfo:
         """Load the model, size and allocate the arena, and warm up.
@@ -32,8 +36,10 @@ class LocalExecutor(Executor):
         Raises:
             ConfigError: the model or the memory cannot meet the settings.  ModelError: the model cannot be loaded.
         """
-        self._runner = ModelRunner(self._config, loaded=self._loaded)
-        return self._runner.allocate(self._runner.pool_bytes())
+        runner = ModelRunner(self._config, loaded=self._loaded)
+        info = runner.allocate(runner.pool_bytes())
+        self._runner = runner
+        return info
 
     def submit(self, plan: StepPlan) -> None:
         """Queue one plan."""
@@ -43,21 +49,51 @@ class LocalExecutor(Executor):
 
     def receive(self) -> StepResult:
         """Execute the oldest plan. If it fails, raise StepFailed (OutOfMemory where memory was short) and drop the others."""
+        if not self._done:
+            self._execute_oldest()
+        done = self._done.popleft()
+        if isinstance(done, Exception):
+            raise done
+        return self._load_reports.deliver(done)
+
+    def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
+        """Return the contents of blocks behind the queued plans, which are executed first."""
+        return [self._runner_behind_plans().read_blocks(tier, group, blocks)]
+
+    def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
+        """Write the contents of blocks behind the queued plans, which are executed first."""
+        (own,) = data
+        self._runner_behind_plans().write_blocks(tier, group, blocks, own)
+
+    def _runner_behind_plans(self) -> ModelRunner:
+        if self._runner is None:
+            raise StepFailed("Blocks were asked of an executor that is not running.")
+        while self._plans:
+            self._execute_oldest()
+        return self._runner
+
+    def _execute_oldest(self) -> None:
+        """Execute the oldest plan; keep its result, or its failure, for `receive`."""
         if self._runner is None or not self._plans:
             raise StepFailed("A result was requested, but no plan was submitted.")
         plan = self._plans.popleft()
         try:
-            return self._runner.execute(plan)
+            result = self._runner.execute(plan)
+            self._load_reports.add(result.loaded, result.failed)
+            self._done.append(result)
         except BaseException as error:
             self._runner.abandon(plan)
-            self.drop_in_flight()
-            if not isinstance(error, Exception) or isinstance(error, OutOfMemory):
+            self._abandon_plans()
+            if not isinstance(error, Exception):
                 raise  # a KeyboardInterrupt must reach the program that runs the engine
-            message = f"Step {plan.step_id} failed: {type(error).__name__}: {error}"
-            raise StepFailed(message, loss_cause=cause_of_error(error)) from error
+            self._done.append(error if isinstance(error, OutOfMemory) else _step_failed(plan, error))
 
     def drop_in_flight(self) -> None:
-        """Forget the queued plans."""
+        """Forget the queued plans; their block copies are made."""
+        self._done.clear()
+        self._abandon_plans()
+
+    def _abandon_plans(self) -> None:
         for plan in self._plans:
             assert self._runner is not None
             self._runner.abandon(plan)
@@ -84,5 +120,16 @@ class LocalExecutor(Executor):
     def shutdown(self) -> None:
         """Free the model, the slab and the queued plans; idempotent."""
         self._plans.clear()
+        self._done.clear()
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
         self._loaded = None
+
+
+def _step_failed(plan: StepPlan, error: Exception) -> StepFailed:
+    failed = StepFailed(
+        f"Step {plan.step_id} failed: {type(error).__name__}: {error}", loss_cause=cause_of_error(error)
+    )
+    failed.__cause__ = error
+    return failed

@@ -13,6 +13,8 @@ Legend: B scheduled sequences, R rows with logits, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +24,6 @@ from transom_worker.contract import SamplingParams
 from transom_worker.errors import ConfigError, OutOfMemory, StepFailed, TransomError
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
-from transom_worker.execution.batch.copies import run_copies
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import allocate_slab
 from transom_worker.execution.dummy_run import warm_up, worst_case_counts, worst_case_start, worst_case_step
@@ -35,12 +36,22 @@ from transom_worker.execution.out_of_memory import free_cached_memory, is_out_of
 from transom_worker.execution.programs.recorded_collectives import with_recorded_collectives
 from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.execution.step_sampling import sample_step
+from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.execution.tiers.host_slab import allocate_host_slab, host_layout
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_rank_shares
 from transom_worker.sampling.sharded import ShardedSampler
-from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult
+from transom_worker.scheduling.step import (
+    NO_ID,
+    STEP_VERSION,
+    TIER_DEVICE,
+    TIER_HOST,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
 
 WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1, logprobs=1)  # so that the kernels for these are compiled, too
 
@@ -80,9 +91,9 @@ class ModelRunner:
             config, parallel, groups, max_model_len=self._max_model_len, device=self._loaded.device
         )
         self._clock = step_clock(self._loaded.device)
-        self.reached_collectives = (
-            False  # whether the last step began its forward pass, in which ranks wait for each other
-        )
+        # Whether the last step began what it cannot leave half done: block copies, or the forward pass, in which ranks wait for
+        # each other.
+        self.is_committed = False
         self._forward_s = 0.0  # seconds in forward passes since the start
         self._busy_s = 0.0  # seconds in steps since the start
 
@@ -113,6 +124,8 @@ class ModelRunner:
         self._layout = rank_layout(self._plan.layout, self._groups_of(self._parallel.rank))
         self._groups = tuple(group.spec for group in self._layout.groups)
         self._slab = self._allocate_slab()
+        self._host_layout = host_layout(self._layout, self._config.cache.swap_space_bytes)
+        self._copies = self._make_copies()
         self._builder = self._make_builder(self._layout, self._slab)
         self._forward = ForwardPass(self._model, self._builder)
         self._store = SequenceStore(self._groups, max_num_seqs=self._config.scheduler.max_num_seqs)
@@ -136,6 +149,7 @@ class ModelRunner:
             kernels=kernels,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             num_graphs=self._forward.num_graphs,
+            host_layout=host_layout(self._plan.layout, self._config.cache.swap_space_bytes),
         )
 
     @property
@@ -182,7 +196,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:
-        self.reached_collectives = False
+        self.is_committed = False
         if plan.version != STEP_VERSION:
             raise StepFailed(
                 f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
@@ -191,26 +205,62 @@ class ModelRunner:
         clock.begin()
         self._apply(plan)
         clock.mark(Mark.APPLIED)
-        num_copies = run_copies(plan, self._layout, self._slab)
+        num_copies = self._run_copies(plan)
         clock.mark(Mark.COPIED)
         result = StepResult(step_id=plan.step_id, num_copies_done=num_copies)
         if plan.seq_ids:
             forward = self._forward.prepare(plan, self._store)
             clock.mark(Mark.PREPARED)
-            self.reached_collectives = True
+            self.is_committed = True
             logits = forward()
             clock.mark(Mark.FORWARDED)
             self._previous_sampled = sample_step(plan, logits, result, sampler=self._sampler, store=self._store)
             clock.mark(Mark.SAMPLED)
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
+        else:
+            result.timings = StepTimings(copy_s=clock.copy_s)
         self._busy_s += clock.busy_s
+        self._report_loads(plan, result)
         return result
 
+    def _run_copies(self, plan: StepPlan) -> int:
+        """Make the plan's copies. The rank cannot go on where that fails, since nothing says what the tiers then contain."""
+        self.is_committed = True
+        num_copies = self._copies.run(plan)
+        self.is_committed = False
+        return num_copies
+
+    def _report_loads(self, plan: StepPlan, result: StepResult) -> None:
+        """Add the loads that have ended to a result. A step without rows waits a moment for one."""
+        self.is_committed = True
+        ended = self._copies.ended_loads(wait=not plan.seq_ids)
+        self.is_committed = False
+        result.loaded, result.failed = ended.loaded, ended.failed
+        result.timings = replace(
+            result.timings, copied_bytes=self._copies.num_bytes, loaded_bytes=ended.num_bytes, load_s=ended.seconds
+        )
+
     def abandon(self, plan: StepPlan) -> None:
-        """Remove the sequences that a plan declares finished; the runner does not execute the plan itself."""
+        """Remove the sequences that a plan declares finished, and make its copies, which later plans count on; nothing else."""
         for seq_id in plan.finished:
             self._remove_sequence(seq_id)
+        with torch.inference_mode():
+            self._run_copies(plan)
+
+    @torch.inference_mode()
+    def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> bytes:
+        """Return the contents of blocks, as `BlockCopies.read` does."""
+        return self._copies.read(tier, group, blocks)
+
+    @torch.inference_mode()
+    def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: bytes) -> None:
+        """Write the contents of blocks, as `BlockCopies.write` does."""
+        self._copies.write(tier, group, blocks, data)
+
+    def close(self) -> None:
+        """End the threads that copy blocks; idempotent."""
+        self._copies.close()
 
     def _apply(self, plan: StepPlan) -> None:
         """Bring the sequences up to date: remove finished ones, add new ones, update block tables, and append input tokens."""
@@ -284,6 +334,21 @@ class ModelRunner:
                 f"A KV pool of {self._layout.pool_bytes} bytes cannot be allocated on {self._loaded.device} ({error}); "
                 "give a smaller --kv-cache-memory-bytes."
             ) from error
+
+    def _make_copies(self) -> BlockCopies:
+        """Allocate the host tier, where there is one, and return the copies between the tiers."""
+        memories = {TIER_DEVICE: TierMemory(self._layout, self._slab)}
+        if self._host_layout is not None:
+            device = self._loaded.device
+            slab = allocate_host_slab(
+                self._host_layout,
+                device,
+                available_bytes=memory.available_cpu_bytes(),
+                pool_bytes=self._layout.slab_bytes if device.type == "cpu" else 0,
+                ranks_on_host=self._ranks_on_host,
+            )
+            memories[TIER_HOST] = TierMemory(self._host_layout, slab)
+        return BlockCopies(memories)
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
         return BatchBuilder(layout, slab, self._loaded.device)

@@ -76,11 +76,16 @@ class StepClock:
         """Seconds from the beginning of the step to its last mark."""
         return self._times_s[max(self._times_s)] - self._times_s[Mark.BEGIN]
 
+    @property
+    def copy_s(self) -> float:
+        """Seconds of the block copies of a step that has reached that mark."""
+        return self._between(Mark.APPLIED, Mark.COPIED)
+
     def timings(self) -> StepTimings:
         """Return the seconds of each part of a step that has reached its last mark; they add up to `busy_s`."""
         at = self._times_s
         before_s, after_s = at[Mark.PREPARED] - at[Mark.BEGIN], at[Mark.SAMPLED] - at[Mark.PREPARED]
-        copy_s = min(self._between(Mark.APPLIED, Mark.COPIED), before_s)
+        copy_s = min(self.copy_s, before_s)
         forward_s = min(self._between(Mark.PREPARED, Mark.FORWARDED), after_s)
         return StepTimings(
             begin_s=at[Mark.BEGIN],

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from transom_worker.config import EngineConfig
@@ -24,8 +24,18 @@ from transom_worker.errors import ConfigError, ModelError, OutOfMemory, RankLost
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUsage
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
-from transom_worker.execution.ranks.messages import RankFailed, RankUsed, RunStep, StepDone
+from transom_worker.execution.ranks.messages import (
+    BlocksDone,
+    LoadsEnded,
+    RankFailed,
+    RankUsed,
+    ReadBlocks,
+    RunStep,
+    StepDone,
+    WriteBlocks,
+)
 from transom_worker.execution.ranks.startup import start_ranks
+from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 T = TypeVar("T")
@@ -60,6 +70,10 @@ class RanksExecutor(Executor):
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._usages: list[RankUsage] = []  # each rank's last report
         self._on_lost: Callable[[], None] = lambda: None
+        self._refused: Exception | None = None  # why all ranks refused a step, not raised yet
+        self._blocks: dict[int, BlocksDone] = {}  # by rank, of the present call
+        self._load_reports = LoadReports(config.ranks.size)
+        self._epoch = 0
         self._forget_steps()
 
     def start(self) -> ExecutorInfo:
@@ -85,6 +99,8 @@ class RanksExecutor(Executor):
             self._kill()
             raise
         self._in_flight.append((plan.step_id, time.monotonic()))
+        if not plan.seq_ids:
+            self._without_rows[plan.step_id] = self._config.ranks.size
 
     def receive(self) -> StepResult:
         """Wait for the oldest plan's result.
@@ -93,7 +109,10 @@ class RanksExecutor(Executor):
             StepFailed: every rank refused the step before its first collective.  OutOfMemory: so, for want of memory.
             RankLost: a rank died, hung, or failed alone.
         """
-        if not self._in_flight:
+        if self._refused is not None:
+            refused, self._refused = self._refused, None
+            raise refused
+        if not self._in_flight and not self._results:
             raise StepFailed("A result was requested, but no plan was submitted.")
         return self._kill_if_lost(self._receive)
 
@@ -114,8 +133,23 @@ class RanksExecutor(Executor):
         self._on_lost = callback
 
     def drop_in_flight(self) -> None:
-        """Forget the plans in flight: the ranks still run them, and the executor ignores their results."""
-        self._in_flight.clear()
+        """Forget the plans in flight: the ranks still run them, and the executor keeps nothing of their results but their loads."""
+        self._forget_plans()
+        self._refused = None
+
+    def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
+        """Return the contents of blocks of every rank, behind the plans in flight. Raises ValueError, StepFailed, RankLost."""
+        self._num_calls += 1
+        message = ReadBlocks(self._num_calls, tier, group, tuple(blocks))
+        return self._call([message] * self._config.ranks.size)
+
+    def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
+        """Write the contents of blocks of every rank, behind the plans in flight. Raises ValueError, StepFailed, RankLost."""
+        if len(data) != self._config.ranks.size:
+            raise ValueError(f"blocks were given for {len(data)} ranks; there are {self._config.ranks.size}.")
+        self._num_calls += 1
+        ids = tuple(blocks)
+        self._call([WriteBlocks(self._num_calls, tier, group, ids, part) for part in data])
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of every rank of the last start; a rank reports its usage once a second while it works."""
@@ -147,7 +181,7 @@ class RanksExecutor(Executor):
 
     def _kill(self) -> None:
         self._killed = True
-        self._in_flight.clear()
+        self._forget_plans()
         if self._group is not None:
             self._group.kill()
 
@@ -169,22 +203,68 @@ class RanksExecutor(Executor):
         return info
 
     def _receive(self) -> StepResult:
-        assert self._group is not None
         while True:
+            if self._results and not self._without_rows.get(self._results[0].step_id):
+                self._without_rows.pop(self._results[0].step_id, None)
+                return self._load_reports.deliver(self._results.popleft())
+            self._handle_message()
+
+    def _handle_message(self) -> None:
+        """Wait for the next message of any rank, and note what it says.
+
+        Raises:
+            StepFailed, OutOfMemory: every rank refused the oldest step.  RankLost: a rank died, hung, or failed alone.
+        """
+        assert self._group is not None
+        try:
+            rank, message = self._group.receive(self._deadline_s())
+        except RankLost as error:
+            refusal = self._refusal() or error
+            raise refusal from refusal.__cause__
+        if isinstance(message, StepDone):
+            self._step_done(message.result)
+        elif isinstance(message, LoadsEnded):
+            self._load_reports.add(list(message.loaded), list(message.failed))
+            self._count_without_rows(message.step_id)
+        elif isinstance(message, BlocksDone):
+            if message.call == self._num_calls:
+                self._blocks[rank] = message
+        elif isinstance(message, RankUsed):
+            self._usages[rank] = message.usage
+        else:
+            self._collect_failure(rank, message)
+
+    def _step_done(self, result: StepResult) -> None:
+        self._load_reports.add(result.loaded, result.failed)
+        self._count_without_rows(result.step_id)
+        if self._in_flight and result.step_id == self._in_flight[0][0]:
+            self._in_flight.popleft()
+            self._last_result_s = time.monotonic()
+            self._results.append(result)
+
+    def _count_without_rows(self, step_id: int) -> None:
+        """Note that one more rank has done a step, if the step has no rows."""
+        if step_id in self._without_rows:
+            self._without_rows[step_id] -= 1
+
+    def _call(self, messages: Sequence[ReadBlocks | WriteBlocks]) -> list[bytes]:
+        """Send one message to each rank, and return the data of their answers in order of rank."""
+        self.check()
+        assert self._group is not None
+        for rank, message in enumerate(messages):
+            self._group.send(rank, message)
+        self._blocks, self._call_sent_s = {}, time.monotonic()
+        while len(self._blocks) < self._group.size:
             try:
-                rank, message = self._group.receive(self._deadline_s())
-            except RankLost as error:
-                refusal = self._refusal() or error
-                raise refusal from refusal.__cause__
-            if isinstance(message, StepDone):
-                if self._in_flight and message.result.step_id == self._in_flight[0][0]:
-                    self._in_flight.popleft()
-                    self._last_result_s = time.monotonic()
-                    return message.result
-            elif isinstance(message, RankUsed):
-                self._usages[rank] = message.usage
-            else:
-                self._collect_failure(rank, message)
+                self._kill_if_lost(self._handle_message)
+            except RankLost:
+                raise
+            except (StepFailed, OutOfMemory) as error:
+                self._refused = error  # the answer to a plan, which `receive` raises
+        refusals = [answer.refusal for answer in self._blocks.values() if answer.refusal]
+        if refusals:
+            raise ValueError(refusals[0])
+        return [self._blocks[rank].data for rank in range(self._group.size)]
 
     def _deadline_s(self) -> float:
         """When to stop waiting for a message.
@@ -194,7 +274,8 @@ class RanksExecutor(Executor):
         """
         if self._failures:
             return self._first_failure_s + FAILURE_TIMEOUT_S
-        return max(self._in_flight[0][1], self._last_result_s) + self._config.ranks.step_timeout_s + HANG_GRACE_S
+        waits_since_s = self._in_flight[0][1] if self._in_flight else self._call_sent_s
+        return max(waits_since_s, self._last_result_s) + self._config.ranks.step_timeout_s + HANG_GRACE_S
 
     def _collect_failure(self, rank: int, failure: RankFailed) -> None:
         """Note that a rank refused the oldest step; once all ranks have, raise StepFailed.
@@ -213,6 +294,7 @@ class RanksExecutor(Executor):
         self._epoch += 1
         if self._in_flight:
             self._in_flight.clear()
+            self._without_rows.clear()
             kind = OutOfMemory if was_out_of_memory else StepFailed
             message = f"Step {failure.step_id} failed: {failure.error.message}"
             raise kind(message, loss_cause=failure.error.loss_cause or "exception")
@@ -234,11 +316,25 @@ class RanksExecutor(Executor):
         self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were submitted
         self._last_result_s = 0.0  # when the last result arrived
         self._epoch = 0
+        self._load_reports = LoadReports(self._config.ranks.size)
+        # Steps without rows have no collectives, in which the ranks would keep in step. Their result is delivered when so many
+        # ranks have done them, so that an engine that polls for loads does not run ahead of a slower rank.
+        self._without_rows: dict[int, int] = {}
+        self._results: deque[StepResult] = deque()  # of the first rank, not delivered yet
+        self._blocks = {}
+        self._refused = None
+        self._num_calls = 0
+        self._call_sent_s = 0.0
         self._failures: dict[int, RankFailed] = {}  # refusals of the oldest step, by rank
         self._first_failure_s = 0.0
 
-    def _close(self) -> None:
+    def _forget_plans(self) -> None:
         self._in_flight.clear()
+        self._results.clear()
+        self._without_rows.clear()
+
+    def _close(self) -> None:
+        self._forget_plans()
         group, self._group = self._group, None
         if group is not None:
             group.close()

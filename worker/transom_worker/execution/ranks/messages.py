@@ -14,6 +14,9 @@
                         <-  RunStep ...       plans, the same to all ranks
     RankUsed ...        ->                    what the rank has used, once a second while it works
     StepDone ...        ->                    results, from the first rank only
+    LoadsEnded ...      ->                    loads that have ended, from every other rank
+                        <-  ReadBlocks, WriteBlocks    to every rank, between plans
+    BlocksDone          ->
     RankFailed          ->                    at any time, in place of the next message
 
 Messages are plain data and pickled. Both ends are the same program, and the channel's keys keep other programs out.
@@ -137,6 +140,48 @@ class StepDone:
     """The result of one step."""
 
     result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsEnded:
+    """Tickets of loads that have ended on this rank, and that have failed; sent behind a step.
+
+    Behind a step without rows it is sent always, so that the executor knows that the rank has got so far.
+    """
+
+    step_id: int
+    loaded: tuple[int, ...]
+    failed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    """Asks a rank for the contents of blocks; `call` numbers the calls of an executor."""
+
+    call: int
+    tier: int
+    group: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBlocks:
+    """Gives a rank the contents of blocks."""
+
+    call: int
+    tier: int
+    group: int
+    blocks: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDone:
+    """The answer to `ReadBlocks` (with the contents) or `WriteBlocks` (without); `refusal` says why the call was wrong."""
+
+    call: int
+    data: bytes = b""
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

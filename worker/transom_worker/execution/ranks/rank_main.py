@@ -23,20 +23,24 @@ from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.model_loading import choose_device
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
+    BlocksDone,
     Hello,
     KvCapacity,
     Load,
     Loaded,
     LoadProgress,
+    LoadsEnded,
     Measure,
     OpenRendezvous,
     RankFailed,
     RankSetup,
     RankUsed,
+    ReadBlocks,
     Ready,
     RendezvousOpened,
     RunStep,
     StepDone,
+    WriteBlocks,
 )
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.logs import show_all_logs
@@ -87,11 +91,13 @@ class _Rank:
         load = self._connect()
         self._start(load)
         while True:
-            step: RunStep = self._channel.receive()
-            if step.epoch == self._epoch:
-                self._execute(step)
+            message = self._channel.receive()
+            if isinstance(message, ReadBlocks | WriteBlocks):
+                self._channel.send(self._blocks_done(message))
+            elif message.epoch == self._epoch:
+                self._execute(message)
             else:  # the executor submitted this plan before it learned of the failed step
-                self._runner.abandon(step.plan)
+                self._runner.abandon(message.plan)
 
     def close(self) -> None:
         """Close the communicator, so that the other ranks learn at once that this rank has ended."""
@@ -141,7 +147,7 @@ class _Rank:
         try:
             result = self._runner.execute(step.plan)
         except Exception as error:
-            if self._runner.reached_collectives:
+            if self._runner.is_committed:
                 raise
             self._epoch += 1
             self._runner.abandon(step.plan)
@@ -150,6 +156,18 @@ class _Rank:
         self._send_usage()
         if self._setup.rank == 0:
             self._channel.send(StepDone(result))
+        elif result.loaded or result.failed or not step.plan.seq_ids:
+            self._channel.send(LoadsEnded(step.plan.step_id, tuple(result.loaded), tuple(result.failed)))
+
+    def _blocks_done(self, message: ReadBlocks | WriteBlocks) -> BlocksDone:
+        """Read or write blocks. A call that names wrong blocks changes nothing, and its answer says so."""
+        try:
+            if isinstance(message, ReadBlocks):
+                return BlocksDone(message.call, self._runner.read_blocks(message.tier, message.group, message.blocks))
+            self._runner.write_blocks(message.tier, message.group, message.blocks, message.data)
+        except ValueError as error:
+            return BlocksDone(message.call, refusal=str(error))
+        return BlocksDone(message.call)
 
     def _send_usage(self) -> None:
         """Send what this rank has used, at most once a second.

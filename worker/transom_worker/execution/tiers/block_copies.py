@@ -1,0 +1,181 @@
+"""Makes the block copies of plans on one rank: inside the KV pool, between device and host, and loads beside the steps.
+
+    tier     the device's arena or the host's arena: memory with the same groups and blocks, in another number
+    ticket   0: the copy is done before the plan's forward pass. Above 0: a *load*, which goes on beside this and later steps
+    piece    what one `read` or `write` moves, at most `PIECE_BYTES`, so that steps wait for it only a moment
+
+A plan's copies are made once, also where the plan fails or is dropped: `run` may be called again for the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from transom_kernels.block_copy import block_copy, block_copy_between
+from transom_worker.errors import StepFailed, TransomError
+from transom_worker.execution.batch.slab import block_rows
+from transom_worker.execution.executor import PIECE_BYTES
+from transom_worker.execution.tiers.loads import EndedLoads, LoadBoard, RowCopies, make_loads
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TierMemory:
+    """One tier's memory on this rank."""
+
+    layout: ArenaLayout
+    slab: torch.Tensor
+
+    def rows(self, group: int) -> torch.Tensor:
+        """Return a group's blocks as rows of bytes, [block ids, stride]."""
+        return block_rows(self.layout, self.slab, group)
+
+
+class _Copy(NamedTuple):
+    group: int
+    source_tier: int
+    source: int
+    target_tier: int
+    target: int
+    ticket: int
+
+
+class BlockCopies:
+    """The copies of one rank. `memories` has the tiers by number; only the rank's thread calls it."""
+
+    def __init__(self, memories: Mapping[int, TierMemory]) -> None:
+        self._memories = memories
+        self._device = memories[TIER_DEVICE].slab.device
+        self._board = LoadBoard()
+        self._loads = make_loads(self._board, self._device)
+        self._last_plan: StepPlan | None = None
+        self.num_bytes = 0  # copied by the last plan, loads apart
+
+    def run(self, plan: StepPlan) -> int:
+        """Make a plan's copies and begin its loads, unless that is done already; return the number of copies.
+
+        Raises:
+            StepFailed: a copy cannot be made. The tiers' contents are unknown then, so the rank must end.
+        """
+        if plan is self._last_plan:
+            return 0
+        self._last_plan = plan
+        self.num_bytes = 0
+        copies = list(_copies_of(plan))
+        try:
+            self._copy_now([copy for copy in copies if not copy.ticket])
+            for ticket, load in groupby((copy for copy in copies if copy.ticket), key=lambda copy: copy.ticket):
+                self._begin(ticket, list(load))
+        except Exception as error:
+            if isinstance(error, TransomError):
+                raise
+            raise StepFailed(
+                f"The block copies of step {plan.step_id} failed: {type(error).__name__}: {error}"
+            ) from error
+        return len(copies)
+
+    def ended_loads(self, *, wait: bool = False) -> EndedLoads:
+        """Return the loads that have ended since the last call; `wait` up to `LOAD_WAIT_S` for one if any is in flight.
+
+        Raises:
+            StepFailed: a copy of a load raised an exception.
+        """
+        self._loads.poll(wait=wait)
+        if wait:
+            self._board.wait(LOAD_WAIT_S)
+        return self._board.take()
+
+    def read(self, tier: int, group: int, blocks: Sequence[int]) -> bytes:
+        """Return the contents of blocks, one behind the other, `block_bytes` of this rank each.
+
+        Raises:
+            ValueError: there is no such tier, group or block, or the piece is too large.
+        """
+        rows, ids = self._piece(tier, group, blocks)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # copies to the host may still run
+        return rows.index_select(0, ids).cpu().numpy().tobytes()
+
+    def write(self, tier: int, group: int, blocks: Sequence[int], data: bytes | memoryview) -> None:
+        """Write what `read` returns into blocks.
+
+        Raises:
+            ValueError: there is no such tier, group or block, the piece is too large, or the data has another length.
+        """
+        rows, ids = self._piece(tier, group, blocks)
+        wanted = len(blocks) * rows.shape[1]
+        if len(data) != wanted:
+            raise ValueError(
+                f"{len(blocks)} blocks of group {group} take {wanted} bytes on this rank, not {len(data)}."
+            )
+        if blocks:
+            new = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(blocks), rows.shape[1])
+            rows[ids] = new.to(rows.device)
+
+    def close(self) -> None:
+        """Wait for the running load, and drop those behind it; idempotent."""
+        self._loads.close()
+
+    def _copy_now(self, copies: list[_Copy]) -> None:
+        # The order across groups matters: copies may empty a page, which later copies of another group then use as their target.
+        # So only neighbouring copies of one group between the same tiers are done together.
+        for (group, source_tier, target_tier), run in groupby(
+            copies, key=lambda copy: (copy.group, copy.source_tier, copy.target_tier)
+        ):
+            pairs = [(copy.source, copy.target) for copy in run]
+            source, target = self._rows(source_tier, group), self._rows(target_tier, group)
+            if source_tier == target_tier:
+                block_copy(source, pairs)
+            else:
+                block_copy_between(source, target, pairs)
+            self.num_bytes += len(pairs) * source.shape[1]
+
+    def _begin(self, ticket: int, copies: list[_Copy]) -> None:
+        by_group: list[RowCopies] = []
+        for (group, source_tier, target_tier), run in groupby(
+            copies, key=lambda copy: (copy.group, copy.source_tier, copy.target_tier)
+        ):
+            source, target = self._rows(source_tier, group), self._rows(target_tier, group)
+            pairs = [(copy.source, copy.target) for copy in run]
+            _check_ids(source, target, pairs)
+            by_group.append(RowCopies(source, target, pairs))
+        self._loads.start(ticket, by_group)
+
+    def _rows(self, tier: int, group: int) -> torch.Tensor:
+        if tier not in self._memories:
+            raise ValueError(f"tier {tier} does not exist on this rank; it has {sorted(self._memories)}.")
+        memory = self._memories[tier]
+        if not 0 <= group < len(memory.layout.groups):
+            raise ValueError(f"group {group} does not exist; there are {len(memory.layout.groups)}.")
+        return memory.rows(group)
+
+    def _piece(self, tier: int, group: int, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the group's blocks as rows of `block_bytes`, and the ids of the piece's blocks."""
+        rows = self._rows(tier, group)[:, : self._memories[tier].layout.groups[group].block_bytes]
+        _check_ids(rows, rows, [(block, block) for block in blocks])
+        if len(blocks) * rows.shape[1] > PIECE_BYTES:
+            raise ValueError(
+                f"{len(blocks)} blocks of {rows.shape[1]} bytes are more than a piece of {PIECE_BYTES} bytes; move them in pieces."
+            )
+        return rows, torch.tensor(list(blocks), dtype=torch.int64, device=rows.device)
+
+
+def _copies_of(plan: StepPlan) -> Iterator[_Copy]:
+    columns = (
+        plan.copy_group, plan.copy_source_tier, plan.copy_source, plan.copy_target_tier, plan.copy_target, plan.copy_ticket
+    )  # fmt: skip
+    return (_Copy(*values) for values in zip(*columns, strict=True))
+
+
+def _check_ids(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    for from_id, to_id in pairs:
+        if not (0 <= from_id < source.shape[0] and 0 <= to_id < target.shape[0]):
+            raise ValueError(
+                f"copy {from_id} -> {to_id} leaves the {source.shape[0]} and {target.shape[0]} block ids of a group."
+            )

@@ -1,0 +1,61 @@
+"""The host slab: the memory of a rank's host tier, which has the groups, blocks and pages of the device's slab in another number.
+
+On GPUs it is pinned, so that copies run beside steps. On CPUs it takes memory as its pages are first touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from transom_kernels.cpu.memory import lazy_bytes
+from transom_worker.errors import ConfigError
+from transom_worker.kvcache.layout import ArenaLayout
+
+
+def host_layout(device_layout: ArenaLayout, swap_space_bytes: int) -> ArenaLayout | None:
+    """Return the layout of a host tier of `swap_space_bytes`; None where that is 0.
+
+    Raises:
+        ConfigError: the host tier could not hold one page for each group.
+    """
+    if not swap_space_bytes:
+        return None
+    num_pages, least = swap_space_bytes // device_layout.page_bytes, len(device_layout.groups)
+    if num_pages < least:
+        raise ConfigError(
+            f"--swap-space is {swap_space_bytes} bytes; a host tier for this model's {least} KV groups takes at least "
+            f"{least * device_layout.page_bytes} bytes on each rank, a page for each group. Give that much, or 0 for no host tier."
+        )
+    return replace(device_layout, num_pages=num_pages)
+
+
+def allocate_host_slab(
+    layout: ArenaLayout, device: torch.device, *, available_bytes: int, pool_bytes: int = 0, ranks_on_host: int = 1
+) -> torch.Tensor:
+    """Allocate zeroed bytes for all pages of the host tier of a rank that computes on `device`.
+
+    `available_bytes` is the host's free memory, which `ranks_on_host` ranks share. `pool_bytes` of it are each rank's KV pool,
+    where that lies in the host's memory and is not touched yet.
+
+    Raises:
+        ConfigError: the host's memory is too small.
+    """
+    needed = ranks_on_host * (layout.slab_bytes + pool_bytes)
+    if needed > available_bytes:
+        most = max(0, available_bytes // ranks_on_host - pool_bytes)
+        pool = f" and KV pools of {pool_bytes} bytes" if pool_bytes else ""
+        raise ConfigError(
+            f"--swap-space asks for a host tier of {layout.slab_bytes} bytes; with {ranks_on_host} ranks on this host, host tiers"
+            f"{pool} take {needed} bytes, and {available_bytes} are free. Give at most {most / 2**30:.2f}GiB."
+        )
+    try:
+        if device.type == "cuda":
+            return torch.zeros(layout.slab_bytes, dtype=torch.uint8, pin_memory=True)
+        return lazy_bytes(layout.slab_bytes)
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise ConfigError(
+            f"A host tier of {layout.slab_bytes} bytes cannot be allocated ({error}); {available_bytes} bytes are free. Give a "
+            "smaller --swap-space."
+        ) from error
