@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.step_logits import StepLogits
+from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.model_files.resolve import resolve_model
 from transom_worker.parallel import SINGLE_RANK, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -169,6 +170,7 @@ class ThreadRanks(Executor):
         self.threads = RankThreads(size)
         self.runners: list[ModelRunner] = []
         self._kept: list[KeptLogits] = []
+        self._loads = LoadReports(size)
 
     def start(self) -> ExecutorInfo:
         self.runners = self.threads.on_each(lambda parallel: ModelRunner(self._config, parallel))
@@ -198,14 +200,22 @@ class ThreadRanks(Executor):
             self.drop_in_flight()
             raise StepFailed(f"Step {plan.step_id} failed: {error}") from error
         assert all(result.sampled_ids == results[0].sampled_ids for result in results)
-        first: StepResult = results[0]
-        return first
+        for result in results:
+            self._loads.add(result.loaded, result.load_s, result.failed)
+        return self._loads.deliver(results[0])
 
     def drop_in_flight(self) -> None:
         for plan in self._plans:
             for runner in self.runners:
                 runner.abandon(plan)
         self._plans.clear()
+
+    def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
+        return [runner.read_blocks(tier, group, blocks) for runner in self.runners]
+
+    def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
+        for runner, part in zip(self.runners, data, strict=True):
+            runner.write_blocks(tier, group, blocks, part)
 
     @property
     def lost(self) -> bool:
@@ -219,6 +229,8 @@ class ThreadRanks(Executor):
 
     def shutdown(self) -> None:
         self._plans.clear()
+        for runner in self.runners:
+            runner.close()
         self.runners, self._kept = [], []
         self.threads.close()
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.checked import run_checked
-from transom_kernels.block_copy import block_copy
+from transom_kernels.block_copy import block_copy, block_copy_between
 from transom_kernels.block_copy.cpu import ITEM_BYTES
-from transom_kernels.block_copy.reference import block_copy_reference
+from transom_kernels.block_copy.reference import block_copy_between_reference, block_copy_reference
 from transom_kernels.launch import uses_cpu_kernels
 
 PAIRS = [(0, 3), (1, 2), (3, 0), (2, 2), (2, 1)]
@@ -28,8 +28,24 @@ def test_block_copy(num_bytes):
     compare(num_bytes)
 
 
+def compare_between(num_bytes: int) -> None:
+    source = torch.randint(0, 255, (5, num_bytes + 9), dtype=torch.uint8)
+    wanted = torch.randint(0, 255, (4, num_bytes + 4), dtype=torch.uint8)
+    got = wanted.clone()
+    pairs = [(4, 0), (1, 2), (4, 3), (0, 2)]  # block 2 has the contents of the last copy
+    block_copy_between_reference(source[:, 3 : num_bytes + 3], wanted[:, 1 : num_bytes + 1], pairs)
+    block_copy_between(source[:, 3 : num_bytes + 3], got[:, 1 : num_bytes + 1], pairs)
+    assert got.equal(wanted)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64, ITEM_BYTES + 1])
+def test_block_copy_between_memories(num_bytes):
+    compare_between(num_bytes)
+
+
 def small_case() -> None:
     compare(100)
+    compare_between(100)
 
 
 def test_no_access_outside_of_its_memory():

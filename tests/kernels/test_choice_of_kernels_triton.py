@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from transom_kernels import launch
-from transom_kernels.block_copy import block_copy
-from transom_kernels.block_copy.reference import block_copy_reference
+from transom_kernels.block_copy import block_copy, block_copy_between
+from transom_kernels.block_copy.reference import block_copy_between_reference, block_copy_reference
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.prepare import prepare_qkv_reference
 from transom_kernels.kv_write.reference import kv_write_reference
@@ -83,6 +83,25 @@ def test_copies_that_wait_for_each_other(pairs: list[tuple[int, int]]) -> None:
     with prefer("interpreted"):
         block_copy(blocks, pairs)
     assert blocks.equal(wanted)
+
+
+PAIRS_BETWEEN = [(0, 1), (1, 2), (2, 3), (5, 1), (5, 0)]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto", pytest.param("interpreted", marks=interpreted)])
+@pytest.mark.parametrize("num_bytes", [20, 21])  # words, and bytes that are no words
+def test_copies_between_two_memories(kernels: launch.Kernels, num_bytes: int) -> None:
+    source, wanted = (torch.randint(0, 256, (6, 24), dtype=torch.uint8)[:, :num_bytes] for _ in range(2))
+    got = wanted.clone()
+    block_copy_between_reference(source, wanted, PAIRS_BETWEEN)
+    with prefer(kernels):
+        block_copy_between(source, got, PAIRS_BETWEEN)
+        assert got.equal(wanted)
+        for pair in [(6, 0), (0, 6), (-1, 0)]:
+            with pytest.raises(ValueError, match="leaves the 6 and 6 block ids"):
+                block_copy_between(source, got, [pair])
+        with pytest.raises(ValueError, match="cannot be copied to blocks"):
+            block_copy_between(source, got[:, 1:], [(0, 0)])
 
 
 def caches(kv_heads: int, size: int, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,11 +13,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def engine_config(
-    *, block_size: int = 4, pool_bytes: int = 2**19, hybrid: bool = True, **model: object
+    *, block_size: int = 4, pool_bytes: int = 2**19, host_bytes: int = 0, hybrid: bool = True, **model: object
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model="toy", hybrid_kv_cache=hybrid, device="cpu", **model),  # type: ignore[arg-type]
-        cache=CacheConfig(block_size=block_size, kv_cache_memory_bytes=pool_bytes),
+        cache=CacheConfig(block_size=block_size, kv_cache_memory_bytes=pool_bytes, swap_space_bytes=host_bytes),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64),
         num_threads=1,
     )
@@ -137,6 +137,7 @@ class HandScheduler:
             plan.copy_target.append(target)
             plan.copy_source_tier.append(0)
             plan.copy_target_tier.append(0)
+            plan.copy_ticket.append(0)
         held[first], held[last] = held[last], held[first]
         for logical in (first, last):
             plan.moved_seq.append(sequence.new.seq_id)

@@ -6,6 +6,7 @@ from tests.worker.execution.hand_scheduler import HandScheduler, engine_config
 from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, load_toy
 from transom_worker.errors import ConfigError, StepFailed
 from transom_worker.execution.local_executor import LocalExecutor
+from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan
 
 
 def start(**settings: object) -> tuple[LocalExecutor, HandScheduler, ToyDecoder]:
@@ -75,3 +76,50 @@ def test_a_pool_larger_than_the_memory_is_refused() -> None:
         ConfigError, match=r"KV pool of \d+ bytes cannot be allocated on cpu .* smaller --kv-cache-memory"
     ):
         start(pool_bytes=1 << 50)
+
+
+def test_blocks_are_read_behind_queued_plans() -> None:
+    executor, hand, model = start(host_bytes=2**20)
+    hand.add(0, [5, 6, 7])
+    first, copy = hand.plan({0: 3}), StepPlan(step_id=1)
+    copy.copy_group, copy.copy_source, copy.copy_target = [0], [first.delta_blocks[0]], [2]
+    copy.copy_source_tier, copy.copy_target_tier, copy.copy_ticket = [TIER_DEVICE], [TIER_HOST], [0]
+    executor.submit(first)
+    executor.submit(copy)
+    (spilled,) = executor.read_blocks(TIER_HOST, 0, [2])
+    assert spilled == executor.read_blocks(TIER_DEVICE, 0, first.delta_blocks[:1])[0]
+    assert any(spilled)
+    executor.write_blocks(TIER_HOST, 0, [3], [spilled])
+    assert executor.receive().sampled_ids == model.continue_greedily([5, 6, 7], 1)
+    assert executor.receive().step_id == 1
+    executor.shutdown()
+    with pytest.raises(StepFailed, match="not running"):
+        executor.read_blocks(TIER_HOST, 0, [2])
+
+
+def test_a_failed_and_a_dropped_plan_make_their_copies() -> None:
+    executor, hand, _ = start(host_bytes=2**20)
+    block = bytes(range(128)) * (hand.layout.groups[0].block_bytes // 128)
+    hand.add(0, [5, 6, 7])
+    failing, dropped, load = hand.plan({0: 3}), StepPlan(step_id=1), StepPlan(step_id=2)
+    failing.input_row = [9]
+    for plan, source, target, ticket in [(failing, 0, 1, 0), (dropped, 1, 2, 0), (load, 2, 3, 4)]:
+        plan.copy_group, plan.copy_source, plan.copy_target = [0], [source], [target]
+        plan.copy_source_tier, plan.copy_target_tier, plan.copy_ticket = [TIER_HOST], [TIER_HOST], [ticket]
+        if ticket:
+            plan.copy_target_tier = [TIER_DEVICE]
+    executor.write_blocks(TIER_HOST, 0, [0], [block])
+    executor.submit(failing)
+    executor.submit(dropped)
+    with pytest.raises(StepFailed):
+        executor.receive()
+    executor.submit(load)
+    executor.drop_in_flight()
+    assert executor.read_blocks(TIER_HOST, 0, [2]) == [block]
+    loaded: list[int] = []
+    while not loaded:
+        executor.submit(StepPlan(step_id=3))
+        loaded = executor.receive().loaded
+    assert loaded == [4]
+    assert executor.read_blocks(TIER_DEVICE, 0, [3]) == [block]
+    executor.shutdown()

@@ -187,6 +187,7 @@ def test_block_copies_before_the_forward_pass() -> None:
         plan.copy_group += [group, group]  # a chain, to see the order
         plan.copy_source += [held[last], copy[0]]
         plan.copy_target += copy
+        plan.copy_ticket += [0, 0]
         plan.copy_source_tier += [0, 0]
         plan.copy_target_tier += [0, 0]
         hand.put_table(plan, sequence, group)
@@ -234,7 +235,8 @@ def test_wrong_plans_are_refused() -> None:
     plan = hand.plan({})
     plan.copy_group, plan.copy_source, plan.copy_target = [0], [0], [1]
     plan.copy_source_tier, plan.copy_target_tier = [0], [1]
-    with pytest.raises(ValueError, match="host tier"):
+    plan.copy_ticket = [0]
+    with pytest.raises(StepFailed, match="tier 1 does not exist"):
         runner.execute(plan)
     plan = hand.plan({})
     plan.seq_ids = [12]

@@ -77,7 +77,6 @@ class ExecutorInfo:
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
-    host_layout: ArenaLayout | None = None  # of the host tier: `layout` with another number of pages; None without one
 
     @property
     def layout(self) -> ArenaLayout:

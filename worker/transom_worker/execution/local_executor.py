@@ -79,7 +79,7 @@ class LocalExecutor(Executor):
         plan = self._plans.popleft()
         try:
             result = self._runner.execute(plan)
-            self._load_reports.add(result.loaded, result.failed)
+            self._load_reports.add(result.loaded, result.load_s, result.failed)
             self._done.append(result)
         except BaseException as error:
             self._runner.abandon(plan)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -37,7 +36,7 @@ from transom_worker.execution.programs.recorded_collectives import with_recorded
 from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
-from transom_worker.execution.tiers.host_slab import allocate_host_slab, host_layout
+from transom_worker.execution.tiers.host_slab import allocate_host_slab
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import choose_max_model_len
 from transom_worker.parallel import Parallel
@@ -124,7 +123,6 @@ class ModelRunner:
         self._layout = rank_layout(self._plan.layout, self._groups_of(self._parallel.rank))
         self._groups = tuple(group.spec for group in self._layout.groups)
         self._slab = self._allocate_slab()
-        self._host_layout = host_layout(self._layout, self._config.cache.swap_space_bytes)
         self._copies = self._make_copies()
         self._builder = self._make_builder(self._layout, self._slab)
         self._forward = ForwardPass(self._model, self._builder)
@@ -149,7 +147,6 @@ class ModelRunner:
             kernels=kernels,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             num_graphs=self._forward.num_graphs,
-            host_layout=host_layout(self._plan.layout, self._config.cache.swap_space_bytes),
         )
 
     @property
@@ -236,10 +233,7 @@ class ModelRunner:
         self.is_committed = True
         ended = self._copies.ended_loads(wait=not plan.seq_ids)
         self.is_committed = False
-        result.loaded, result.failed = ended.loaded, ended.failed
-        result.timings = replace(
-            result.timings, copied_bytes=self._copies.num_bytes, loaded_bytes=ended.num_bytes, load_s=ended.seconds
-        )
+        result.loaded, result.load_s, result.failed = ended.loaded, ended.load_s, ended.failed
 
     def abandon(self, plan: StepPlan) -> None:
         """Remove the sequences that a plan declares finished, and make its copies, which later plans count on; nothing else."""
@@ -323,6 +317,7 @@ class ModelRunner:
             kv_dtype=self._loaded.dtype,
             tensor_parallel_size=self._parallel.size,
             steps_in_flight=scheduler.steps_in_flight,
+            host_bytes=self._config.cache.swap_space_bytes,
         )
         return with_rank_shares(plan, self._loaded.architecture)
 
@@ -338,16 +333,16 @@ class ModelRunner:
     def _make_copies(self) -> BlockCopies:
         """Allocate the host tier, where there is one, and return the copies between the tiers."""
         memories = {TIER_DEVICE: TierMemory(self._layout, self._slab)}
-        if self._host_layout is not None:
-            device = self._loaded.device
+        if self._plan.host_layout is not None:
+            layout, device = rank_layout(self._plan.host_layout, self._layout.groups), self._loaded.device
             slab = allocate_host_slab(
-                self._host_layout,
+                layout,
                 device,
                 available_bytes=memory.available_cpu_bytes(),
                 pool_bytes=self._layout.slab_bytes if device.type == "cpu" else 0,
                 ranks_on_host=self._ranks_on_host,
             )
-            memories[TIER_HOST] = TierMemory(self._host_layout, slab)
+            memories[TIER_HOST] = TierMemory(layout, slab)
         return BlockCopies(memories)
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:

@@ -27,6 +27,9 @@ STEP_VERSION = 4
 
 TIER_DEVICE = tiers.DEVICE  # the arena in the device's memory
 TIER_HOST = tiers.HOST  # the arena in the host's memory
+TIER_DISK = 2  # files; a copy names one by an index into the plan's `disk_digests`
+
+LOAD_WAIT_S = 0.005  # for which a plan without rows waits for a load at most
 
 NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token
 WHOLE_TABLE = 2**31 - 1  # in `row_window`: the row's queries read every key of the table, up to their own position
@@ -106,12 +109,15 @@ class StepPlan:
     such a row has one token.
 
     **Block copies** (group, source block and tier, target block and tier) take effect in order, those of earlier plans first. A
-    copy with ticket 0 is done before the forward pass. Copies with a ticket above 0 are a *load* from the host to the device: the
-    ranks may make them while steps run, after the copies with ticket 0 before them, and report the ticket when all are done.
-    Until then no row and no other copy reads or writes these blocks.
+    copy with ticket 0 is done before the forward pass; to the disk, its bytes are taken then, and the file is written later.
+    Copies with a ticket above 0 are a *load*, from the host to the device or from the disk to the host: the ranks make them while
+    steps run, after the plan's copies with ticket 0, and report the ticket when all of them are done. Until then no row and no
+    other copy reads or writes the targets, or writes the sources.
 
     A plan may have no rows: it carries copies while no sequence can compute, or it has nothing at all and asks which loads are
-    done. A rank may wait a moment for its oldest load before it answers such a plan.
+    done. A rank waits up to `LOAD_WAIT_S` for a load before it answers such a plan. Ranks make the copies of every plan that they
+    are given, once and in order, also of a plan that fails or is dropped, and some later result reports every ticket; only the loss
+    of a rank ends that.
     """
 
     step_id: int
@@ -156,6 +162,7 @@ class StepPlan:
     copy_source_tier: list[int] = field(default_factory=list)  # [C]
     copy_target_tier: list[int] = field(default_factory=list)  # [C]
     copy_ticket: list[int] = field(default_factory=list)  # [C]
+    disk_digests: list[bytes] = field(default_factory=list)  # of the blocks that copies write to the disk or read there
 
     grammar_mask: bytes | None = None  # [S, ceil(V / 8)] bits, lowest first, 1 = allowed; sampling rows in order
 
@@ -201,7 +208,8 @@ class StepResult:
     `count[b]`.
 
     `loaded` are the tickets of loads that are done on every rank and were not reported before; `load_s` are the seconds that each
-    took on the slowest rank, without waiting for other loads.
+    took on the slowest rank, without waiting for other loads. `failed` are tickets of loads from the disk that a rank had no
+    file for, or a broken one: the contents of their targets are unknown.
     """
 
     step_id: int
@@ -214,4 +222,5 @@ class StepResult:
     num_copies_done: int = 0
     loaded: list[int] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)  # as many as `loaded`
+    failed: list[int] = field(default_factory=list)
     timings: StepTimings = field(default_factory=StepTimings)

@@ -224,7 +224,7 @@ class RanksExecutor(Executor):
         if isinstance(message, StepDone):
             self._step_done(message.result)
         elif isinstance(message, LoadsEnded):
-            self._load_reports.add(list(message.loaded), list(message.failed))
+            self._load_reports.add(message.loaded, message.load_s, message.failed)
             self._count_without_rows(message.step_id)
         elif isinstance(message, BlocksDone):
             if message.call == self._num_calls:
@@ -235,7 +235,7 @@ class RanksExecutor(Executor):
             self._collect_failure(rank, message)
 
     def _step_done(self, result: StepResult) -> None:
-        self._load_reports.add(result.loaded, result.failed)
+        self._load_reports.add(result.loaded, result.load_s, result.failed)
         self._count_without_rows(result.step_id)
         if self._in_flight and result.step_id == self._in_flight[0][0]:
             self._in_flight.popleft()

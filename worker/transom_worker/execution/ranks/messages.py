@@ -151,6 +151,7 @@ class LoadsEnded:
 
     step_id: int
     loaded: tuple[int, ...]
+    load_s: tuple[float, ...]
     failed: tuple[int, ...]
 
 

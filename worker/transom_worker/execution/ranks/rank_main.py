@@ -157,7 +157,8 @@ class _Rank:
         if self._setup.rank == 0:
             self._channel.send(StepDone(result))
         elif result.loaded or result.failed or not step.plan.seq_ids:
-            self._channel.send(LoadsEnded(step.plan.step_id, tuple(result.loaded), tuple(result.failed)))
+            ended = (tuple(result.loaded), tuple(result.load_s), tuple(result.failed))
+            self._channel.send(LoadsEnded(step.plan.step_id, *ended))
 
     def _blocks_done(self, message: ReadBlocks | WriteBlocks) -> BlocksDone:
         """Read or write blocks. A call that names wrong blocks changes nothing, and its answer says so."""

@@ -55,7 +55,6 @@ class BlockCopies:
         self._board = LoadBoard()
         self._loads = make_loads(self._board, self._device)
         self._last_plan: StepPlan | None = None
-        self.num_bytes = 0  # copied by the last plan, loads apart
 
     def run(self, plan: StepPlan) -> int:
         """Make a plan's copies and begin its loads, unless that is done already; return the number of copies.
@@ -66,7 +65,6 @@ class BlockCopies:
         if plan is self._last_plan:
             return 0
         self._last_plan = plan
-        self.num_bytes = 0
         copies = list(_copies_of(plan))
         try:
             self._copy_now([copy for copy in copies if not copy.ticket])
@@ -134,7 +132,6 @@ class BlockCopies:
                 block_copy(source, pairs)
             else:
                 block_copy_between(source, target, pairs)
-            self.num_bytes += len(pairs) * source.shape[1]
 
     def _begin(self, ticket: int, copies: list[_Copy]) -> None:
         by_group: list[RowCopies] = []

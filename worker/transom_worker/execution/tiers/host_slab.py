@@ -5,30 +5,11 @@ On GPUs it is pinned, so that copies run beside steps. On CPUs it takes memory a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from transom_kernels.cpu.memory import lazy_bytes
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import ArenaLayout
-
-
-def host_layout(device_layout: ArenaLayout, swap_space_bytes: int) -> ArenaLayout | None:
-    """Return the layout of a host tier of `swap_space_bytes`; None where that is 0.
-
-    Raises:
-        ConfigError: the host tier could not hold one page for each group.
-    """
-    if not swap_space_bytes:
-        return None
-    num_pages, least = swap_space_bytes // device_layout.page_bytes, len(device_layout.groups)
-    if num_pages < least:
-        raise ConfigError(
-            f"--swap-space is {swap_space_bytes} bytes; a host tier for this model's {least} KV groups takes at least "
-            f"{least * device_layout.page_bytes} bytes on each rank, a page for each group. Give that much, or 0 for no host tier."
-        )
-    return replace(device_layout, num_pages=num_pages)
 
 
 def allocate_host_slab(

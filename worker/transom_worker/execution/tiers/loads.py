@@ -30,21 +30,14 @@ class RowCopies(NamedTuple):
     target: torch.Tensor
     pairs: Sequence[tuple[int, int]]
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that are copied."""
-        return len(self.pairs) * self.source.shape[1]
-
 
 @dataclass(slots=True)
 class EndedLoads:
-    """Tickets of loads that have ended, those that failed apart, and the bytes and seconds of copies from the host tier among
-    them."""
+    """Tickets of loads that have ended, and the seconds that each took; tickets of those that failed."""
 
     loaded: list[int] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 class LoadBoard:
@@ -66,12 +59,17 @@ class LoadBoard:
         with self._changed:
             self._num_in_flight += 1
 
-    def ended(self, ticket: int, *, is_whole: bool = True, num_bytes: int = 0, seconds: float = 0.0) -> None:
-        """Note that a load has ended; where it is not whole, its targets may have any contents."""
+    def ended(self, ticket: int, seconds: float) -> None:
+        """Note that a load has ended, which took so many seconds."""
         with self._changed:
-            (self._ended.loaded if is_whole else self._ended.failed).append(ticket)
-            self._ended.num_bytes += num_bytes
-            self._ended.seconds += seconds
+            self._ended.loaded.append(ticket)
+            self._ended.load_s.append(seconds)
+            self._changed.notify_all()
+
+    def failed(self, ticket: int) -> None:
+        """Note that a load has ended without all its contents."""
+        with self._changed:
+            self._ended.failed.append(ticket)
             self._changed.notify_all()
 
     def broke(self, error: BaseException) -> None:
@@ -158,8 +156,7 @@ class ThreadLoads(Loads):
             source, target = group.source.numpy(), group.target.numpy()
             for from_id, to_id in group.pairs:
                 target[to_id] = source[from_id]
-        num_bytes = sum(group.num_bytes for group in copies)
-        self._board.ended(ticket, num_bytes=num_bytes, seconds=time.perf_counter() - begin_s)
+        self._board.ended(ticket, time.perf_counter() - begin_s)
 
 
 class StreamLoads(Loads):
@@ -168,7 +165,7 @@ class StreamLoads(Loads):
     def __init__(self, board: LoadBoard, device: torch.device) -> None:
         self._board, self._device = board, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._running: deque[tuple[int, int, Any, Any]] = deque()  # ticket, bytes, events before and behind
+        self._running: deque[tuple[int, Any, Any]] = deque()  # ticket, events before and behind the copies
 
     def start(self, ticket: int, copies: list[RowCopies]) -> None:
         """Launch a load behind the work that the step's stream has got until now: that may still use the targets."""
@@ -180,15 +177,15 @@ class StreamLoads(Loads):
             for group in copies:
                 block_copy_between(group.source, group.target, group.pairs)
             end.record()
-        self._running.append((ticket, sum(group.num_bytes for group in copies), begin, end))
+        self._running.append((ticket, begin, end))
 
     def poll(self, *, wait: bool) -> None:
         """Report the loads whose last event the device has reached; they end in order."""
         if wait and self._running:
-            self._running[0][3].synchronize()
-        while self._running and self._running[0][3].query():
-            ticket, num_bytes, begin, end = self._running.popleft()
-            self._board.ended(ticket, num_bytes=num_bytes, seconds=begin.elapsed_time(end) / 1e3)
+            self._running[0][2].synchronize()
+        while self._running and self._running[0][2].query():
+            ticket, begin, end = self._running.popleft()
+            self._board.ended(ticket, begin.elapsed_time(end) / 1e3)
 
     def close(self) -> None:
         """Wait for all launched loads."""

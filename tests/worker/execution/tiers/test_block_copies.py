@@ -1,0 +1,190 @@
+"""A plan's copies run one after the other over all groups and both tiers, once, and loads end beside the steps."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transom_worker.errors import StepFailed
+from transom_worker.execution.batch.slab import block_rows
+from transom_worker.execution.executor import PIECE_BYTES
+from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.execution.tiers.loads import LoadBoard, RowCopies, ThreadLoads
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.scheduling.step import StepPlan
+
+STRIDES = (512, 256, 768)
+DEVICE = ArenaLayout(
+    page_bytes=1536,
+    num_pages=3,
+    groups=tuple(
+        GroupLayout(
+            spec=GroupSpec(name=str(stride), kind=GroupKind.FULL, layers=(), block_size=4),
+            block_bytes=stride - 12,
+            stride_bytes=stride,
+            layers=(),
+        )
+        for stride in STRIDES
+    ),
+)
+LAYOUTS = (DEVICE, replace(DEVICE, num_pages=5))
+Copy = tuple[int, int, int, int, int]  # group, source tier, source, target tier, target
+
+
+def slabs() -> list[torch.Tensor]:
+    return [torch.randint(0, 255, (layout.slab_bytes,), dtype=torch.uint8) for layout in LAYOUTS]
+
+
+def block_copies(slabs: list[torch.Tensor]) -> BlockCopies:
+    pairs = zip(LAYOUTS, slabs, strict=True)
+    return BlockCopies({tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(pairs)})
+
+
+def rows(slabs: list[torch.Tensor], tier: int, group: int) -> torch.Tensor:
+    return block_rows(LAYOUTS[tier], slabs[tier], group)
+
+
+def plan_of(copies: list[Copy], *, ticket: int = 0, step_id: int = 0) -> StepPlan:
+    plan = StepPlan(step_id=step_id)
+    for copy in copies:
+        add(plan, copy, ticket)
+    return plan
+
+
+def add(plan: StepPlan, copy: Copy, ticket: int) -> None:
+    group, source_tier, source, target_tier, target = copy
+    plan.copy_group.append(group)
+    plan.copy_source_tier.append(source_tier)
+    plan.copy_source.append(source)
+    plan.copy_target_tier.append(target_tier)
+    plan.copy_target.append(target)
+    plan.copy_ticket.append(ticket)
+
+
+def copies() -> st.SearchStrategy[list[Copy]]:
+    def ends(group: int) -> st.SearchStrategy[tuple[int, int]]:
+        ids = [st.integers(0, layout.dump_block(group) - 1) for layout in LAYOUTS]
+        return st.one_of(*(st.tuples(st.just(tier), ids[tier]) for tier in (0, 1)))
+
+    one = [st.tuples(st.just(group), ends(group), ends(group)) for group in range(3)]
+    return st.lists(st.one_of(*one).map(lambda copy: (copy[0], *copy[1], *copy[2])), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(copies())
+def test_copies_are_as_one_after_the_other_over_all_groups_and_tiers(copies: list[Copy]) -> None:
+    got = slabs()
+    wanted = [slab.clone() for slab in got]
+    for group, source_tier, source, target_tier, target in copies:
+        rows(wanted, target_tier, group)[target] = rows(wanted, source_tier, group)[source].clone()
+    made = block_copies(got)
+    plan = plan_of(copies)
+    assert made.run(plan) == len(copies)
+    assert all(map(torch.equal, got, wanted))
+    assert made.run(plan) == 0  # as where a plan fails behind its copies and is then abandoned
+    assert all(map(torch.equal, got, wanted))
+    made.close()
+
+
+def take(made: BlockCopies, ticket: int) -> None:
+    for _ in range(10_000):
+        ended = made.ended_loads(wait=True)
+        if ended.loaded:
+            assert ended.loaded == [ticket]
+            assert (len(ended.load_s), ended.failed) == (1, [])
+            return
+    raise AssertionError("the load did not end")
+
+
+def test_a_spill_and_a_load_into_the_same_blocks_in_one_plan() -> None:
+    memory = slabs()
+    made = block_copies(memory)
+    old, new = rows(memory, 0, 1)[2].clone(), rows(memory, 1, 1)[7].clone()
+    plan = plan_of([(1, 0, 2, 1, 4)])
+    add(plan, (1, 1, 7, 0, 2), 9)
+    assert made.run(plan) == 2
+    assert rows(memory, 1, 1)[4].equal(old)
+    take(made, 9)
+    assert rows(memory, 0, 1)[2].equal(new)
+    assert made.ended_loads(wait=True).loaded == []  # at once: none is in flight
+    made.close()
+
+
+def test_steps_go_on_beside_a_load() -> None:
+    memory = slabs()
+    made = block_copies(memory)
+    may_copy, original = threading.Event(), ThreadLoads._copy
+
+    def held(self: ThreadLoads, ticket: int, copies: list[RowCopies]) -> None:
+        assert may_copy.wait(30)
+        original(self, ticket, copies)
+
+    with patch.object(ThreadLoads, "_copy", held):
+        made.run(plan_of([(0, 1, 5, 0, 3)], ticket=1))
+        assert made.run(plan_of([(0, 0, 1, 0, 2)], step_id=1)) == 1  # as the load is held
+        assert rows(memory, 0, 0)[2].equal(rows(memory, 0, 0)[1])
+        assert made.ended_loads().loaded == []
+        may_copy.set()
+        take(made, 1)
+    assert rows(memory, 0, 0)[3].equal(rows(memory, 1, 0)[5])
+    made.close()
+
+
+def test_an_error_in_the_thread_ends_the_steps() -> None:
+    board = LoadBoard()
+    loads = ThreadLoads(board)
+    broken = RowCopies(torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 9, dtype=torch.uint8), [(0, 1)])
+    loads.start(3, [broken])
+    board.wait(30)
+    for _ in range(2):  # it stays broken
+        with pytest.raises(StepFailed, match="A load of KV blocks failed: ValueError"):
+            board.take()
+    loads.close()
+
+
+@pytest.mark.parametrize(
+    ("copy", "ticket", "message"),
+    [
+        ((0, 0, 0, 1, 99), 0, "copy 0 -> 99 leaves"),
+        ((0, 1, 99, 0, 0), 4, "copy 99 -> 0 leaves"),
+        ((0, 0, 0, 3, 0), 0, "tier 3 does not exist on this rank"),
+        ((3, 0, 0, 1, 0), 0, "group 3 does not exist"),
+    ],
+)
+def test_wrong_copies_are_refused(copy: Copy, ticket: int, message: str) -> None:
+    made = block_copies(slabs())
+    with pytest.raises(StepFailed, match=message):
+        made.run(plan_of([copy], ticket=ticket))
+    made.close()
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+def test_blocks_as_bytes(tier: int) -> None:
+    memory = slabs()
+    made = block_copies(memory)
+    before = [slab.clone() for slab in memory]
+    data = made.read(tier, 2, [1, 4, 0])
+    assert data == rows(memory, tier, 2)[[1, 4, 0], : STRIDES[2] - 12].numpy().tobytes()
+    new = np.random.default_rng(0).bytes(2 * (STRIDES[2] - 12))
+    made.write(tier, 2, [3, 1], new)
+    assert made.read(tier, 2, [3, 1]) == new
+    before_rows = rows(before, tier, 2)
+    before_rows[[3, 1], : STRIDES[2] - 12] = rows(memory, tier, 2)[[3, 1], : STRIDES[2] - 12]
+    assert all(map(torch.equal, memory, before))  # nothing beside them
+    assert made.read(tier, 2, []) == b""
+    made.write(tier, 2, [], b"")
+    with pytest.raises(ValueError, match="2 blocks of group 2 take 1512 bytes on this rank, not 3"):
+        made.write(tier, 2, [3, 1], b"abc")
+    with pytest.raises(ValueError, match="leaves"):
+        made.read(tier, 2, [-1])
+    with pytest.raises(ValueError, match="move them in pieces"):
+        made.read(tier, 2, [0] * (PIECE_BYTES // 756 + 1))
+    made.close()

@@ -1,0 +1,43 @@
+"""A host tier that does not fit is refused with the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker.execution.hand_scheduler import engine_config
+from tests.worker.execution.toy_decoder import layer, load_toy
+from transom_worker.errors import ConfigError
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.tiers.host_slab import allocate_host_slab
+from transom_worker.kvcache.layout import ArenaLayout
+
+LAYOUT = ArenaLayout(page_bytes=1 << 20, num_pages=64, groups=())
+CPU = torch.device("cpu")
+
+
+def test_memory_that_is_short_is_refused_with_the_numbers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"2 ranks .* KV pools of 1048576 bytes take 2097152 bytes, and 1000 are free"
+    ):
+        allocate_host_slab(LAYOUT, CPU, available_bytes=1000, pool_bytes=1 << 20, ranks_on_host=2)
+
+
+def test_a_host_tier_on_a_runner() -> None:
+    runner = ModelRunner(engine_config(host_bytes=2**21), loaded=load_toy([layer(), layer(window=7)]))
+    info = runner.allocate(runner.pool_bytes())
+    assert info.host_layout is not None
+    assert info.host_layout.groups == info.layout.groups
+    assert info.host_layout.num_pages == 2**21 // info.layout.page_bytes
+    block = info.host_layout.num_block_ids(0) - 2
+    data = bytes(range(256)) * (info.layout.groups[0].block_bytes // 256)
+    runner.write_blocks(1, 0, [block], data)
+    assert runner.read_blocks(1, 0, [block]) == data
+    runner.close()
+    runner.close()
+
+
+def test_a_host_tier_larger_than_the_memory_ends_the_start() -> None:
+    runner = ModelRunner(engine_config(host_bytes=2**50), loaded=load_toy([layer()]))
+    with pytest.raises(ConfigError, match=r"--swap-space asks for a host tier of \d+ bytes; .* Give at most"):
+        runner.allocate(runner.pool_bytes())

@@ -1,0 +1,130 @@
+"""Host tiers of two ranks in processes of their own: blocks as bytes, loads that both ranks must have ended, copies that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transom_worker.errors import RankLost, StepFailed
+from transom_worker.execution.executor import PIECE_BYTES, ExecutorInfo
+from transom_worker.execution.ranks.executor import RanksExecutor
+from transom_worker.execution.ranks.process_launcher import RankProcesses
+from transom_worker.execution.tiers.load_reports import LoadReports
+from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan, StepResult
+from transom_worker.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def executor(tiny_model: Path) -> Iterator[RanksExecutor]:
+    config = Settings.parse(
+        model=str(tiny_model), kv_cache_memory_bytes="1MiB", num_threads=1, device="cpu", tensor_parallel_size=2
+    ).engine_config()
+    config = replace(config, cache=replace(config.cache, swap_space_bytes=1 << 20))
+    executor = RanksExecutor(config, RankProcesses)
+    try:
+        executor.start()
+        yield executor
+    finally:
+        executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def info(executor: RanksExecutor) -> ExecutorInfo:
+    return executor.restart()
+
+
+def contents(info: ExecutorInfo, count: int, seed: int) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+    return [rng.bytes(count * info.layout.groups[0].block_bytes) for _ in range(2)]
+
+
+def copies(step_id: int, pairs: list[tuple[int, int]], source: int, target: int, ticket: int) -> StepPlan:
+    return StepPlan(
+        step_id=step_id,
+        copy_group=[0] * len(pairs),
+        copy_source=[pair[0] for pair in pairs],
+        copy_target=[pair[1] for pair in pairs],
+        copy_source_tier=[source] * len(pairs),
+        copy_target_tier=[target] * len(pairs),
+        copy_ticket=[ticket] * len(pairs),
+    )
+
+
+def test_a_load_and_a_spill(executor: RanksExecutor, info: ExecutorInfo) -> None:
+    first, second = contents(info, 2, seed=0), contents(info, 2, seed=1)
+    assert first[0] != first[1]
+    executor.write_blocks(TIER_HOST, 0, [3, 4], first)
+    executor.write_blocks(TIER_DEVICE, 0, [1, 2], second)
+    executor.submit(copies(0, [(1, 5), (2, 6)], TIER_DEVICE, TIER_HOST, 0))
+    executor.submit(copies(1, [(3, 1), (4, 2)], TIER_HOST, TIER_DEVICE, 7))
+    assert executor.read_blocks(TIER_HOST, 0, [5, 6]) == second  # behind both plans, whose results are not received yet
+    results = [executor.receive(), executor.receive()]
+    while not any(result.loaded for result in results):  # an engine without other work polls
+        executor.submit(StepPlan(step_id=len(results)))
+        results.append(executor.receive())
+    assert [result.step_id for result in results] == list(range(len(results)))
+    assert [result.loaded for result in results if result.loaded] == [[7]]
+    assert [seconds > 0 for result in results for seconds in result.load_s] == [True]
+    assert executor.read_blocks(TIER_DEVICE, 0, [1, 2]) == first
+
+
+def test_a_dropped_plan_makes_its_copies_and_reports_its_load(executor: RanksExecutor, info: ExecutorInfo) -> None:
+    data = contents(info, 1, seed=2)
+    executor.write_blocks(TIER_HOST, 0, [0], data)
+    executor.submit(copies(100, [(0, 3)], TIER_HOST, TIER_DEVICE, 8))
+    executor.drop_in_flight()
+    result = StepResult(step_id=0)
+    while not result.loaded:
+        executor.submit(StepPlan(step_id=result.step_id + 101))
+        result = executor.receive()
+    assert result.loaded == [8]
+    assert executor.read_blocks(TIER_DEVICE, 0, [3]) == data
+
+
+def test_a_refused_plan_is_reported_by_receive(executor: RanksExecutor, info: ExecutorInfo) -> None:
+    data = contents(info, 1, seed=3)
+    executor.submit(StepPlan(step_id=200, version=99))
+    executor.write_blocks(TIER_HOST, 0, [1], data)
+    with pytest.raises(StepFailed, match="version 99"):
+        executor.receive()
+    assert executor.read_blocks(TIER_HOST, 0, [1]) == data
+
+
+def test_wrong_pieces_are_refused(executor: RanksExecutor, info: ExecutorInfo) -> None:
+    too_many = PIECE_BYTES // info.layout.groups[0].block_bytes + 1
+    for tier, group, blocks, message in [
+        (TIER_HOST, 0, [1 << 20], "leaves"),
+        (TIER_HOST, 9, [0], "group 9 does not exist"),
+        (5, 0, [0], "tier 5 does not exist"),
+        (TIER_HOST, 0, [0] * too_many, "move them in pieces"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            executor.read_blocks(tier, group, blocks)
+    with pytest.raises(ValueError, match="given for 1 ranks; there are 2"):
+        executor.write_blocks(TIER_HOST, 0, [0], [b""])
+    with pytest.raises(ValueError, match="bytes on this rank, not 1"):
+        executor.write_blocks(TIER_HOST, 0, [0], [b"a", b"b"])
+
+
+def test_a_copy_that_fails_loses_the_ranks(executor: RanksExecutor, info: ExecutorInfo) -> None:
+    executor.submit(copies(300, [(0, 1 << 20)], TIER_DEVICE, TIER_HOST, 0))
+    with pytest.raises(RankLost, match="block copies of step 300 failed"):
+        executor.receive()
+    with pytest.raises(RankLost):
+        executor.read_blocks(TIER_HOST, 0, [0])
+    executor.restart()
+    assert executor.read_blocks(TIER_HOST, 0, [0])[0] == bytes(info.layout.groups[0].block_bytes)
+
+
+def test_a_load_has_ended_when_the_slowest_rank_has_said_so() -> None:
+    reports = LoadReports(num_ranks=2)
+    reports.add([1, 2], [0.1, 0.2], [])
+    assert reports.deliver(StepResult(step_id=0)).loaded == []
+    reports.add([2], [0.5], [1])
+    result = reports.deliver(StepResult(step_id=1))
+    assert (result.loaded, result.load_s, result.failed) == ([2], [0.5], [1])
+    assert reports.deliver(StepResult(step_id=2)).loaded == []
