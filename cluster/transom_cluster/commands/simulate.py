@@ -23,7 +23,7 @@ def simulate(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a trace: sessions, shuffled, poisson, system-prompt, edited-message or long-answers."
+            help="Instead of a trace: sessions, shuffled, poisson, system-prompt, edited-message, long-answers or agents."
         ),
     ] = None,
     arrivals: Annotated[
@@ -37,7 +37,9 @@ def simulate(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 256,
     window_repair: Annotated[bool, typer.Option(help="Replay a bounded tail where only windows are gone.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the shuffled and Poisson orders.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the shuffled and Poisson orders, of agents, and of the digests (any trace).")
+    ] = 0,
     step_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each step.")] = 0.008,
     token_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each token in a step.")] = 0.00002,
     clairvoyant: Annotated[

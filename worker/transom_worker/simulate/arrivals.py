@@ -35,13 +35,15 @@ class SequentialArrivals:
 
 
 class RecordedArrivals:
-    """Requests arrive at their recorded times, but not before the request that their field `after` names has ended.
+    """Requests arrive at their recorded times, but not before the request that their field `after` names has ended, and `pause_s`
+    after it.
 
-    Example: a turn is recorded at second 10, and its predecessor's answer ends at second 12: it arrives at second 12.
+    Example: a turn is recorded at second 10, and its predecessor's answer ends at second 12: it arrives at second 12; with a pause
+    of 2 seconds, at second 14.
     """
 
     def __init__(self, workload: Workload) -> None:
-        self._arrival_s = [request.arrival_s for request in workload.requests]
+        self._requests = workload.requests
         self._successors: dict[int, list[int]] = defaultdict(list)
         self._ready: list[tuple[float, int]] = []  # heap
         for index, request in enumerate(workload.requests):
@@ -62,7 +64,8 @@ class RecordedArrivals:
     def answered(self, index: int, now_s: float) -> None:
         """Note that a request has ended or was refused: the requests that come after it may arrive."""
         for successor in self._successors.pop(index, ()):
-            heappush(self._ready, (max(now_s, self._arrival_s[successor]), successor))
+            request = self._requests[successor]
+            heappush(self._ready, (max(now_s + request.pause_s, request.arrival_s), successor))
 
 
 Arrivals = SequentialArrivals | RecordedArrivals

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from transom_worker.errors import ConfigError
+from transom_worker.simulate.agent_sessions import agent_sessions
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 
 NUM_SESSIONS = 16
@@ -87,6 +88,7 @@ BUILDERS: dict[str, Callable[[random.Random], list[SimulatedRequest]]] = {
     "system-prompt": system_prompt,
     "edited-message": edited_message,
     "long-answers": long_answers,
+    "agents": agent_sessions,
 }
 
 

@@ -23,10 +23,20 @@ OnProgress = Callable[[int], None]  # called with the number of requests that ha
 
 
 class Replay:
-    """Replays one workload. Each request ends at its recorded answer's length, or the scheduler refuses it when it arrives."""
+    """Replays one workload. Each request ends at its recorded answer's length, or the scheduler refuses it when it arrives.
+
+    All requests have `cache_salt`, so they share prefixes; another salt changes the digests and nothing else.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, workload: Workload, arrivals: Arrivals, *, cost: StepCost, clock: VirtualClock
+        self,
+        scheduler: Scheduler,
+        workload: Workload,
+        arrivals: Arrivals,
+        *,
+        cost: StepCost,
+        clock: VirtualClock,
+        cache_salt: str | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self.served: list[int] = []  # in order of arrival
@@ -35,6 +45,7 @@ class Replay:
         self._arrivals = arrivals
         self._cost = cost
         self._clock = clock
+        self._cache_salt = cache_salt
         self._executor = StubExecutor()
         self._fragmentation: list[float] = []  # one sample at each request's end
         self._num_ended = self._num_steps = self._num_output_tokens = 0
@@ -71,7 +82,7 @@ class Replay:
         """Add a request to the scheduler; return whether the scheduler accepts it."""
         name = str(index)
         try:
-            self._scheduler.add(simulated.as_request(name))
+            self._scheduler.add(simulated.as_request(name, cache_salt=self._cache_salt))
         except RequestError as error:
             self.refused[type(error).__name__] += 1
             return False

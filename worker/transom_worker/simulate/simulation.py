@@ -32,7 +32,9 @@ SYNTHETIC_BATCHED_TOKENS = 2_048  # the setting of published figures of other en
 class SimulationConfig:
     """What is replayed (`trace` or `workload`), for which model, in how much memory, and how requests arrive.
 
-    `clairvoyant` also computes the hits of other caches (`bounds`); `cost` says how long a step takes on the virtual clock.
+    `seed` draws the order of the workloads that have one, and salts the digests (0: no salt): what is sampled by digest, such as
+    ghosts of evicted checkpoints, then differs, so that several seeds show how far chance moves a figure. `clairvoyant` also
+    computes the hits of other caches (`bounds`); `cost` says how long a step takes on the virtual clock.
     """
 
     model: Path
@@ -97,7 +99,14 @@ class Simulation:
         """Replay the workload, and compute the bounds if the settings request them."""
         config = self._config
         arrivals = ARRIVALS[config.arrivals](self.workload)
-        replay = Replay(self.scheduler, self.workload, arrivals, cost=config.cost, clock=self._clock)
+        replay = Replay(
+            self.scheduler,
+            self.workload,
+            arrivals,
+            cost=config.cost,
+            clock=self._clock,
+            cache_salt=str(config.seed) if config.seed else None,
+        )
         counts = replay.run(on_progress)
         bounds: dict[str, int] = {}
         if config.clairvoyant:
@@ -117,6 +126,7 @@ class Simulation:
             "max_num_batched_tokens": config.batched_tokens,
             "max_num_seqs": config.max_num_seqs,
             "window_repair": config.window_repair,
+            "seed": config.seed,
             "step_cost": asdict(config.cost),
         }
 

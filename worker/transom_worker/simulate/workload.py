@@ -7,7 +7,7 @@ one. Example: `Run(512, 100)` has the token ids 512 to 611.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -42,7 +42,8 @@ class TokenSpace:
 class SimulatedRequest:
     """One request: its prompt, its answer and its arrival.
 
-    It arrives at `arrival_s` on the workload's clock, but not before the request with index `after` has been answered.
+    It arrives at `arrival_s` on the workload's clock, but not before `pause_s` seconds after the answer to the request with index
+    `after`.
     """
 
     prompt: tuple[Run, ...]
@@ -50,6 +51,11 @@ class SimulatedRequest:
     turn_boundaries: tuple[int, ...] = ()
     arrival_s: float = 0.0
     after: int | None = None
+    pause_s: float = 0.0
+
+    def after_request(self, index: int | None) -> SimulatedRequest:
+        """Return this request as one that waits for the answer to the request with this index (None: for none)."""
+        return replace(self, after=index)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -60,14 +66,15 @@ class SimulatedRequest:
         """Return the prompt's token ids."""
         return tuple(chain.from_iterable(range(first, first + count) for first, count in self.prompt))
 
-    def as_request(self, request_id: str) -> Request:
-        """Return the request for the scheduler."""
+    def as_request(self, request_id: str, *, cache_salt: str | None = None) -> Request:
+        """Return the request for the scheduler. Another salt gives all blocks other digests."""
         return Request(
             request_id=request_id,
             prompt_token_ids=self.prompt_token_ids(),
             params=SamplingParams(max_tokens=self.answer.num_tokens, ignore_eos=True),
             seed=0,
             turn_boundaries=self.turn_boundaries,
+            cache_salt=cache_salt,
         )
 
 
